@@ -1,0 +1,1 @@
+"""One file per agent framework; each imports the SDK and, lazily, its framework."""

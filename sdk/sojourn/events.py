@@ -1,0 +1,78 @@
+"""Facts an agent reports: what its program and its tools did. Never arguments, never outputs.
+
+Every event names its program and carries a sequence number that grows within
+(emitter, program). ``age_s`` is how long ago it happened, on the client's
+monotonic clock at the moment of sending, so that the server can place it on
+its own clock without the two agreeing on the time of day.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+    """What all events share."""
+
+    program_id: str
+    seq: int
+    age_s: float = 0.0
+    """Seconds between the fact and the sending of it; ≥ 0."""
+
+
+class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_start"):
+    """A program began. Repeating it for a known id is harmless."""
+
+    name: str | None = None
+    agent_type: str | None = None
+    parent_program_id: str | None = None
+    root_program_id: str | None = None
+    call_id: str | None = None
+    """The parent's tool call in which this sub-program runs."""
+    heartbeat: bool = False
+    """The client promises heartbeats: silence then ends leases."""
+
+
+class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_start"):
+    """A tool began to run between two turns."""
+
+    call_id: str
+    tool: str
+    """The tool's name as the framework knows it, e.g. ``bash``."""
+    tool_class: str | None = None
+    """A finer class the client can tell, e.g. the command head ``pytest``."""
+    expected_s: float | None = None
+    """The client's own estimate of the duration, in seconds."""
+
+
+class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_stop"):
+    """The tool call ended."""
+
+    call_id: str
+    duration_s: float
+    """Measured on the client's monotonic clock."""
+    status: str = "ok"
+    """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``."""
+
+
+class Heartbeat(Event, frozen=True, kw_only=True, omit_defaults=True, tag="heartbeat"):
+    """The client lives and still means to come back."""
+
+
+class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
+    """An Agent Execution Graph by content hash. Reserved: servers of wire 1 answer ``unsupported``."""
+
+    graph_hash: str
+
+
+class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):
+    """The program will send no further request; its KV may go."""
+
+    status: str = "ok"
+    """``ok``, ``error`` or ``cancelled``."""
+
+
+AnyEvent = Union[ProgramStart, ToolStart, ToolStop, Heartbeat, AegReport, ProgramEnd]
+"""Decoded by the ``type`` field."""

@@ -1,0 +1,47 @@
+"""Advice that rides on an LLM request. Field names are those of vLLM Router's ``agentic_context``.
+
+A hint is never a command: missing, late or false ones leave the engine's
+default behaviour, and none changes an output token.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Our own part of the context; other routers ignore it."""
+
+    v: int = 1
+    emitter: str | None = None
+    """Who numbered ``events``; needed to recognise duplicates."""
+    agent_type: str | None = None
+    node: str | None = None
+    """Node of the Agent Execution Graph this turn belongs to."""
+    heartbeat: bool = False
+    """This client sends heartbeats: its silence may end leases."""
+    final: bool = False
+    """No further turn will follow."""
+    events: list[msgspec.Raw] = []
+    """Events not yet sent, riding along because the request would overtake them."""
+
+
+class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Identity and advice for one turn."""
+
+    program_id: str
+    parent_program_id: str | None = None
+    root_program_id: str | None = None
+    blocks_parent: bool | None = None
+    """The parent waits for this program."""
+    expected_resume: bool | None = None
+    """False: the client expects no further turn after this one."""
+    step_id: str | None = None
+    priority: int | None = None
+    """Higher matters more; each dialect converts."""
+    deadline_seconds: float | None = None
+    expected_output_length: int | None = None
+    """Tokens."""
+    kv_retention_ttl_seconds: float | None = None
+    """How long the client would like this turn's KV kept; clipped by the server."""
+    sojourn: SojournContext | None = None

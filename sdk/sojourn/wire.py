@@ -1,0 +1,162 @@
+"""The versioned envelope: encode and decode, nothing else.
+
+``POST /sojourn/v1/events`` carries an ``EventBatch`` and answers an
+``OutcomeBatch``. A request carries an ``AgenticContext`` as a JSON *string*
+under ``vllm_xargs.agentic_context``, since vLLM allows only flat values there.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import msgspec
+
+from .events import AnyEvent, Event
+from .hints import AgenticContext
+from .ids import MAX_ID_BYTES
+
+WIRE_VERSION = 1
+EVENTS_PATH = "/sojourn/v1/events"
+CAPABILITIES_PATH = "/sojourn/v1/capabilities"
+MAX_CONTEXT_BYTES = 16 * 1024
+"""Longest ``agentic_context`` accepted, in bytes (vLLM Router's limit)."""
+MAX_BATCH_BYTES = 256 * 1024
+MAX_BATCH_EVENTS = 1024
+MAX_EVENT_NAME_BYTES = 256
+"""Longest tool or agent name kept; longer ones are cut by the client."""
+
+
+class WireError(ValueError):
+    """The bytes are not a message of this wire; the text says what was wrong and what was expected."""
+
+
+class Outcome(str, Enum):
+    """What became of an event or a hint."""
+
+    APPLIED = "applied"
+    DEFERRED = "deferred"
+    DUPLICATE = "duplicate"
+    CLIPPED = "clipped"
+    REJECTED = "rejected"
+    UNSUPPORTED = "unsupported"
+    MISSING = "missing"
+
+
+class EventOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to one event, in the order of the batch."""
+
+    outcome: Outcome
+    reason: str = ""
+    program_id: str | None = None
+    seq: int | None = None
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A batch as sent. Events stay raw so that one bad event cannot spoil the others."""
+
+    v: int
+    emitter: str
+    events: list[msgspec.Raw]
+    dropped: int = 0
+    """Events this emitter has had to drop so far."""
+
+
+class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to a batch."""
+
+    v: int = WIRE_VERSION
+    outcomes: list[EventOutcome] = []
+
+
+_encoder = msgspec.json.Encoder()
+_batch_decoder = msgspec.json.Decoder(EventBatch)
+_event_decoder = msgspec.json.Decoder(AnyEvent)
+_context_decoder = msgspec.json.Decoder(AgenticContext)
+_outcome_decoder = msgspec.json.Decoder(OutcomeBatch)
+
+
+def encode(message: object) -> bytes:
+    """Compact JSON of any wire struct. Raises ``WireError`` for what JSON cannot say."""
+    try:
+        return _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"cannot encode {type(message).__name__}: {error}") from error
+
+
+def decode_batch(data: bytes) -> EventBatch:
+    """Decode and bound a batch; single events are decoded later by ``decode_event``."""
+    if len(data) > MAX_BATCH_BYTES:
+        raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
+    try:
+        batch = _batch_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not an event batch: {error}") from error
+    if batch.v != WIRE_VERSION:
+        raise WireError(f"wire version {batch.v} is not spoken here; expected {WIRE_VERSION}")
+    if len(batch.events) > MAX_BATCH_EVENTS:
+        raise WireError(f"{len(batch.events)} events in one batch; at most {MAX_BATCH_EVENTS} are accepted")
+    _check_id("emitter", batch.emitter)
+    return batch
+
+
+def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:
+    """Decode and bound one event. Raises ``WireError``."""
+    try:
+        event = _event_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not an event: {error}") from error
+    check_event(event)
+    return event
+
+
+def check_event(event: Event) -> None:
+    """Bounds that the types alone do not express. Raises ``WireError``."""
+    _check_id("program_id", event.program_id)
+    if event.seq < 0:
+        raise WireError(f"seq is {event.seq}; expected a number that grows from 0")
+    for field in ("age_s", "duration_s", "expected_s"):
+        value = getattr(event, field, None)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise WireError(f"{field} is {value}; expected seconds ≥ 0")
+    for field in ("call_id", "parent_program_id", "root_program_id", "graph_hash"):
+        value = getattr(event, field, None)
+        if value is not None:
+            _check_id(field, value)
+    for field in ("tool", "tool_class", "name", "agent_type"):
+        value = getattr(event, field, None)
+        if value is not None and len(value.encode("utf-8", "replace")) > MAX_EVENT_NAME_BYTES:
+            raise WireError(f"{field} is longer than {MAX_EVENT_NAME_BYTES} bytes")
+
+
+def decode_context(text: str | bytes) -> AgenticContext:
+    """Decode and bound the string under ``vllm_xargs.agentic_context``. Raises ``WireError``."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    if len(data) > MAX_CONTEXT_BYTES:
+        raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
+    try:
+        context = _context_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not an agentic_context: {error}") from error
+    _check_id("program_id", context.program_id)
+    for field in ("parent_program_id", "root_program_id"):
+        value = getattr(context, field)
+        if value is not None:
+            _check_id(field, value)
+    if context.sojourn is not None and context.sojourn.v != WIRE_VERSION:
+        raise WireError(f"sojourn context version {context.sojourn.v}; expected {WIRE_VERSION}")
+    return context
+
+
+def decode_outcomes(data: bytes) -> OutcomeBatch:
+    """Decode the server's answer to a batch. Raises ``WireError``."""
+    try:
+        return _outcome_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not an outcome batch: {error}") from error
+
+
+def _check_id(field: str, value: str) -> None:
+    size = len(value.encode("utf-8", "replace"))
+    if not 0 < size <= MAX_ID_BYTES:
+        raise WireError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
