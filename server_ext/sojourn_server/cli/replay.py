@@ -1,0 +1,7 @@
+"""``sojourn replay``: not written yet."""
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""

@@ -1,0 +1,7 @@
+"""``sojourn serve``: not written yet."""
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
