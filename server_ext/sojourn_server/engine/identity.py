@@ -1,0 +1,50 @@
+"""Who sends a request, read from what the engine carries of it; and what became of the hint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sojourn.hints import AgenticContext
+from sojourn.ids import MAX_ID_BYTES, ProgramId
+from sojourn.wire import Outcome, WireError, decode_context
+
+CONTEXT_KEY = "agentic_context"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The program a request belongs to, and the advice that came with it."""
+
+    program_id: ProgramId | None
+    context: AgenticContext | None
+    outcome: Outcome | None = None
+    """What became of the hint; None where there was none."""
+    reason: str = ""
+
+
+NOBODY = Identity(None, None)
+
+
+def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Identity:
+    """Read the program from the hint, else from the session header. Never raises.
+
+    A malformed hint is reported and ignored; the session header then still counts.
+    """
+    session = _bounded(session_id)
+    text = xargs.get(CONTEXT_KEY) if xargs else None
+    if text is None:
+        return Identity(session, None) if session else NOBODY
+    if not isinstance(text, str):
+        return Identity(session, None, Outcome.REJECTED, "agentic_context is not a JSON string")
+    try:
+        context = decode_context(text)
+    except WireError as error:
+        return Identity(session, None, Outcome.REJECTED, str(error))
+    return Identity(ProgramId(context.program_id), context, Outcome.APPLIED)
+
+
+def _bounded(session_id: str | None) -> ProgramId | None:
+    if not session_id or len(session_id.encode("utf-8", "replace")) > MAX_ID_BYTES:
+        return None
+    return ProgramId(session_id)

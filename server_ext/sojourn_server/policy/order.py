@@ -1,0 +1,27 @@
+"""Who goes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .views import WaitingView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFcfs:
+    """First come, first served by request: stock vLLM."""
+
+    def key(self, request: WaitingView) -> tuple[float, ...]:
+        return (not request.preempted, request.arrival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFcfs:
+    """Preempted first, then those whose KV is held, then by the program's first arrival (C6; Continuum §4.3).
+
+    A request of no program counts as a program of one turn, so that traffic
+    without hints keeps its place in line.
+    """
+
+    def key(self, request: WaitingView) -> tuple[float, ...]:
+        return (not request.preempted, not request.leased, request.program_rank, request.arrival)

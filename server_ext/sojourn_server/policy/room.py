@@ -1,0 +1,77 @@
+"""Whose lease is given up when somebody needs the space (C8; Continuum §5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sojourn.ids import ProgramId
+
+from .views import LeaseView, RoomNeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestProgramFirst:
+    """Leases of the latest-arrived programs go first, as many as the need asks for.
+
+    Three needs are told apart, since "until it fits" must not undo the order
+    that the queue keeps:
+
+    - A request that already runs takes any lease: the alternative is to
+      preempt, which costs more than an idle program's cache.
+    - A waiting request takes leases of programs that arrived after its own.
+    - A waiting request takes leases of earlier programs only where nothing
+      runs: the deadlock the paper speaks of. With ``patient`` it first waits,
+      engine idle, while that costs less than rebuilding the cheapest lease:
+      for the soonest lease to end or its program to return. Waiting is bounded
+      by that lease's time-to-live, so this cannot deadlock either.
+    """
+
+    patient: bool = False
+
+    def release(
+        self, need: RoomNeed, leases: Sequence[LeaseView], now: float
+    ) -> tuple[ProgramId, ...] | None:
+        victims = [lease for lease in leases if lease.program_id != need.program_id]
+        if not need.running:
+            later = [lease for lease in victims if lease.program_rank > need.program_rank]
+            chosen = self._enough(later, need.blocks)
+            if chosen is not None:
+                return chosen
+            if need.anything_running:
+                return None
+            if self.patient and self._worth_waiting(victims, now):
+                return None
+        return self._enough(victims, need.blocks) or tuple(lease.program_id for lease in victims) or None
+
+    @staticmethod
+    def _enough(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
+        chosen: list[ProgramId] = []
+        gained = 0
+        for lease in sorted(leases, key=lambda lease: (-lease.program_rank, lease.program_id)):
+            if gained >= blocks:
+                break
+            chosen.append(lease.program_id)
+            gained += lease.blocks
+        return tuple(chosen) if chosen and gained >= blocks else None
+
+    @staticmethod
+    def _worth_waiting(leases: Sequence[LeaseView], now: float) -> bool:
+        active = [lease for lease in leases if lease.expires_s > now and not lease.waiting]
+        if not active:
+            return False
+        return min(lease.expires_s for lease in active) - now < min(lease.reload_s for lease in active)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyLease:
+    """Whoever needs room takes it, soonest-expiring leases first. Leases then never delay anybody."""
+
+    def release(
+        self, need: RoomNeed, leases: Sequence[LeaseView], now: float
+    ) -> tuple[ProgramId, ...] | None:
+        victims = sorted(
+            (lease for lease in leases if lease.program_id != need.program_id),
+            key=lambda lease: (lease.expires_s, lease.program_id),
+        )
+        return tuple(lease.program_id for lease in victims) or None

@@ -1,0 +1,118 @@
+"""All known programs, in bounded memory; folds statuses through the transition table."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+
+from sojourn.ids import ProgramId
+
+from .record import Program
+from .status import OVER, ProgramStatus, Signal, after
+
+
+class ProgramTable:
+    """At most ``max_programs`` programs; the longest-over are forgotten first.
+
+    Where all are alive, the one heard of least recently without a request in
+    the engine goes: a flood of invented ids costs its sender's ids first,
+    since real programs keep talking.
+    """
+
+    def __init__(self, max_programs: int = 20_000) -> None:
+        if max_programs < 1:
+            raise ValueError(f"max_programs is {max_programs}; expected at least 1")
+        self.max_programs = max_programs
+        self.counts: Counter[ProgramStatus] = Counter()
+        self.forgotten = 0
+        self._programs: OrderedDict[ProgramId, Program] = OrderedDict()
+        self._over: OrderedDict[ProgramId, None] = OrderedDict()
+        self._acting: OrderedDict[ProgramId, None] = OrderedDict()
+        """Programs between turns, the one heard of least recently first."""
+        self._next_rank = 0
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs.values())
+
+    def __contains__(self, program_id: object) -> bool:
+        return program_id in self._programs
+
+    def get(self, program_id: ProgramId) -> Program | None:
+        """The program, or None; does not count as hearing of it."""
+        return self._programs.get(program_id)
+
+    def next_rank(self) -> int:
+        """A fresh arrival rank, also for requests that belong to no program."""
+        self._next_rank += 1
+        return self._next_rank
+
+    def open(self, program_id: ProgramId, now: float) -> tuple[Program, list[Program]]:
+        """Get or create a program and mark it as heard of.
+
+        Returns the program and those forgotten to make room for it.
+        """
+        program = self._programs.get(program_id)
+        if program is not None:
+            self._programs.move_to_end(program_id)
+            if program_id in self._acting:
+                self._acting.move_to_end(program_id)
+            program.last_contact_s = now
+            return program, []
+        forgotten = self._make_room()
+        program = Program(program_id, self.next_rank(), now, last_contact_s=now)
+        self._programs[program_id] = program
+        self.counts[program.status] += 1
+        self._acting[program_id] = None
+        return program, forgotten
+
+    def signal(self, program: Program, signal: Signal) -> bool:
+        """Apply ``signal``; True where the status changed."""
+        new = after(program.status, signal)
+        if new is program.status:
+            return False
+        self.counts[program.status] -= 1
+        self.counts[new] += 1
+        if new in OVER:
+            self._over[program.id] = None
+        elif program.status in OVER:
+            self._over.pop(program.id, None)
+        if new is ProgramStatus.ACTING:
+            self._acting[program.id] = None
+        else:
+            self._acting.pop(program.id, None)
+        program.status = new
+        return True
+
+    def silent(self, now: float, silence_s: float) -> Program | None:
+        """A program between turns that has not been heard of for ``silence_s`` seconds, if there is one."""
+        for program_id in self._acting:
+            program = self._programs[program_id]
+            return program if now - program.last_contact_s > silence_s else None
+        return None
+
+    def _make_room(self) -> list[Program]:
+        forgotten: list[Program] = []
+        while len(self._programs) >= self.max_programs:
+            victim = self._oldest_forgettable()
+            if victim is None:  # all have requests in the engine: their number is the engine's bound, not ours
+                break
+            del self._programs[victim.id]
+            self._over.pop(victim.id, None)
+            self._acting.pop(victim.id, None)
+            self.counts[victim.status] -= 1
+            self.forgotten += 1
+            forgotten.append(victim)
+        return forgotten
+
+    def _oldest_forgettable(self) -> Program | None:
+        for program_id in self._over:
+            program = self._programs[program_id]
+            if not program.live_requests:
+                return program
+        for program in self._programs.values():
+            if not program.live_requests:
+                return program
+        return None
