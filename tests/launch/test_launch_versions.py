@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-
 from sojourn_server.launch import versions
 
 

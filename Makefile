@@ -1,0 +1,50 @@
+# make setup   an environment in .venv with the CPU engine, our packages and the test tools
+# make demo    setup, then the two-minute demonstration
+# make test    setup, then every test, those that start an engine included
+# make fast    setup, then the tests that start no engine
+# make check   setup, then ruff and mypy
+#
+# PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
+# EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
+# PIP_EXTRA_INDEX_URL=...     where pip finds CPU builds of PyTorch, where the default index has none
+# TESTS="tests/launch -k x"   what test and fast run
+
+PYTHON ?= python3
+EXTRAS ?= cpu,demo,dev
+TESTS ?=
+
+BIN := .venv/bin
+
+comma := ,
+STAMP := .venv/.sojourn-$(subst $(comma),-,$(EXTRAS))
+
+# Some machines set this; without byte code every engine process compiles its imports again.
+unexport PYTHONDONTWRITEBYTECODE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: setup demo test fast check clean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup.sh
+	PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" bash scripts/setup.sh
+	@touch $@
+
+demo: setup
+	$(BIN)/sojourn demo
+
+test: setup
+	$(BIN)/python -m pytest $(TESTS)
+
+fast: setup
+	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

