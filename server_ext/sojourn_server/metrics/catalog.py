@@ -1,0 +1,193 @@
+"""The closed list of metrics: what may be counted, under which labels, and with which label values.
+
+Closed, because every label value is a time series that somebody has to store. A
+program, session or call id is never a label; the two open kinds of label are
+bounded elsewhere: ``TOOL`` by the recorder (``MAX_TOOLS`` learnt names, the rest is
+``other``), ``TEXT`` by occurring only on gauges that say one thing per process.
+The API server adds ``engine`` to each of them, the engine's index, in vLLM's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+MAX_TOOLS = 32
+"""Tool names that become label values of their own, per engine."""
+OTHER_TOOL = "other"
+"""The label of all tools beyond those."""
+MAX_TEXT_CHARS = 64
+"""Longest value of an open label, in characters; longer ones are cut."""
+ENGINE_LABEL = "engine"
+SERIES_BUDGET = 3000
+"""Most lines one engine may add to the exposition, comments included."""
+
+
+class Kind(str, Enum):
+    """The three types of metric in use."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class OpenLabel(Enum):
+    """Labels whose values are not known beforehand."""
+
+    TOOL = "tool"
+    TEXT = "text"
+
+
+Values = frozenset[str] | OpenLabel
+"""What a label may say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric."""
+
+    name: str
+    """As scraped; counters end in ``_total``, units are spelled out."""
+    kind: Kind
+    help: str
+    labels: Mapping[str, Values] = field(default_factory=lambda: MappingProxyType({}))
+    """Label name → its possible values, in the order in which they are kept."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, ascending, without +Inf."""
+
+    def series(self) -> int:
+        """Most sample lines one engine can make of this metric."""
+        combinations = 1
+        for values in self.labels.values():
+            if isinstance(values, frozenset):
+                combinations *= len(values)
+            elif values is OpenLabel.TOOL:
+                combinations *= MAX_TOOLS + 1
+        # A histogram has its buckets, +Inf, _sum, _count; the client adds _created to all but gauges.
+        each = {Kind.COUNTER: 2, Kind.GAUGE: 1, Kind.HISTOGRAM: len(self.buckets) + 4}[self.kind]
+        return combinations * each
+
+
+TIERS = frozenset({"device"})
+PROGRAM_STATES = frozenset({"reasoning", "acting", "gated", "ended", "expired"})
+PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "expired"})
+KV_STATES = frozenset({"running", "leased", "cached", "free"})
+PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
+LOST_CAUSES = frozenset(
+    {"changed", "salt", "expired", "silent", "evicted", "preempted", "dropped", "unknown"}
+)
+"""Causes that exist with one tier and one replica; the others come with what they describe."""
+EVICTION_RULES = frozenset({"unowned", "ended", "expired", "idle", "pressure"})
+"""Whose block an eviction took: nobody's, an ended program's, one whose lease ran out, an idle
+program's without a lease, or one whose lease had to be broken."""
+LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "budget"})
+GAP_SOURCES = frozenset({"reported", "inferred"})
+EVENT_TYPES = frozenset(
+    {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
+)
+OUTCOMES = frozenset({"applied", "deferred", "duplicate", "clipped", "rejected", "unsupported", "missing"})
+HOOKS = frozenset({"schedule", "retention", "eviction", "queue_order", "victim", "event"})
+DROP_REASONS = frozenset({"unknown_metric", "wrong_labels", "bad_value"})
+
+GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
+"""0.05 s to 1,638 s, each twice the one before: tools last from milliseconds to half an hour."""
+PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
+"""1 s to 32,768 s."""
+POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
+"""1 µs to 1.05 s, each four times the one before."""
+
+METRICS_DROPPED = "sojourn_metrics_dropped_total"
+"""Where a measurement outside this catalogue ends up."""
+
+
+def _counter(name: str, help: str, **labels: Values) -> MetricSpec:
+    return MetricSpec(name=name, kind=Kind.COUNTER, help=help, labels=MappingProxyType(labels))
+
+
+def _gauge(name: str, help: str, **labels: Values) -> MetricSpec:
+    return MetricSpec(name=name, kind=Kind.GAUGE, help=help, labels=MappingProxyType(labels))
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Values) -> MetricSpec:
+    return MetricSpec(
+        name=name, kind=Kind.HISTOGRAM, help=help, buckets=buckets, labels=MappingProxyType(labels)
+    )
+
+
+_ALL = (
+    _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
+    _counter("sojourn_program_turns_total", "LLM requests that belonged to a program and finished."),
+    _counter("sojourn_programs_finished_total", "Programs that ended.", outcome=PROGRAM_OUTCOMES),
+    _histogram(
+        "sojourn_program_duration_seconds",
+        "Time from a program's first request or start event to its end.",
+        PROGRAM_BUCKETS_S,
+    ),
+    _gauge("sojourn_kv_blocks", "KV blocks by what holds them.", tier=TIERS, state=KV_STATES),
+    _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
+    _counter(
+        "sojourn_prompt_tokens_total",
+        "Prompt tokens of programs' turns: reused on the device, new, in the last partial block, "
+        "or computed again because they were lost.",
+        result=PROMPT_RESULTS,
+    ),
+    _counter(
+        "sojourn_lost_tokens_total",
+        "Prompt tokens computed again, by why their KV was gone.",
+        cause=LOST_CAUSES,
+    ),
+    _counter(
+        "sojourn_evictions_total",
+        "Cached KV blocks evicted, by whose they were.",
+        tier=TIERS,
+        rule=EVICTION_RULES,
+    ),
+    _counter(
+        "sojourn_evicted_bytes_total",
+        "Cached KV bytes evicted, by whose they were.",
+        tier=TIERS,
+        rule=EVICTION_RULES,
+    ),
+    _counter(
+        "sojourn_evictions_regretted_total",
+        "Evicted KV blocks that their program asked for again.",
+        tier=TIERS,
+    ),
+    _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
+    _counter("sojourn_lease_ends_total", "Leases that ended, by why.", reason=LEASE_ENDS),
+    _histogram("sojourn_lease_ttl_seconds", "TTL granted with a lease.", GAP_BUCKETS_S, tool=OpenLabel.TOOL),
+    _histogram(
+        "sojourn_tool_gap_seconds",
+        "Time between a turn's end and the program's next request.",
+        GAP_BUCKETS_S,
+        tool=OpenLabel.TOOL,
+    ),
+    _counter(
+        "sojourn_tool_gap_source_total",
+        "Tool gaps by whether the client reported them or the engine inferred them from requests.",
+        source=GAP_SOURCES,
+    ),
+    _counter(
+        "sojourn_events_total", "Events received, by what became of them.", type=EVENT_TYPES, outcome=OUTCOMES
+    ),
+    _counter("sojourn_hints_total", "Hints received, by what became of them.", outcome=OUTCOMES),
+    _counter("sojourn_preemptions_total", "Running requests of programs that were preempted."),
+    _histogram(
+        "sojourn_policy_seconds", "CPU time of one call into the policy.", POLICY_BUCKETS_S, hook=HOOKS
+    ),
+    _counter("sojourn_client_silent_total", "Clients that promised heartbeats and fell silent."),
+    _gauge(
+        "sojourn_build_info",
+        "1, with what is running in its labels.",
+        version=OpenLabel.TEXT,
+        vllm=OpenLabel.TEXT,
+        preset=OpenLabel.TEXT,
+        adapter=OpenLabel.TEXT,
+    ),
+    _counter(METRICS_DROPPED, "Measurements dropped for not being in the catalogue.", reason=DROP_REASONS),
+)
+
+CATALOG: Mapping[str, MetricSpec] = MappingProxyType({spec.name: spec for spec in _ALL})
+"""Every metric by its name."""

@@ -1,0 +1,1 @@
+"""What an API server shows of the engine: routes and the Prometheus exposition. Never imports vLLM."""

@@ -1,0 +1,155 @@
+"""The recorder: everything handed out once, in bounded memory, and nothing outside the catalogue."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.metrics.catalog import GAP_BUCKETS_S, MAX_TOOLS, OTHER_TOOL
+from sojourn_server.metrics.recorder import Recorder
+from sojourn_server.metrics.tools import ToolNames
+
+
+def rows(drained: dict[str, Any], kind: str, name: str) -> dict[tuple[str, ...], Any]:
+    """The drained rows of one metric by their label values."""
+    return {tuple(labels.values()): value for labels, value in drained[kind].get(name, [])}
+
+
+def test_increments_are_handed_out_once() -> None:
+    recorder = Recorder(strict=True)
+    recorder.count("sojourn_preemptions_total")
+    recorder.count("sojourn_lost_tokens_total", 640, cause="evicted")
+    recorder.observe("sojourn_tool_gap_seconds", 3.0, tool="bash")
+
+    first = recorder.drain()
+    assert rows(first, "counters", "sojourn_preemptions_total") == {(): 1}
+    assert rows(first, "counters", "sojourn_lost_tokens_total") == {("evicted",): 640}
+    assert rows(first, "histograms", "sojourn_tool_gap_seconds")[("bash",)]["count"] == 1
+    assert recorder.drain() == {"counters": {}, "histograms": {}, "gauges": {}}
+
+    recorder.count("sojourn_preemptions_total", 2)
+    assert rows(recorder.drain(), "counters", "sojourn_preemptions_total") == {(): 2}
+    assert rows(first, "histograms", "sojourn_tool_gap_seconds")[("bash",)]["count"] == 1  # not aliased
+
+
+def test_gauges_pass_through_and_the_whole_is_json() -> None:
+    recorder = Recorder(strict=True)
+    recorder.observe("sojourn_policy_seconds", 2e-6, hook="schedule")
+    drained = recorder.drain(
+        {"sojourn_kv_blocks": [({"tier": "device", "state": "free"}, 7)], "sojourn_leases": [({}, 2)]}
+    )
+    assert json.loads(json.dumps(drained)) == drained
+    assert rows(drained, "gauges", "sojourn_kv_blocks") == {("device", "free"): 7}
+    assert rows(drained, "gauges", "sojourn_leases") == {(): 2}
+
+
+def test_label_order_at_the_call_site_does_not_matter() -> None:
+    recorder = Recorder(strict=True)
+    recorder.count("sojourn_events_total", type="heartbeat", outcome="applied")
+    recorder.count("sojourn_events_total", outcome="applied", type="heartbeat")
+    assert recorder.drain()["counters"]["sojourn_events_total"] == [
+        [{"type": "heartbeat", "outcome": "applied"}, 2]
+    ]
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e5), max_size=50))
+def test_buckets_hold_what_is_at_most_their_bound(values: list[float]) -> None:
+    recorder = Recorder(strict=True)
+    for value in values:
+        recorder.observe("sojourn_tool_gap_seconds", value, tool="bash")
+    histogram = rows(recorder.drain(), "histograms", "sojourn_tool_gap_seconds").get(("bash",))
+    if histogram is None:
+        assert not values
+        return
+    assert histogram["count"] == sum(histogram["buckets"]) == len(values)
+    assert histogram["sum"] == pytest.approx(math.fsum(values))
+    for index, bound in enumerate(GAP_BUCKETS_S):
+        assert sum(histogram["buckets"][: index + 1]) == sum(value <= bound for value in values)
+
+
+WRONG: list[tuple[str, str, float, dict[str, Any], str]] = [
+    ("count", "sojourn_nonsense_total", 1, {}, "unknown_metric"),
+    ("count", "sojourn_policy_seconds", 1, {"hook": "schedule"}, "unknown_metric"),
+    ("observe", "sojourn_preemptions_total", 1, {}, "unknown_metric"),
+    ("count", "sojourn_lost_tokens_total", 1, {}, "wrong_labels"),
+    ("count", "sojourn_lost_tokens_total", 1, {"cause": "weather"}, "wrong_labels"),
+    ("count", "sojourn_lost_tokens_total", 1, {"cause": None}, "wrong_labels"),
+    ("count", "sojourn_preemptions_total", 1, {"program_id": "p"}, "wrong_labels"),
+    ("count", "sojourn_preemptions_total", -1, {}, "bad_value"),
+    ("observe", "sojourn_tool_gap_seconds", math.nan, {"tool": "bash"}, "bad_value"),
+    ("observe", "sojourn_tool_gap_seconds", math.inf, {"tool": "bash"}, "bad_value"),
+    ("observe", "sojourn_tool_gap_seconds", -0.1, {"tool": "bash"}, "bad_value"),
+]
+
+
+@pytest.mark.parametrize(("method", "name", "value", "labels", "reason"), WRONG)
+def test_what_the_catalogue_lacks_is_dropped_and_counted(
+    method: str, name: str, value: float, labels: dict[str, Any], reason: str
+) -> None:
+    recorder = Recorder()
+    getattr(recorder, method)(name, value, **labels)
+    drained = recorder.drain()
+    assert drained["counters"] == {"sojourn_metrics_dropped_total": [[{"reason": reason}, 1]]}
+    assert drained["histograms"] == {}
+    with pytest.raises(AssertionError):
+        getattr(Recorder(strict=True), method)(name, value, **labels)
+
+
+def test_wrong_gauges_are_dropped_and_counted_in_the_same_drain() -> None:
+    drained = Recorder().drain(
+        {
+            "sojourn_leases": [({}, math.nan)],
+            "sojourn_programs": [({"state": "asleep"}, 1), ({"state": "acting"}, 3)],
+        }
+    )
+    assert drained["gauges"] == {"sojourn_programs": [[{"state": "acting"}, 3]]}
+    assert rows(drained, "counters", "sojourn_metrics_dropped_total") == {
+        ("bad_value",): 1,
+        ("wrong_labels",): 1,
+    }
+
+
+def test_a_flood_of_tool_names_makes_at_most_32_series_and_grows_nothing() -> None:
+    recorder = Recorder(strict=True)
+    rng = random.Random(7)
+    for _ in range(100_000):
+        recorder.observe("sojourn_tool_gap_seconds", 1.0, tool=f"tool-{rng.getrandbits(60):x}")
+    found = rows(recorder.drain(), "histograms", "sojourn_tool_gap_seconds")
+    assert (OTHER_TOOL,) in found
+    assert len(found) <= MAX_TOOLS + 1
+    assert sum(histogram["count"] for histogram in found.values()) == 100_000
+    assert len(recorder._histogram_at) <= MAX_TOOLS + 1
+    assert len(recorder._tools._candidates) <= ToolNames.MAX_CANDIDATES
+
+
+def test_the_first_tools_are_named_at_once_and_later_ones_when_frequent() -> None:
+    names = ToolNames()
+    early = [f"early-{i}" for i in range(MAX_TOOLS // 2)]
+    assert [names.label(name) for name in early] == early
+    seen = [names.label("late") for _ in range(ToolNames.EARNED_AFTER)]
+    assert seen == [OTHER_TOOL] * (ToolNames.EARNED_AFTER - 1) + ["late"]
+    assert names.label("late") == "late"
+
+
+def test_a_frequent_tool_is_learnt_through_a_flood_of_invented_ones() -> None:
+    names = ToolNames()
+    for i in range(MAX_TOOLS // 2):
+        names.label(f"early-{i}")
+    labels: Counter[str] = Counter()
+    for i in range(20_000):
+        labels[names.label(f"noise-{i}")] += 1
+        labels[names.label("pytest")] += 1
+    assert labels["pytest"] > 19_000
+    assert not any(label.startswith("noise") for label in labels)
+
+
+@pytest.mark.parametrize("hostile", ["\ud800", "x" * 10_000, "new\nline", '"', ""])
+def test_any_text_becomes_a_label_that_can_be_printed(hostile: str) -> None:
+    label = ToolNames().label(hostile)
+    assert len(label.encode("utf-8")) <= 4 * 64
