@@ -1,0 +1,1 @@
+"""Periodic jobs from one thread."""

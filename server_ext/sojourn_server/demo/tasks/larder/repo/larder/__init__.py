@@ -1,0 +1,1 @@
+"""A cache with a time to live."""

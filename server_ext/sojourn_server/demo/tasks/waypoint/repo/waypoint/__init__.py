@@ -1,0 +1,1 @@
+"""Shortest routes."""
