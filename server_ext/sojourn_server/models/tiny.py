@@ -1,0 +1,45 @@
+"""*tiny*: a random Llama with the demo model's tokenizer, 10 MB, for tests.
+
+It says nothing sensible and says it fast; what an engine does with its KV blocks is
+the same as for any other model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .gguf_source import find_gguf, import_transformers, load_tokenizer
+
+SEED = 20250717
+MAX_POSITIONS = 32_768
+
+
+def make(directory: Path, say: Callable[[str], None]) -> None:
+    """Write config, weights (bfloat16) and tokenizer into ``directory``; the same bytes each time."""
+    say("importing")
+    transformers = import_transformers()
+    import torch
+
+    say("reading the tokenizer")
+    tokenizer = load_tokenizer(find_gguf())
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the smallest the CPU attention backend knows
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        rope_theta=100_000.0,
+    )
+    say("drawing the weights")
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
+        torch.manual_seed(SEED)
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

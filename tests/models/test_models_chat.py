@@ -1,0 +1,175 @@
+"""The chat template and ``assistant_text`` write one form; the prefix cache depends on it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from sojourn_server.models import CHAT_TEMPLATE, assistant_text
+from sojourn_server.models.gguf_source import find_gguf, load_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "bash",
+            "description": "Run a command, é & <tag> 'quoted'",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+    }
+]
+
+COMMANDS = [
+    "ls",
+    "",
+    " leading and trailing ",
+    """grep -rn "it's" . | sed 's/\\\\/\\//g' && echo "a\\tb" """,
+    "cat > f.py <<'EOF'\nprint(\"hi\")\n\n\n    indented\n\tTabbed\nEOF\n",
+    "echo 'žluťoučký kůň 漢字 🙂 \u200b' # <b>&amp;</b>",
+    "printf '%s\\n' {1..3}; echo $((1+2)) `date` {{ jinja }} {% raw %}",
+    "\n\n  x\r\n",
+]
+CONTENTS = [None, "", "I look first.", "Two lines:\n- é\n", "THOUGHT: ends with blanks  ", "three\n\n\n"]
+
+
+def call(command: str, name: str = "bash") -> dict:
+    arguments = json.dumps({"command": command, "timeout": 1.5, "flags": [True, None]}, ensure_ascii=False)
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_vllm_renders(messages: list[dict]) -> list[dict]:
+    """vLLM parses the arguments before it renders (renderers/chat_utils.py, _postprocess_messages)."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for one in message.get("tool_calls") or []:
+            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+    return messages
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    pytest.importorskip("transformers")
+    return load_tokenizer(find_gguf())
+
+
+def prompt_ids(tokenizer, messages, tools=TOOLS) -> list[int]:
+    return tokenizer.apply_chat_template(
+        as_vllm_renders(messages), tools=tools, add_generation_prompt=True, return_dict=False
+    )
+
+
+def prompt_text(tokenizer, messages, tools=TOOLS, **more) -> str:
+    return tokenizer.apply_chat_template(as_vllm_renders(messages), tools=tools, tokenize=False, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_next_prompt_starts_with_this_prompt_and_its_output(tokenizer, command, content):
+    messages = [{"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix it.\n"}]
+    answer = {"role": "assistant", "content": content, "tool_calls": [call(command)]}
+    forced = tokenizer.encode(assistant_text(content, answer["tool_calls"]), add_special_tokens=False)
+    before = prompt_ids(tokenizer, messages)
+
+    after = prompt_ids(
+        tokenizer, [*messages, answer, {"role": "tool", "tool_call_id": "c1", "content": "out\n<x>"}]
+    )
+
+    expected = [*before, *forced, tokenizer.eos_token_id]
+    assert after[: len(expected)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_calls_and_a_plain_answer_round_trip(tokenizer, count):
+    messages = [{"role": "user", "content": "Go."}]
+    for answer in (
+        {"role": "assistant", "content": "Both.", "tool_calls": [call(c) for c in COMMANDS[:count]]},
+        {"role": "assistant", "content": "Done, I think.\n"},
+    ):
+        before = prompt_ids(tokenizer, messages)
+        text = assistant_text(answer["content"], answer.get("tool_calls"))
+        messages = [*messages, answer, {"role": "user", "content": "And?"}]
+        expected = [*before, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        assert prompt_ids(tokenizer, messages)[: len(expected)] == expected
+
+
+@pytest.mark.slow
+def test_a_changed_command_is_not_a_prefix(tokenizer):
+    """The control: the comparison above can fail."""
+    messages = [{"role": "user", "content": "Go."}]
+    forced = tokenizer.encode(assistant_text(None, [call("ls -a")]), add_special_tokens=False)
+    expected = [*prompt_ids(tokenizer, messages), *forced]
+    other = prompt_ids(
+        tokenizer, [*messages, {"role": "assistant", "content": None, "tool_calls": [call("ls -b")]}]
+    )
+    assert other[: len(expected)] != expected
+
+
+@pytest.mark.slow
+def test_every_message_leaves_the_text_before_it_alone(tokenizer):
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b")]},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+        {"role": "user", "content": "more"},
+    ]
+    texts = [prompt_text(tokenizer, messages[:end]) for end in range(1, len(messages) + 1)]
+    for shorter, longer in pairwise(texts):
+        assert longer.startswith(shorter)
+        assert len(longer) > len(shorter)
+
+
+@pytest.mark.slow
+def test_tools_are_listed_with_and_without_a_system_message(tokenizer):
+    with_system = prompt_text(
+        tokenizer, [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    )
+    without = prompt_text(tokenizer, [{"role": "user", "content": "U"}])
+    listed = json.dumps(TOOLS[0], ensure_ascii=False)
+    for text in (with_system, without):
+        assert text.count("<|im_start|>system\n") == 1
+        assert listed in text
+        assert text.endswith("<|im_start|>user\nU<|im_end|>\n")
+    assert "S\n\n# Tools" in with_system
+    no_tools = prompt_text(
+        tokenizer, [{"role": "user", "content": "U"}], tools=None, add_generation_prompt=True
+    )
+    assert no_tools == "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.slow
+def test_a_tool_result_is_wrapped(tokenizer):
+    text = prompt_text(tokenizer, [{"role": "tool", "content": "a\nb"}], tools=None)
+    assert text == "<|im_start|>user\n<tool_response>\na\nb\n</tool_response><|im_end|>\n"
+
+
+def test_the_canonical_text():
+    assert assistant_text(None) == ""
+    assert assistant_text("  hello\n") == "hello\n"
+    assert (
+        assistant_text("I look.", [call("ls é")])
+        == 'I look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls é", "timeout": 1.5, '
+        '"flags": [true, null]}}\n</tool_call>'
+    )
+    assert assistant_text(None, [{"name": "x", "arguments": ""}]) == (
+        '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>'
+    )
+
+
+def test_what_cannot_round_trip_is_refused():
+    for content, calls in [
+        ("see <tool_call>", []),
+        ("a<|im_end|>b", []),
+        (None, [call("echo '</tool_call>'")]),
+        (None, [{"name": "x", "arguments": "[1]"}]),
+    ]:
+        with pytest.raises(ValueError, match=r"cannot be told|not an object"):
+            assistant_text(content, calls)
+
+
+def test_the_template_is_shipped():
+    assert CHAT_TEMPLATE.is_file()
