@@ -12,16 +12,16 @@ from sojourn_server.metrics.catalog import (
     CATALOG,
     ENGINE_LABEL,
     EVENT_TYPES,
+    LEASE_ENDS,
     OUTCOMES,
-    PROGRAM_STATES,
     SERIES_BUDGET,
     Kind,
 )
-from sojourn_server.program.status import ProgramStatus
+from sojourn_server.policy.base import Reason
 
 
 def test_label_sets_are_the_enums_of_the_other_rooms() -> None:
-    assert {status.value for status in ProgramStatus} == PROGRAM_STATES
+    assert {reason.value for reason in Reason} >= LEASE_ENDS
     assert {outcome.value for outcome in Outcome} == OUTCOMES
     wire_types = {event.__struct_config__.tag for event in get_args(AnyEvent)}
     assert wire_types | {"unknown"} == EVENT_TYPES

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from sojourn_server.program.status import ProgramStatus
+
+from .ledger import Lost
+
 MAX_TOOLS = 32
 """Tool names that become label values of their own, per engine."""
 OTHER_TOOL = "other"
@@ -71,18 +75,14 @@ class MetricSpec:
 
 
 TIERS = frozenset({"device"})
-PROGRAM_STATES = frozenset({"reasoning", "acting", "gated", "ended", "expired"})
+PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "expired"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
-LOST_CAUSES = frozenset(
-    {"changed", "salt", "expired", "silent", "evicted", "preempted", "dropped", "unknown"}
-)
-"""Causes that exist with one tier and one replica; the others come with what they describe."""
-EVICTION_RULES = frozenset({"unowned", "ended", "expired", "idle", "pressure"})
-"""Whose block an eviction took: nobody's, an ended program's, one whose lease ran out, an idle
-program's without a lease, or one whose lease had to be broken."""
-LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "budget"})
+LOST_CAUSES = frozenset(cause.value for cause in Lost)
+EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value} | {"unowned"}
+"""Why the evicted block was free to take, in the ledger's words; ``unowned`` belonged to no program."""
+LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded"})
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -140,15 +140,15 @@ _ALL = (
     ),
     _counter(
         "sojourn_evictions_total",
-        "Cached KV blocks evicted, by whose they were.",
+        "Cached KV blocks evicted, by why they could be.",
         tier=TIERS,
-        rule=EVICTION_RULES,
+        cause=EVICTION_CAUSES,
     ),
     _counter(
         "sojourn_evicted_bytes_total",
-        "Cached KV bytes evicted, by whose they were.",
+        "Cached KV bytes evicted, by why they could be.",
         tier=TIERS,
-        rule=EVICTION_RULES,
+        cause=EVICTION_CAUSES,
     ),
     _counter(
         "sojourn_evictions_regretted_total",

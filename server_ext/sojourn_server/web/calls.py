@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+STOCK_ANSWER = '{"error":"stock"}'
+"""What an engine core answers to every call when its scheduler is not ours."""
+
 
 class EngineError(Exception):
     """The engine gave no result; the text is for the server's log, never for the client."""

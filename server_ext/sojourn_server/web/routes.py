@@ -1,0 +1,156 @@
+"""The routes under ``/sojourn/v1``: events in; capabilities, programs, stats and decisions out.
+
+Nothing here knows vLLM: an engine is whatever answers ``EngineCalls``. Answers
+are the engine's own JSON; they hold ids, names, numbers and reasons, never the
+text of a prompt, a tool's arguments or its output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch
+from starlette.requests import Request
+from starlette.responses import Response
+
+from . import answers
+from .body import read_body
+from .calls import EngineCalls, EngineUnavailable
+from .failure import Failure, guarded
+from .keys import ApiKeys
+
+PREFIX = "/sojourn/v1"
+EVENTS_TIMEOUT_S = 5.0
+QUERY_TIMEOUT_S = 15.0
+MAX_CALLS_IN_FLIGHT = 256
+"""Calls an engine may owe an answer to; further ones are refused, or a hung engine would fill our memory."""
+MAX_PROGRAMS = 1000
+MAX_DECISIONS = 10_000
+NDJSON = "application/x-ndjson"
+
+Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
+
+
+def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
+    """All routes, each behind the same key check."""
+    router = APIRouter(prefix=PREFIX, route_class=guarded(keys), tags=["sojourn"])
+    ask = _Asker(engine)
+
+    @router.post("/events")
+    async def post_events(request: Request) -> Response:
+        """Report what programs and their tools did; answers an outcome for each event."""
+        body = await read_body(request, MAX_BATCH_BYTES)
+        try:
+            decode_batch(body)
+            text = body.decode("utf-8")
+        except (WireError, UnicodeDecodeError) as error:
+            reason = str(error) if isinstance(error, WireError) else "not UTF-8"
+            raise Failure(
+                400,
+                reason,
+                f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
+                f"{PREFIX}/capabilities lists what is understood",
+            ) from None
+        outcomes = await ask("events", text, EVENTS_TIMEOUT_S)
+        return Response(answers.merge_outcomes(outcomes), media_type="application/json")
+
+    @router.get("/capabilities")
+    async def get_capabilities() -> JSONResponse:
+        """What this server understands and how much of it: wire versions, events, policy, limits."""
+        document = answers.read((await ask("capabilities", "{}", QUERY_TIMEOUT_S))[0])
+        return JSONResponse({**document, "engines": len(engine.engine_ids())})
+
+    @router.get("/programs")
+    async def get_programs(
+        limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
+    ) -> JSONResponse:
+        """Programs the engine knows; ``shown`` of ``total``."""
+        payload = answers.write({"limit": limit, "status": status})
+        found = [answers.read(answer) for answer in await ask("programs", payload, QUERY_TIMEOUT_S)]
+        return JSONResponse(answers.merge_programs(found, limit))
+
+    @router.get("/programs/{program_id:path}")
+    async def get_program(program_id: str) -> JSONResponse:
+        """One program: status, turns, lease, blocks, and its turn ledger."""
+        program = None
+        if 0 < len(program_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
+            payload = answers.write({"program_id": program_id})
+            found = await ask("program", payload, QUERY_TIMEOUT_S)
+            program = answers.merge_program([answers.read(answer) for answer in found])
+        if program is None:
+            raise Failure(
+                404,
+                "no program of this id is known",
+                f"GET {PREFIX}/programs lists those that are; ended ones are forgotten in time, "
+                "and a restarted server starts without any",
+            )
+        return JSONResponse(program)
+
+    @router.get("/stats")
+    async def get_stats() -> JSONResponse:
+        """Counters and gauges as the engine has them now; for history scrape ``/metrics``."""
+        found = [answers.read(answer) for answer in await ask("stats", "{}", QUERY_TIMEOUT_S)]
+        return JSONResponse(answers.merge_stats(found, engine.engine_ids()))
+
+    @router.get("/decisions")
+    async def get_decisions(
+        request: Request,
+        since: int = Query(0, ge=0, le=2**63 - 1),
+        limit: int = Query(1000, ge=1, le=MAX_DECISIONS),
+        engine_id: str | None = Query(None, alias="engine"),
+        form: Literal["json", "ndjson"] | None = Query(None, alias="format"),
+    ) -> Response:
+        """The decision log of one engine from number ``since`` on; ``next`` is where to go on.
+
+        ``format=ndjson``, or ``Accept: application/x-ndjson``, gives one decision a line
+        and ``next`` in the header ``X-Sojourn-Next``.
+        """
+        # Each engine numbers its own decisions, so one cursor cannot walk several logs.
+        ids = list(engine.engine_ids())
+        index = _engine_index(engine_id, ids)
+        payload = answers.write({"since": since, "limit": limit})
+        document = answers.read((await ask("decisions", payload, QUERY_TIMEOUT_S))[index])
+        if form == "ndjson" or (form is None and NDJSON in request.headers.get("accept", "")):
+            lines = "".join(f"{answers.write(decision)}\n" for decision in document["decisions"])
+            return Response(lines, media_type=NDJSON, headers={"X-Sojourn-Next": str(document["next"])})
+        return JSONResponse({**document, "engine": ids[index], "engines": ids})
+
+    return router
+
+
+def _engine_index(engine_id: str | None, ids: list[str]) -> int:
+    if engine_id is None:
+        return 0
+    if engine_id not in ids:
+        raise Failure(404, "no such engine here", f"engine is one of {', '.join(ids)}")
+    return ids.index(engine_id)
+
+
+class _Asker:
+    """Calls the engine with a time limit, and with a limit on how many calls it may owe an answer to."""
+
+    def __init__(self, engine: EngineCalls) -> None:
+        self._engine = engine
+        self._in_flight: set[asyncio.Task[list[str]]] = set()
+
+    async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
+        if len(self._in_flight) >= MAX_CALLS_IN_FLIGHT:
+            raise EngineUnavailable(f"{op}: {len(self._in_flight)} calls are waiting for the engine")
+        # Not cancelled when time is up: the engine has the call by then and will answer it, so it
+        # keeps its place among those in flight until it does.
+        task = asyncio.ensure_future(self._engine.call(op, payload))
+        self._in_flight.add(task)
+        task.add_done_callback(self._landed)
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise EngineUnavailable(f"{op}: no answer within {timeout_s:g} s")
+        return task.result()
+
+    def _landed(self, task: asyncio.Task[list[str]]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled():
+            task.exception()  # read, so that a failure nobody waits for is not reported as forgotten
