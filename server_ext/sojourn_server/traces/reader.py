@@ -1,0 +1,70 @@
+"""Read traces, one program a line, plain or gzipped; say in one line what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from .schema import TraceError, TraceProgram, check_program
+
+_decoder = msgspec.json.Decoder(TraceProgram)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
+    """The programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit`` of them.
+
+    Lines are decoded as they are asked for; empty ones are skipped. Raises
+    ``TraceError`` with file and line for anything that is not such a trace, also
+    for a file without any program; an id that appears twice counts as that.
+    """
+    path = Path(path)
+    seen: dict[str, int] = {}
+    number = 0
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if limit is not None and len(seen) >= limit:
+                    return
+                program = _program(line, f"{path}, line {number}")
+                if program.program_id in seen:
+                    raise TraceError(
+                        f"{path}, line {number}: program {program.program_id!r} is on line "
+                        f"{seen[program.program_id]} too"
+                    )
+                seen[program.program_id] = number
+                yield program
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            f"{path}, after line {number}: the gzip data is cut off or damaged: {error}"
+        ) from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    if not seen:
+        raise TraceError(f"{path}: holds no programs; expected one JSON object a line")
+
+
+def _open(path: Path) -> BinaryIO:
+    # By content, not by name: a trace that was renamed on download is still a trace.
+    with path.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb")
+
+
+def _program(line: bytes, where: str) -> TraceProgram:
+    try:
+        program = _decoder.decode(line)
+        check_program(program)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{where}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON: {error}") from error
+    return program

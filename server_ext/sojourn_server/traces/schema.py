@@ -1,0 +1,142 @@
+"""A recorded agent workload: programs, their turns, and the tools that ran in between.
+
+One JSON object a line is one program. Only what replaying and simulating need
+is kept here; unknown fields are ignored, so traces may say more.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used; the text names file, line and what was wrong."""
+
+
+class ToolRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One tool call of a turn. Its arguments and its output are never in a trace."""
+
+    name: str = "unknown"
+    cmd: str | None = None
+    """First program of a shell command line (or a sub-command of an editor tool)."""
+    s: float | None = None
+    """Duration in seconds; ``None`` where the source doesn't tell."""
+    bg: bool | int = False
+    """Ran in the background: the turn didn't wait for it."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One LLM call."""
+
+    prompt_tokens: int
+    """Absolute length of the prompt."""
+    output_tokens: int
+    append_tokens: int | None = None
+    """New prompt tokens since the previous turn's prompt and output."""
+    reset: bool | int = False
+    """The prompt isn't the previous one continued (compaction, rewind, an interleaved conversation)."""
+    out_dropped: int = 0
+    """Leading tokens of the previous output (thinking) that are not in this prompt."""
+    prefix_tokens: int | None = None
+    """Longest common prefix with the previous turn's prompt, where the source knows it."""
+    tool: str | None = None
+    tool_seconds: float | None = None
+    """Wall time from the end of the LLM message to the last tool result."""
+    tools: tuple[ToolRun, ...] | None = None
+    gap_s: float | None = None
+    """Client-side idle time between this response and the next request."""
+    gap_kind: str | None = None
+    """``tool`` or ``human``."""
+    interactive: bool | int = False
+    """The tool asked a person."""
+    t: float | None = None
+    """Start of the call, seconds after the session's start."""
+    llm_s: float | None = None
+    """Duration of the call on the recorded service."""
+    dt_s: float | None = None
+    """From this request to the next, where only requests were stamped."""
+
+    @property
+    def idle_s(self) -> float:
+        """How long the program's KV sits idle after this turn, in seconds.
+
+        The first that is recorded of: ``gap_s``; ``tool_seconds``; ``dt_s`` less
+        ``llm_s``; ``dt_s`` less an LLM call at ``ASSUMED_DECODE_S`` for each output
+        token, since a request-to-request time holds the call itself; the
+        longest of the tools that were waited for; else 0.
+        """
+        if self.gap_s is not None:
+            return self.gap_s
+        if self.tool_seconds is not None:
+            return self.tool_seconds
+        if self.dt_s is not None:
+            llm_s = self.llm_s if self.llm_s is not None else self.output_tokens * ASSUMED_DECODE_S
+            return max(0.0, self.dt_s - llm_s)
+        # Parallel tools are one gap, the longest (MORI §3.1).
+        return max((run.s or 0.0 for run in self.tools or () if not run.bg), default=0.0)
+
+    @property
+    def tool_run(self) -> ToolRun | None:
+        """The tool that fills the gap: the longest waited for; ``None`` where no tool ran."""
+        runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
+        if runs:
+            return max(runs, key=lambda run: run.s or 0.0)
+        return ToolRun(name=self.tool.split("+")[0]) if self.tool else None
+
+
+ASSUMED_DECODE_S = 0.02
+"""Seconds a token where a trace doesn't record how long its LLM calls took: 50 tokens a second."""
+
+
+class TraceProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent session, or one sub-agent of it."""
+
+    program_id: str
+    turns: tuple[Turn, ...]
+    source: str = ""
+    group: str | None = None
+    """Programs on the same task."""
+    model: str | None = None
+    arrival_s: float | None = None
+    """Seconds since the first session of the trace."""
+    parent: str | None = None
+    """Program id of the parent of a sub-agent."""
+    parent_turn: int | None = None
+    """Index of the parent's turn after which a sub-agent starts."""
+    start_offset_s: float | None = None
+    """Seconds after the parent's start at which a sub-agent starts."""
+    shared_prefix_tokens: int | None = None
+    """Leading tokens of the first prompt that other programs have too."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest prompt with its output."""
+        return max(turn.prompt_tokens + turn.output_tokens for turn in self.turns)
+
+
+_SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
+_TOKENS = ("prompt_tokens", "output_tokens", "append_tokens", "out_dropped", "prefix_tokens")
+
+
+def check_program(program: TraceProgram) -> None:
+    """Bounds that types alone do not express. Raises ``TraceError`` naming turn and field."""
+    if not program.program_id:
+        raise TraceError("program_id is empty")
+    if not program.turns:
+        raise TraceError(f"program {program.program_id!r} has no turns")
+    for name in ("arrival_s", "parent_turn", "start_offset_s", "shared_prefix_tokens"):
+        _at_least_zero(program, name, f"program {program.program_id!r}")
+    for index, turn in enumerate(program.turns):
+        where = f"turn {index}"
+        for name in (*_SECONDS, *_TOKENS):
+            _at_least_zero(turn, name, where)
+        if turn.prompt_tokens == 0:
+            raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
+        for run in turn.tools or ():
+            _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
+
+
+def _at_least_zero(holder: object, name: str, where: str) -> None:
+    value = getattr(holder, name)
+    if value is not None and not value >= 0:
+        raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")

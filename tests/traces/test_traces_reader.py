@@ -1,0 +1,127 @@
+"""Good traces come through whole; bad ones are named by file, line and reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.traces.reader import read_trace
+from sojourn_server.traces.schema import ASSUMED_DECODE_S, ToolRun, TraceError, Turn
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    return {"prompt_tokens": 100, "output_tokens": 10, **fields}
+
+
+def program(program_id: str = "p", **fields: Any) -> dict[str, Any]:
+    return {"program_id": program_id, "turns": [turn(), turn(prompt_tokens=150)], **fields}
+
+
+def write(path: Path, *programs: Any) -> Path:
+    path.write_text("".join(json.dumps(p) + "\n" for p in programs))
+    return path
+
+
+def test_plain_and_gzipped_are_the_same_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
+    tools = [{"name": "bash", "cmd": "ls", "s": 0.5, "res_chars": 7, "err": 1}]
+    lines = [program("a", provider="x", estimated=[]), program("b", turns=[turn(tools=tools, hash_lcp=3)])]
+    plain = write(tmp_path / "t.jsonl", *lines)
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    misnamed = tmp_path / "t.txt"
+    misnamed.write_bytes(packed.read_bytes())
+    programs = list(read_trace(plain))
+    assert [p.program_id for p in programs] == ["a", "b"]
+    assert programs[1].turns[0].tools == (ToolRun(name="bash", cmd="ls", s=0.5),)
+    assert programs[0].max_context_tokens == 160
+    assert list(read_trace(packed)) == list(read_trace(misnamed)) == programs
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", program("a"), program("b"))
+    path.write_text(path.read_text() + "\nnot json\n")
+    assert [p.program_id for p in read_trace(path, limit=2)] == ["a", "b"]
+    with pytest.raises(TraceError, match=r"line 4: not JSON"):
+        list(read_trace(path, limit=3))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"turns": [turn()]}, "missing required field `program_id`"),
+        ({"program_id": "p"}, "missing required field `turns`"),
+        (program(turns=[{"prompt_tokens": 3}]), r"missing required field `output_tokens` - at `\$.turns"),
+        (program(turns=[]), "has no turns"),
+        (program(""), "program_id is empty"),
+        (program(turns=[turn(), turn(gap_s=-0.5)]), "turn 1: gap_s is -0.5"),
+        (program(turns=[turn(tool_seconds=-1)]), "turn 0: tool_seconds is -1"),
+        (program(turns=[turn(prompt_tokens=0)]), "turn 0: prompt_tokens is 0"),
+        (program(turns=[turn(output_tokens=-3)]), "turn 0: output_tokens is -3"),
+        (program(turns=[turn(tools=[{"name": "x", "s": -2}])]), "turn 0, tool 'x': s is -2"),
+        (program(turns=[turn(prompt_tokens="many")]), "Expected `int`, got `str`"),
+        (program(arrival_s=-1), "arrival_s is -1"),
+        ([1], "Expected `object`, got `array`"),
+        (program("good"), "'good' is on line 1 too"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, bad: Any, reason: str) -> None:
+    path = write(tmp_path / "t.jsonl", program("good"), bad)
+    with pytest.raises(TraceError, match=reason) as caught:
+        list(read_trace(path))
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_gzip_says_after_which_line(tmp_path: Path) -> None:
+    packed = tmp_path / "t.jsonl.gz"
+    whole = gzip.compress(b"".join(json.dumps(program(str(i))).encode() + b"\n" for i in range(50)))
+    packed.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match=r"t.jsonl.gz, after line \d+: the gzip data is cut off"):
+        list(read_trace(packed))
+    packed.write_bytes(whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:])
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):
+        list(read_trace(packed))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", gzip.compress(b"")])
+def test_a_file_without_programs_is_an_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="holds no programs"):
+        list(read_trace(path))
+
+
+def test_no_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        list(read_trace(tmp_path / "none.jsonl"))
+    with pytest.raises(TraceError, match="Is a directory"):
+        list(read_trace(tmp_path))
+    (tmp_path / "b").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(TraceError, match="line 1: not JSON"):
+        list(read_trace(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "idle_s"),
+    [
+        ({"gap_s": 0.0, "tool_seconds": 4.0}, 0.0),
+        ({"tool_seconds": 4.0, "dt_s": 9.0}, 4.0),
+        ({"dt_s": 9.0, "llm_s": 2.0}, 7.0),
+        ({"dt_s": 9.0}, 9.0 - 10 * ASSUMED_DECODE_S),
+        ({"dt_s": 0.1}, 0.0),
+        ({"tools": (ToolRun(s=1.0), ToolRun(s=3.0), ToolRun(s=60.0, bg=True))}, 3.0),
+        ({}, 0.0),
+    ],
+)
+def test_the_gap_is_the_first_that_is_recorded(fields: dict[str, Any], idle_s: float) -> None:
+    assert Turn(prompt_tokens=1, output_tokens=10, **fields).idle_s == pytest.approx(idle_s)
+
+
+def test_the_tool_of_a_gap_is_the_longest_waited_for() -> None:
+    runs = (ToolRun(name="a", s=1.0), ToolRun(name="b", s=2.0), ToolRun(name="c", s=9.0, bg=1))
+    assert Turn(prompt_tokens=1, output_tokens=1, tools=runs).tool_run == runs[1]
+    assert Turn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == ToolRun(name="x")
+    assert Turn(prompt_tokens=1, output_tokens=1).tool_run is None
