@@ -8,8 +8,6 @@ its own clock without the two agreeing on the time of day.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -74,5 +72,5 @@ class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="prog
     """``ok``, ``error`` or ``cancelled``."""
 
 
-AnyEvent = Union[ProgramStart, ToolStart, ToolStop, Heartbeat, AegReport, ProgramEnd]
+AnyEvent = ProgramStart | ToolStart | ToolStop | Heartbeat | AegReport | ProgramEnd
 """Decoded by the ``type`` field."""

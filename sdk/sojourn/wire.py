@@ -103,7 +103,7 @@ def decode_batch(data: bytes) -> EventBatch:
 def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:
     """Decode and bound one event. Raises ``WireError``."""
     try:
-        event = _event_decoder.decode(raw)
+        event: AnyEvent = _event_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not an event: {error}") from error
     check_event(event)

@@ -1,0 +1,170 @@
+"""Settings, resolved once. The only file that reads the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from .errors import ConfigError
+from .ids import MAX_ID_BYTES
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+_DEFAULT_PORT = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The variables this package knows."""
+
+    url: str | None = None
+    """``SOJOURN_URL``: the server, for ``init()`` without an argument and for use without ``init()``."""
+    api_key: str | None = None
+    """``SOJOURN_API_KEY``: bearer key for the events. ``OPENAI_API_KEY`` is never used for them."""
+    dialect: str | None = None
+    """``SOJOURN_DIALECT``: ``sojourn`` or ``vllm``; without it the server is asked."""
+    program_id: str | None = None
+    """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
+    disabled: bool = False
+    """``SOJOURN_DISABLED``: everything becomes a no-op with the same API."""
+
+    @classmethod
+    def read(cls, env: Mapping[str, str] | None = None) -> Environment:
+        """Read and check the variables. Raises ``ConfigError``."""
+        env = os.environ if env is None else env
+        return cls(
+            url=env.get("SOJOURN_URL") or None,
+            api_key=env.get("SOJOURN_API_KEY") or None,
+            dialect=env.get("SOJOURN_DIALECT") or None,
+            program_id=checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
+            disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What one ``init()`` settled."""
+
+    url: str
+    """Root of the server, without a trailing slash and without ``/v1``."""
+    api_key: str | None = None
+    hosts: frozenset[str] = frozenset()
+    """``host:port`` of every server that may be told about programs. Loopback names count as one host."""
+    dialect: str | None = None
+    """Name given by the caller; ``None`` asks the server."""
+    probe_timeout_s: float = 0.3
+    """How long ``init()`` may wait for the server's answer about its dialect; 0 does not wait."""
+    threads: bool = False
+    """Carry the current program into new threads and thread pools."""
+    program_id: str | None = None
+    queue_events: int = 10_000
+    """Events held unsent; further ones are dropped and counted."""
+    batch_events: int = 256
+    linger_s: float = 0.005
+    """How long a batch waits for company, so that a request can take its events along first."""
+    send_timeout_s: float = 2.0
+    heartbeat_s: float = 3.0
+    close_timeout_s: float = 1.0
+    """Bound on what is still sent while the process exits."""
+
+    @classmethod
+    def resolve(
+        cls,
+        url: str | None,
+        *,
+        api_key: str | None = None,
+        hosts: Iterable[str] | None = None,
+        dialect: str | None = None,
+        probe_timeout_s: float = 0.3,
+        threads: bool = False,
+        environment: Environment | None = None,
+    ) -> Config:
+        """Join arguments and environment; arguments win. Raises ``ConfigError``."""
+        environment = Environment.read() if environment is None else environment
+        url = url or environment.url
+        if not url:
+            raise ConfigError("no server named: call sojourn.init(url) or set SOJOURN_URL")
+        root, own_host = _root(url)
+        if isinstance(hosts, str):
+            raise ConfigError(f"hosts is the string {hosts!r}; expected a list of 'host:port'")
+        dialect = dialect or environment.dialect
+        if dialect is not None:
+            from .dialects import DIALECTS
+
+            if dialect not in DIALECTS:
+                raise ConfigError(f"dialect {dialect!r} is unknown; expected one of {sorted(DIALECTS)}")
+        if not (math.isfinite(probe_timeout_s) and probe_timeout_s >= 0):
+            raise ConfigError(f"probe_timeout_s is {probe_timeout_s}; expected seconds ≥ 0")
+        key = api_key or environment.api_key
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("the API key holds characters that an HTTP header cannot carry")
+        named = {own_host, *(host_key(host, root) for host in hosts or ())}
+        return cls(
+            url=root,
+            api_key=key,
+            hosts=frozenset(named),
+            dialect=dialect,
+            probe_timeout_s=probe_timeout_s,
+            threads=threads,
+            program_id=environment.program_id,
+        )
+
+
+def host_key(host: str, like: str = "http://") -> str:
+    """``host:port`` in one spelling, from a URL or a bare ``host[:port]``. Raises ``ConfigError``.
+
+    A missing port is the default one of the scheme; a bare host takes the scheme of ``like``.
+    """
+    text = host if "://" in host else f"{urlsplit(like).scheme}://{host}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port or _DEFAULT_PORT.get(parts.scheme)
+    except ValueError as error:
+        raise ConfigError(f"{host!r} does not name a host: {error}") from error
+    if not parts.hostname or port is None:
+        raise ConfigError(f"{host!r} does not name a host; expected e.g. '127.0.0.1:8000'")
+    return canonical_host(parts.hostname, port)
+
+
+def canonical_host(hostname: str, port: int) -> str:
+    """``host:port`` with one name for this machine, since ``localhost`` and ``127.0.0.1`` get mixed
+    freely."""
+    name = hostname.lower().rstrip(".").strip("[]")
+    return f"{'localhost' if name in _LOOPBACK else name}:{port}"
+
+
+def checked_id(field: str, value: str | None) -> str | None:
+    """``value`` where the wire accepts it as an id. Raises ``ConfigError``."""
+    if value is None:
+        return None
+    size = len(value.encode("utf-8", "replace"))
+    if not 0 < size <= MAX_ID_BYTES:
+        raise ConfigError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
+    return value
+
+
+def _root(url: str) -> tuple[str, str]:
+    try:
+        parts = urlsplit(url)
+        scheme, hostname = parts.scheme, parts.hostname
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}") from error
+    if scheme not in _DEFAULT_PORT or not hostname:
+        raise ConfigError(f"{url!r} is not the URL of a server; expected e.g. 'http://127.0.0.1:8000'")
+    host = host_key(url)
+    # People paste the base_url of their OpenAI client; the events live beside /v1, not under it.
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{scheme}://{parts.netloc}{path}", host
+
+
+def _switch(name: str, value: str) -> bool:
+    word = value.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ConfigError(f"{name} is {value!r}; expected 1 or 0")

@@ -1,0 +1,383 @@
+"""The bounded background sender. ``put`` never blocks, never raises; what cannot be sent is dropped and
+counted.
+
+    agent thread(s) ── put ──▶ queue per program ──▶ one daemon thread ── POST batch ──▶ server
+                                     └── take ──▶ rides along on the program's next request
+
+An event leaves by exactly one of the two doors. A batch that failed is dropped,
+not sent again: what happened seconds ago helps nobody decide now, and the server
+copes with silence by leases. Locks are re-entrant since a garbage collection
+inside ``put`` may close a generator that ends a program, which puts an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from .events import Event
+from .ids import EmitterId
+from .stats import Counters
+from .transport import Transport
+from .wire import (
+    EVENTS_PATH,
+    MAX_BATCH_BYTES,
+    WIRE_VERSION,
+    EventBatch,
+    WireError,
+    decode_outcomes,
+    encode,
+)
+
+logger = logging.getLogger("sojourn")
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 30.0
+_ENVELOPE_BYTES = 1024
+"""Room left in a batch for everything that is not an event."""
+_NOT_OURS = frozenset({404, 405, 501})
+"""Answers of a server that has no such endpoint."""
+
+
+class Source(Protocol):
+    """Who an event is about: a ``Program``."""
+
+    @property
+    def id(self) -> str: ...
+
+    def next_seq(self) -> int:
+        """The next number within this process."""
+
+
+class Pending(NamedTuple):
+    """An event that happened at ``at_s`` and is not sent yet."""
+
+    program_id: str
+    kind: type[Event]
+    seq: int
+    at_s: float
+    fields: dict[str, Any]
+
+    def encode(self, now: float) -> bytes:
+        """JSON as of ``now``, which fixes ``age_s``. Raises ``WireError``."""
+        age_s = round(max(0.0, now - self.at_s), 6)
+        return encode(self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields))
+
+
+class Emitter:
+    """Queue and sender of one process. A fork gives the child an empty one with a new id."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        counters: Counters,
+        *,
+        queue_events: int = 10_000,
+        batch_events: int = 256,
+        linger_s: float = 0.005,
+        close_timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        first: Callable[[], None] | None = None,
+        beats: Callable[[float], tuple[Iterable[tuple[Source, type[Event]]], float | None]] | None = None,
+        delivered: Callable[[], None] | None = None,
+        unsupported: Callable[[], None] | None = None,
+    ) -> None:
+        """``first`` runs once on the thread before anything is sent. ``beats(now)`` gives events that are due
+        by the clock alone, and the seconds until it wants to be asked again. ``delivered`` and
+        ``unsupported`` run on the thread when the server took a batch, or turned out to have no place for
+        one.
+        """
+        self.counters = counters
+        self._transport = transport
+        self._queue_events = queue_events
+        self._batch_events = batch_events
+        self._linger_s = linger_s
+        self._close_timeout_s = close_timeout_s
+        self._clock = clock
+        self._first = first
+        self._beats = beats
+        self._on_delivered = delivered
+        self._on_unsupported = unsupported
+        self._supported = True
+        self._thread: threading.Thread | None = None
+        self._fresh()
+
+    # ---- the agent's side
+
+    def put(self, source: Source, kind: type[Event], **fields: Any) -> bool:
+        """Queue an event that happened now. False where it had to be dropped."""
+        try:
+            with self._lock:
+                if not self._supported or self._closed:
+                    self.counters.add("dropped_unsupported" if not self._supported else "dropped_closed")
+                    return False
+                if self._size >= self._queue_events:
+                    self.counters.add("dropped_full")
+                    return False
+                self._append(source, kind, fields)
+                if self._thread is None:
+                    self._start()
+                elif self._idle:
+                    self._wake.notify()
+            return True
+        except Exception:
+            self.counters.add("internal_error")
+            return False
+
+    def take(self, program_id: str, *, max_events: int, max_bytes: int) -> list[Pending]:
+        """Remove and return the oldest unsent events of one program: they ride on its request.
+
+        At most ``max_events`` of at most ``max_bytes`` of JSON together, with one byte each for the comma.
+        """
+        taken: list[Pending] = []
+        with self._lock:
+            queue = self._pending.get(program_id)
+            now = self._clock()
+            used = 0
+            while queue and len(taken) < max_events:
+                try:
+                    used += len(queue[0].encode(now)) + 1
+                except WireError:
+                    queue.popleft()
+                    self._size -= 1
+                    self.counters.add("encode_error")
+                    continue
+                if used > max_bytes:
+                    break
+                taken.append(queue.popleft())
+                self._size -= 1
+            if queue is not None and not queue:
+                self._pending.pop(program_id, None)
+            if taken:
+                self._drained.notify_all()
+        if taken:
+            self.counters.add("events_piggybacked", len(taken))
+        return taken
+
+    @property
+    def pending(self) -> int:
+        """Events queued or being sent right now."""
+        with self._lock:
+            return sum(map(len, self._pending.values())) + self._sending
+
+    def start(self) -> None:
+        """Start the thread before the first event, for ``first``."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._start()
+
+    def flush(self, timeout_s: float = 1.0) -> bool:
+        """Wait until nothing is unsent. True if so within ``timeout_s`` and no batch failed meanwhile."""
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            dropped = self.counters["dropped_send"]
+            self._hurry += 1
+            try:
+                self._wake.notify_all()
+                while self._pending or self._sending:
+                    left_s = end_s - time.monotonic()
+                    if left_s <= 0 or self._thread is None:
+                        return False
+                    self._drained.wait(left_s)
+            finally:
+                self._hurry -= 1
+            return self.counters["dropped_send"] == dropped
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Send what is left within the bound, then stop. Later events are dropped. Repeating it is
+        harmless."""
+        end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
+        try:
+            with self._lock:
+                self._closed = True
+                self._wake.notify_all()
+                thread = self._thread
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, end_s - time.monotonic()))
+        except Exception:
+            self.counters.add("internal_error")
+
+    # ---- the thread's side
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
+        self._thread = thread
+        # An empty context: else the thread would hold the first caller's context variables for ever.
+        contextvars.Context().run(thread.start)
+
+    def _run(self) -> None:
+        backoff_s = 0.0
+        try:
+            if self._first is not None:
+                self._first()
+        except Exception:
+            self.counters.add("internal_error")
+        while self._wait_for_events():
+            try:
+                batch = self._pop()
+                if not batch:
+                    continue  # a request took them along meanwhile
+                delivered = self._send(batch)
+            except Exception:
+                self.counters.add("internal_error")
+                delivered = False
+            with self._lock:
+                self._sending = 0
+                self._drained.notify_all()
+                if delivered:
+                    backoff_s = 0.0
+                    continue
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
+                if not self._closed and not self._hurry:
+                    self._wake.wait(backoff_s)  # cut short by flush() and close() only: put() wakes the idle
+        with contextlib.suppress(Exception):
+            self._transport.close()
+
+    def _wait_for_events(self) -> bool:
+        """Sleep until there is something to send. False once closed and empty."""
+        with self._lock:
+            while not self._pending:
+                if self._closed:
+                    return False
+                wait_s = self._beat()
+                if self._pending:
+                    return True
+                self._idle = True
+                try:
+                    self._wake.wait(wait_s)
+                finally:
+                    self._idle = False
+            linger = not self._closed and not self._hurry
+        if linger:
+            time.sleep(self._linger_s)
+        return True
+
+    def _beat(self) -> float | None:
+        if self._beats is None or not self._supported:
+            return None
+        due, wait_s = self._beats(self._clock())
+        for source, kind in due:
+            if self._size < self._queue_events:
+                self._append(source, kind, {})
+        return wait_s
+
+    def _append(self, source: Source, kind: type[Event], fields: dict[str, Any]) -> None:
+        pending = Pending(source.id, kind, source.next_seq(), self._clock(), fields)
+        self._pending.setdefault(pending.program_id, deque()).append(pending)
+        self._size += 1
+        self.counters.add("events_queued")
+
+    def _pop(self) -> list[Pending]:
+        """The next batch: whole programs, longest waiting first, in the order of their events."""
+        batch: list[Pending] = []
+        with self._lock:
+            while self._pending and len(batch) < self._batch_events:
+                program_id, queue = next(iter(self._pending.items()))
+                while queue and len(batch) < self._batch_events:
+                    batch.append(queue.popleft())
+                if not queue:
+                    del self._pending[program_id]
+            self._size = sum(map(len, self._pending.values()))
+            self._sending = len(batch)
+        return batch
+
+    def _send(self, batch: list[Pending]) -> bool:
+        now = self._clock()
+        bodies: list[list[msgspec.Raw]] = [[]]
+        used = 0
+        for pending in batch:
+            try:
+                raw = pending.encode(now)
+            except WireError:
+                self.counters.add("encode_error")
+                continue
+            used += len(raw) + 1
+            if used > MAX_BATCH_BYTES - _ENVELOPE_BYTES:
+                bodies.append([])
+                used = len(raw) + 1
+            bodies[-1].append(msgspec.Raw(raw))
+        for sent, events in enumerate(bodies):
+            if events and not self._post(events):
+                self.counters.add("dropped_send", sum(map(len, bodies[sent:])))
+                return False
+        return True
+
+    def _post(self, events: list[msgspec.Raw]) -> bool:
+        if not self._supported:
+            self.counters.add("dropped_unsupported", len(events))
+            return True
+        dropped = self.counters["dropped_full"] + self.counters["dropped_send"]
+        body = encode(EventBatch(v=WIRE_VERSION, emitter=self.id, events=events, dropped=dropped))
+        try:
+            answer = self._transport.post(EVENTS_PATH, body)
+        except Exception as error:
+            self.counters.add(f"net_{type(error).__name__}")
+            return False
+        if answer.status in _NOT_OURS:
+            self.counters.add(f"http_{answer.status}")
+            self.counters.add("dropped_unsupported", len(events))
+            self.stop_sending()
+            return True
+        if not 200 <= answer.status < 300:
+            if self.counters[f"http_{answer.status}"] == 0:
+                logger.warning("the server answered %d to events; they are being dropped", answer.status)
+            self.counters.add(f"http_{answer.status}")
+            return False
+        self.counters.add("events_sent", len(events))
+        self._read_outcomes(answer.body, len(events))
+        return True
+
+    def _read_outcomes(self, body: bytes, expected: int) -> None:
+        try:
+            outcomes = decode_outcomes(body[: 2 * MAX_BATCH_BYTES]).outcomes
+        except WireError:
+            self.counters.add("answer_unreadable")
+            return
+        for outcome in outcomes:
+            self.counters.add(f"outcome_{outcome.outcome.value}")
+        # Some servers answer 200 to everything; only one answer per event shows that ours was read.
+        if len(outcomes) == expected and self._on_delivered is not None:
+            self._on_delivered()
+
+    def stop_sending(self) -> None:
+        """This server has no place for events: forget those queued and drop later ones."""
+        with self._lock:
+            self._supported = False
+            unsent = sum(map(len, self._pending.values()))
+            self._pending.clear()
+            self._size = 0
+            self._drained.notify_all()
+        if unsent:
+            self.counters.add("dropped_unsupported", unsent)
+        if self._on_unsupported is not None:
+            self._on_unsupported()
+
+    # ---- processes
+
+    def _fresh(self) -> None:
+        self.id = EmitterId("e-" + os.urandom(8).hex())
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._drained = threading.Condition(self._lock)
+        self._pending: dict[str, deque[Pending]] = {}
+        self._size = 0
+        self._sending = 0
+        self._hurry = 0
+        self._idle = False
+        self._closed = False
+        self._thread = None
+
+    def after_fork(self) -> None:
+        """In the child: nothing of the parent's queue, connection or numbering is used again."""
+        self._first = None
+        self._transport.after_fork()
+        self._fresh()

@@ -1,0 +1,23 @@
+"""What the SDK raises, and only for a caller's mistake in setting it up.
+
+    SojournError
+    ├── ConfigError      init(), an environment variable
+    └── ArgumentError    program(), wrap(), instrument()
+
+Nothing raises once an agent runs: a fault of ours, of the network or of the
+server ends in a counter of ``sojourn.stats()``.
+"""
+
+from __future__ import annotations
+
+
+class SojournError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(SojournError, ValueError):
+    """``init()`` or an environment variable was given a value that cannot work."""
+
+
+class ArgumentError(SojournError, ValueError):
+    """An argument that names or bounds a program, or an object that cannot be wrapped."""

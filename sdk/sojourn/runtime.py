@@ -1,0 +1,224 @@
+"""The one live session of this process: what ``init()`` set up and everything else asks for.
+
+Before ``init()``, and where ``SOJOURN_DISABLED`` is set, the session is *offline*:
+programs, steps and tool calls work as plain scopes and nothing is sent anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import process
+from .config import Config, Environment
+from .errors import ConfigError
+from .events import Event, Heartbeat
+from .lease import Heartbeats
+from .stats import Counters, Stats
+
+if TYPE_CHECKING:
+    from .emitter import Emitter
+    from .probe import Server
+    from .program import Program
+
+logger = logging.getLogger("sojourn")
+
+
+class Session:
+    """Counters, heartbeats and, once online, the sender and the server's dialect."""
+
+    def __init__(self, config: Config | None = None, *, disabled: bool = False) -> None:
+        self.config = config
+        self.disabled = disabled
+        self.counters = Counters()
+        self.heartbeats = Heartbeats(config.heartbeat_s if config else 3.0)
+        self.emitter: Emitter | None = None
+        self.server: Server | None = None
+        self.program: Program | None = None
+        """The process's own program, for what happens outside ``program()``."""
+
+    @property
+    def online(self) -> bool:
+        """A server was named."""
+        return self.emitter is not None
+
+    def connect(self) -> None:
+        """Start the sender and ask the server for its dialect, waiting for that no longer than configured."""
+        # Imported here, on the caller's thread: httpx costs tens of milliseconds, and a fork must never meet
+        # an import under way on another thread.
+        from .emitter import Emitter
+        from .probe import Server, probe
+        from .transport import HttpTransport
+
+        config = self.config
+        assert config is not None
+        transport = HttpTransport(config.url, api_key=config.api_key, timeout_s=config.send_timeout_s)
+        server = Server(config.dialect)
+
+        def ask() -> None:
+            answer = probe(transport, timeout_s=config.send_timeout_s)
+            if answer == "vllm":
+                emitter.stop_sending()
+            elif answer is not None:
+                server.learn(answer)
+            answered.set()
+
+        answered = threading.Event()
+        emitter = Emitter(
+            transport,
+            self.counters,
+            queue_events=config.queue_events,
+            batch_events=config.batch_events,
+            linger_s=config.linger_s,
+            close_timeout_s=config.close_timeout_s,
+            first=None if server.known else ask,
+            beats=self._beats,
+            delivered=lambda: server.learn("sojourn"),
+            unsupported=lambda: server.learn("vllm"),
+        )
+        self.emitter, self.server = emitter, server
+        process.watch(self)
+        emitter.start()
+        if not server.known:
+            answered.wait(config.probe_timeout_s)
+
+    def emit(self, program: Program, kind: type[Event], **fields: Any) -> None:
+        """Queue an event. Never blocks, never raises."""
+        if self.emitter is not None:
+            self.emitter.put(program, kind, **fields)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the process's own program and send what is left within the bound. Repeating it is harmless."""
+        program, self.program = self.program, None
+        if program is not None:
+            program.end()
+        if self.emitter is not None:
+            self.emitter.close(timeout_s)
+
+    def stats(self) -> Stats:
+        """Counts and state as of now."""
+        stats = Stats(self.counters.snapshot())
+        stats.disabled = self.disabled
+        stats.url = self.config.url if self.config else None
+        if self.server is not None and self.emitter is not None:
+            stats.dialect = self.server.dialect.name
+            stats.dialect_known = self.server.known
+            stats.events_pending = self.emitter.pending
+        return stats
+
+    def after_fork(self) -> None:
+        """In the child: the parent's programs are the parent's to keep alive and to end."""
+        self.counters.after_fork()
+        self.heartbeats.after_fork()
+        self.program = None
+        if self.emitter is not None:
+            self.emitter.after_fork()
+
+    def _beats(self, now: float) -> tuple[list[tuple[Program, type[Event]]], float | None]:
+        programs, wait_s = self.heartbeats.due(now)
+        return [(program, Heartbeat) for program in programs], wait_s
+
+
+_session: Session | None = None
+_lock = threading.RLock()
+
+
+def session() -> Session:
+    """The live session; an offline one where none was set up and ``SOJOURN_URL`` names no server."""
+    return _session if _session is not None else _first_use()
+
+
+def init(
+    url: str | None = None,
+    *,
+    api_key: str | None = None,
+    hosts: Iterable[str] | None = None,
+    dialect: str | None = None,
+    probe_timeout_s: float = 0.3,
+    threads: bool = False,
+) -> None:
+    """Name the server and instrument the clients found now or imported later.
+
+    ``url`` is the server's root (``SOJOURN_URL`` where left out); ``hosts`` names further ``host:port`` that
+    may be told about programs, e.g. replicas: nothing is ever added to requests for other hosts. ``dialect``
+    is ``"sojourn"`` or ``"vllm"``; without it the server is asked in the background, for whose answer this
+    call waits ``probe_timeout_s`` at most. ``threads=True`` carries the current program into new threads and
+    thread pools. Repeating it with the same arguments is harmless; with others it replaces the session.
+    Raises ``ConfigError``.
+    """
+    global _session
+    environment = Environment.read()
+    if environment.disabled:
+        with _lock:
+            if _session is None or not _session.disabled:
+                _retire()
+                _session = Session(disabled=True)
+        return
+    config = Config.resolve(
+        url,
+        api_key=api_key,
+        hosts=hosts,
+        dialect=dialect,
+        probe_timeout_s=probe_timeout_s,
+        threads=threads,
+        environment=environment,
+    )
+    with _lock:
+        if _session is not None and _session.online and _session.config == config:
+            return
+        _retire()
+        fresh = Session(config)
+        fresh.connect()
+        _session = fresh
+        from . import instruments
+        from . import threads as thread_propagation
+
+        instruments.instrument()
+        if config.threads:
+            thread_propagation.install()
+
+
+def shutdown() -> None:
+    """Undo ``init()``: send what is left within a second, remove every patch, go offline. Never raises."""
+    global _session
+    with _lock:
+        _retire()
+        _session = Session(disabled=_session.disabled if _session is not None else False)
+
+
+def clock() -> float:
+    """Monotonic seconds; the one clock of this package."""
+    return time.monotonic()
+
+
+def _retire() -> None:
+    from . import instruments
+    from . import threads as thread_propagation
+
+    if _session is None:
+        return
+    instruments.uninstrument()
+    thread_propagation.remove()
+    _session.close()
+
+
+def _first_use() -> Session:
+    """``SOJOURN_URL`` alone is enough; its mistakes are logged here since no ``init()`` is there to raise."""
+    global _session
+    with _lock:
+        if _session is not None:
+            return _session
+        try:
+            environment = Environment.read()
+            if environment.disabled or not environment.url:
+                _session = Session(disabled=environment.disabled)
+            else:
+                init()
+        except ConfigError as error:
+            logger.error("sojourn stays off: %s", error)
+        if _session is None:
+            _session = Session()
+        return _session

@@ -1,0 +1,73 @@
+"""Carry the current place into threads and thread pools. Opt-in: ``init(url, threads=True)``.
+
+``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our own context
+variable is handed on; a pool's own worker threads get none at their start, else
+they would keep their first program for life.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .context import NOWHERE, Place, place
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patch ``Thread.start`` and ``ThreadPoolExecutor.submit``. Repeatable."""
+    if _originals:
+        return
+    start: Any = threading.Thread.start
+    submit: Any = ThreadPoolExecutor.submit
+    _originals.update(start=start, submit=submit)
+
+    @functools.wraps(start)
+    def carrying_start(self: threading.Thread) -> None:
+        here = place.get()
+        if here is not NOWHERE and not _is_pool_worker(self):
+            self.run = _inside(here, self.run)  # type: ignore[method-assign]
+        start(self)
+
+    @functools.wraps(submit)
+    def carrying_submit(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        here = place.get()
+        return submit(self, fn if here is NOWHERE else _inside(here, fn), *args, **kwargs)
+
+    _originals.update(our_start=carrying_start, our_submit=carrying_submit)
+    threading.Thread.start = carrying_start  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
+
+
+def remove() -> None:
+    """Undo ``install``, unless somebody patched on top of us."""
+    if not _originals:
+        return
+    if threading.Thread.start is _originals["our_start"]:
+        threading.Thread.start = _originals["start"]  # type: ignore[method-assign]
+    if ThreadPoolExecutor.submit is _originals["our_submit"]:
+        ThreadPoolExecutor.submit = _originals["submit"]  # type: ignore[method-assign]
+    _originals.clear()
+
+
+def _inside(here: Place, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = place.set(here)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            place.reset(token)
+
+    return run
+
+
+def _is_pool_worker(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    return getattr(target, "__module__", None) == "concurrent.futures.thread"
