@@ -1,0 +1,234 @@
+"""The endpoint plugin inside vLLM's own plugin machinery, over an engine client that is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from sojourn_server.metrics.recorder import Recorder
+from sojourn_server.vllm import endpoint
+from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine
+from sojourn_server.web.calls import STOCK_ANSWER, EngineError, EngineStock, EngineUnavailable
+from sojourn_server.web.keys import ApiKeys
+from sojourn_server.web.prometheus import PrometheusBridge
+from starlette.datastructures import Headers
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.plugins.endpoint_plugins.interface import (
+    EndpointPlugin,
+    attach_endpoint_plugins,
+    init_endpoint_plugins_state,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+
+
+class FakeCore:
+    """The part of vLLM's ``AsyncMPClient`` we use: one answer from each engine."""
+
+    def __init__(self, *engines: int) -> None:
+        self.core_engines = [rank.to_bytes(2, "little") for rank in engines or (0,)]
+        self.recorder = Recorder(strict=True)
+        self.failure: Exception | None = None
+        self.answer: Any = None
+        self.calls: list[tuple[str, ...]] = []
+
+    async def call_utility_all_async(self, method: str, *args: str) -> list[Any]:
+        return [await self.answer_one(method, *args) for _ in self.core_engines]
+
+    async def answer_one(self, method: str, *args: str) -> Any:
+        assert method == "sojourn_call"
+        self.calls.append(args)
+        if self.failure is not None:
+            raise self.failure
+        if self.answer is not None:
+            return self.answer
+        if args[0] == "drain_metrics":
+            return json.dumps(self.recorder.drain())
+        return json.dumps({"op": args[0]})
+
+
+class FakeClient:
+    """An engine client: something weakly referable that has an ``engine_core``."""
+
+    def __init__(self, core: Any) -> None:
+        self.engine_core = core
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """Builds the app as ``vllm serve`` does: routes first, then state."""
+    monkeypatch.setenv("VLLM_PLUGINS", "sojourn")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    registry = CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    monkeypatch.setattr(endpoint, "bridge_for", lambda: bridge)
+    started: list[SojournEndpoint] = []
+
+    async def start(client: Any, api_key: list[str] | None = None) -> httpx.AsyncClient:
+        app = FastAPI()
+        attach_endpoint_plugins(app, ("generate",))
+        await init_endpoint_plugins_state(client, app.state, Namespace(api_key=api_key))
+        started.extend(app.state.endpoint_plugins)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://server/sojourn/v1")
+
+    start.registry = registry  # type: ignore[attr-defined]
+    yield start
+    for plugin in started:
+        if plugin._poller is not None:
+            plugin._poller.cancel()
+
+
+async def test_vllm_finds_and_loads_the_plugin(server: Any) -> None:
+    assert isinstance(SojournEndpoint(), EndpointPlugin)
+    client = FakeClient(FakeCore())
+    http = await server(client)
+    assert (await http.get("/stats")).json() == {"op": "stats"}
+    assert (await http.get("/capabilities")).json() == {"op": "capabilities", "engines": 1}
+
+
+async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
+    client = FakeClient(FakeCore(0))
+    client.engine_core.recorder.count("sojourn_preemptions_total", 3)
+    await server(client)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    exposition = generate_latest(server.registry).decode()
+    assert 'sojourn_preemptions_total{engine="0"} 3.0' in exposition
+
+
+async def test_keys_of_the_command_line_win_over_the_environment(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient(FakeCore())
+
+    async def statuses(api_key: list[str] | None) -> list[int]:
+        http = await server(client, api_key)
+        headers = [{}, {"authorization": "Bearer a"}, {"authorization": "Bearer env"}]
+        return [(await http.get("/stats", headers=h)).status_code for h in headers]
+
+    assert await statuses(None) == [200, 200, 200]
+    assert await statuses(["a"]) == [401, 200, 401]
+    monkeypatch.setenv("VLLM_API_KEY", "env")
+    assert await statuses(None) == [401, 401, 200]
+    assert await statuses(["a"]) == [401, 200, 401]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer a",
+        "bearer a",
+        "BEARER b",
+        "Bearer  a",
+        "Bearer a ",
+        "Basic a",
+        "a",
+        "Bearer c",
+        "Bearer ä",
+        "Bearer a b",
+    ],
+)
+@pytest.mark.parametrize("tokens", [["a"], ["a", "b"], ["ä"]])
+def test_our_key_check_agrees_with_vllms(header: str | None, tokens: list[str]) -> None:
+    ours = ApiKeys()
+    ours.configure(tokens)
+    theirs = AuthenticationMiddleware(FastAPI(), tokens)
+    headers = Headers({} if header is None else {"authorization": header})
+    assert ours.allow(headers.get("authorization")) == theirs.verify_token(headers)
+
+
+async def test_before_the_engine_is_there_the_routes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+    plugin = SojournEndpoint()
+    plugin.attach_router(app)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        assert (await http.get("/sojourn/v1/stats")).status_code == 401
+        await plugin.init_state(None, app.state, Namespace(api_key=["k"]))
+        opened = await http.get("/sojourn/v1/stats", headers={"authorization": "Bearer k"})
+        assert opened.status_code == 503
+
+
+async def test_a_plain_vllm_scheduler_gets_501_and_is_asked_once(server: Any) -> None:
+    for failure, answer in (
+        (
+            Exception(
+                "Call to sojourn_call method failed: 'EngineCoreProc' object has no attribute 'sojourn_call'"
+            ),
+            None,
+        ),
+        (None, STOCK_ANSWER),
+    ):
+        client = FakeClient(FakeCore())
+        client.engine_core.failure, client.engine_core.answer = failure, answer
+        http = await server(client)
+        for _ in range(3):
+            response = await http.post("/events", json={"v": 1, "emitter": "e", "events": []})
+            assert response.status_code == 501
+            assert "sojourn serve" in response.json()["error"]["next"]
+        assert len(client.engine_core.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (EngineDeadError(), EngineUnavailable),
+        (Exception("Server shutting down"), EngineUnavailable),
+        (Exception("Call to sojourn_call method failed: list index out of range"), EngineError),
+    ],
+)
+async def test_failures_of_the_engine_are_told_apart(failure: Exception, expected: type[Exception]) -> None:
+    engine, client = VllmEngine(), FakeClient(FakeCore())
+    engine.connect(client)  # type: ignore[arg-type]
+    client.engine_core.failure = failure
+    with pytest.raises(EngineError) as raised:
+        await engine.call("stats", "{}")
+    assert type(raised.value) is expected
+    client.engine_core.failure = None
+    assert await engine.call("stats", "{}") == ['{"op": "stats"}']
+
+
+async def test_a_client_without_the_broadcast_is_asked_for_one_engine() -> None:
+    class OldCore:
+        async def call_utility_async(self, method: str, *args: str) -> str:
+            return json.dumps([method, *args])
+
+    engine, client = VllmEngine(), FakeClient(OldCore())
+    engine.connect(client)  # type: ignore[arg-type]
+    assert await engine.call("stats", "{}") == ['["sojourn_call", "stats", "{}"]']
+    assert engine.engine_ids() == ["0"]
+
+
+async def test_a_client_without_utility_calls_is_stock() -> None:
+    engine, client = VllmEngine(), FakeClient(object())
+    engine.connect(client)  # type: ignore[arg-type]
+    with pytest.raises(EngineStock):
+        await engine.call("stats", "{}")
+
+
+async def test_engines_carry_their_ranks() -> None:
+    engine, client = VllmEngine(), FakeClient(FakeCore(2, 3, 300))
+    engine.connect(client)  # type: ignore[arg-type]
+    assert engine.engine_ids() == ["2", "3", "300"]
+    assert len(await engine.call("stats", "{}")) == 3
+
+
+async def test_the_routes_do_not_keep_the_engine_alive() -> None:
+    engine, client = VllmEngine(), FakeClient(FakeCore())
+    engine.connect(client)  # type: ignore[arg-type]
+    del client
+    gc.collect()
+    with pytest.raises(EngineUnavailable):
+        await engine.call("stats", "{}")
