@@ -41,9 +41,7 @@ class Lease:
 
     def view(self) -> LeaseView:
         """What a policy sees of it."""
-        return LeaseView(
-            self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting
-        )
+        return LeaseView(self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting)
 
 
 class LeaseBook:
@@ -145,7 +143,5 @@ class LeaseBook:
         self._version[lease.program_id] = self._pushes
         heapq.heappush(self._deadlines, (lease.deadline_s(), self._pushes, lease.program_id))
         if len(self._deadlines) > 4 * len(self._leases) + 64:
-            self._deadlines = [
-                entry for entry in self._deadlines if self._version.get(entry[2]) == entry[1]
-            ]
+            self._deadlines = [entry for entry in self._deadlines if self._version.get(entry[2]) == entry[1]]
             heapq.heapify(self._deadlines)

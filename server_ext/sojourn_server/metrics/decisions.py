@@ -40,9 +40,7 @@ class DecisionLog:
         self._ring: deque[Decision] = deque(maxlen=capacity)
         self._next = 0
 
-    def add(
-        self, at_s: float, kind: str, program_id: str | None, reason: str, **numbers: float
-    ) -> Decision:
+    def add(self, at_s: float, kind: str, program_id: str | None, reason: str, **numbers: float) -> Decision:
         """Append a decision and return it."""
         decision = Decision(self._next, at_s, kind, program_id, reason, numbers)
         self._next += 1

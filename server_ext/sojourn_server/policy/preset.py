@@ -76,9 +76,7 @@ def parse_preset(text: str, *, source: str) -> Preset:
         if key not in known:
             raise PresetError(f"{source}: unknown key {key!r}; expected {', '.join(sorted(known))}")
     policies = {question: _build(question, document, source) for question in REGISTRY}
-    return Preset(
-        name=str(document.get("name", source)), paper=str(document.get("paper", "")), **policies
-    )
+    return Preset(name=str(document.get("name", source)), paper=str(document.get("paper", "")), **policies)
 
 
 def _with_base(document: dict[str, Any], source: str) -> dict[str, Any]:

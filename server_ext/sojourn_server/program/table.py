@@ -97,7 +97,9 @@ class ProgramTable:
         forgotten: list[Program] = []
         while len(self._programs) >= self.max_programs:
             victim = self._oldest_forgettable()
-            if victim is None:  # all have requests in the engine: their number is the engine's bound, not ours
+            if (
+                victim is None
+            ):  # all have requests in the engine: their number is the engine's bound, not ours
                 break
             del self._programs[victim.id]
             self._over.pop(victim.id, None)

@@ -1,0 +1,169 @@
+"""The desk where clients report: each event is folded into program state and gets an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import CallId, EmitterId, ProgramId
+from sojourn.wire import EventOutcome, Outcome, OutcomeBatch, WireError, decode_batch, decode_event
+
+from ..policy.base import Reason
+from ..program.record import Program, RunningTool, SeenEvents
+from ..program.status import Signal
+from .facts import ActionKind
+from .identity import Identity
+from .steward import Steward
+
+MAX_TOOLS_PER_PROGRAM = 1024
+MAX_EMITTERS_PER_PROGRAM = 16
+EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
+PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
+
+
+class _Label(msgspec.Struct):
+    """As much of a bad event as its outcome can name."""
+
+    type: str = "unknown"
+    program_id: str | None = None
+    seq: int | None = None
+
+
+_label_decoder = msgspec.json.Decoder(_Label)
+
+
+class Desk:
+    """Folds client events. An event that cannot be used changes nothing and says why."""
+
+    def __init__(self, steward: Steward) -> None:
+        self._steward = steward
+        self._handlers = {
+            ProgramStart: self._program_start,
+            ToolStart: self._tool_start,
+            ToolStop: self._tool_stop,
+            Heartbeat: self._heartbeat,
+            ProgramEnd: self._program_end,
+        }
+
+    def batch(self, data: bytes, now: float) -> OutcomeBatch:
+        """Fold a batch as posted. Raises ``WireError`` where it is no batch at all."""
+        batch = decode_batch(data)
+        return OutcomeBatch(outcomes=self._fold(batch.emitter, batch.events, now))
+
+    def riding_along(self, identity: Identity, now: float) -> list[EventOutcome]:
+        """Fold the events that came with a request; call this before the request's own arrival."""
+        context = identity.context
+        ours = context.sojourn if context is not None else None
+        if ours is None or not ours.events or not ours.emitter:
+            return []
+        return self._fold(ours.emitter, ours.events[:MAX_TOOLS_PER_PROGRAM], now)
+
+    def _fold(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
+        return [self._one(EmitterId(emitter), raw, now) for raw in events]
+
+    def _one(self, emitter: EmitterId, raw: msgspec.Raw, now: float) -> EventOutcome:
+        try:
+            event = decode_event(raw)
+        except WireError as error:
+            kind, outcome = _undecodable(raw, str(error))
+        else:
+            kind = str(event.__struct_config__.tag)
+            outcome = self._apply(emitter, event, now)
+        self._steward.recorder.count("sojourn_events_total", type=kind, outcome=outcome.outcome.value)
+        return outcome
+
+    def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
+        if isinstance(event, AegReport):
+            return _answer(event, Outcome.UNSUPPORTED, "this server keeps no graphs yet")
+        steward = self._steward
+        program_id = ProgramId(event.program_id)
+        if not isinstance(event, ProgramStart) and program_id not in steward.table:
+            return _answer(
+                event, Outcome.MISSING, "unknown program; its next request or program_start opens it"
+            )
+        program, forgotten = steward.table.open(program_id, now)
+        for lost in forgotten:
+            steward.order(ActionKind.DROP, lost.id, Reason.SUPERSEDED, now)
+        if not _first_time(program, emitter, event.seq):
+            return _answer(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
+        steward.leases.heard(program_id, now)
+        steward.table.signal(program, Signal.CONTACT)
+        outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
+        return _answer(event, outcome, reason)
+
+    def _program_start(self, program: Program, event: ProgramStart, now: float) -> tuple[Outcome, str]:
+        program.name = event.name or program.name
+        program.agent_type = event.agent_type or program.agent_type
+        if event.parent_program_id:
+            program.parent_id = ProgramId(event.parent_program_id)
+        if event.root_program_id:
+            program.root_id = ProgramId(event.root_program_id)
+        program.heartbeats = program.heartbeats or event.heartbeat
+        return Outcome.APPLIED, ""
+
+    def _tool_start(self, program: Program, event: ToolStart, now: float) -> tuple[Outcome, str]:
+        if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
+            return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
+        key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
+        started_s = now - min(event.age_s, now)
+        program.tools[CallId(event.call_id)] = RunningTool(key, started_s, event.expected_s)
+        if program.live_requests:
+            return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
+        steward = self._steward
+        lease = steward.leases.get(program.id)
+        if lease is not None:
+            # The time-to-live was chosen for the tool's run, which begins now.
+            steward.leases.extend(program.id, started_s + lease.ttl_s)
+            program.pending_tool = key
+        elif program.pending_tool != key and steward.contexts.get(program.id) is not None:
+            # The output showed no tool call, or another one: the client knows better.
+            program.pending_tool = key
+            steward.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
+        return Outcome.APPLIED, ""
+
+    def _tool_stop(self, program: Program, event: ToolStop, now: float) -> tuple[Outcome, str]:
+        tool = program.tools.pop(CallId(event.call_id), None)
+        if tool is None:
+            return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
+        steward = self._steward
+        steward.histories.tools.observe(tool.key, event.duration_s)
+        program.gap_reported = True
+        if not program.tools:
+            steward.leases.extend(program.id, now + steward.limits.return_grace_s)
+        return Outcome.APPLIED, ""
+
+    def _heartbeat(self, program: Program, event: Heartbeat, now: float) -> tuple[Outcome, str]:
+        program.heartbeats = True
+        return Outcome.APPLIED, ""
+
+    def _program_end(self, program: Program, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
+        outcome = event.status if event.status in PROGRAM_OUTCOMES else "error"
+        self._steward.program_over(program, Signal.END, outcome, now)
+        return Outcome.APPLIED, ""
+
+
+def _first_time(program: Program, emitter: EmitterId, seq: int) -> bool:
+    seen = program.seen.get(emitter)
+    if seen is None:
+        if len(program.seen) >= MAX_EMITTERS_PER_PROGRAM:
+            del program.seen[next(iter(program.seen))]
+        seen = program.seen[emitter] = SeenEvents()
+    return seen.admit(seq)
+
+
+def _undecodable(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
+    try:
+        label = _label_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        label = _Label()
+    known = label.type in EVENT_TYPES
+    outcome = Outcome.REJECTED if known else Outcome.UNSUPPORTED
+    reason = error if known else f"unknown event type {label.type[:64]!r}; expected {', '.join(EVENT_TYPES)}"
+    program_id = label.program_id if label.program_id is None else label.program_id[:256]
+    kind = label.type if known else "unknown"
+    return kind, EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=label.seq)
+
+
+def _answer(event: AnyEvent, outcome: Outcome, reason: str) -> EventOutcome:
+    return EventOutcome(outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq)

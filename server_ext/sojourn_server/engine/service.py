@@ -1,0 +1,176 @@
+"""What the HTTP side may ask of an engine: one call with an operation and JSON, JSON back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from sojourn.ids import ProgramId
+from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_CONTEXT_BYTES, WIRE_VERSION, encode
+
+from ..program.record import Program
+from ..program.status import ProgramStatus
+from .desk import EVENT_TYPES, Desk
+from .steward import Steward
+
+MAX_PROGRAMS_SHOWN = 1000
+MAX_DECISIONS_SHOWN = 5000
+
+Gauges = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class UnknownOperation(ValueError):
+    """The HTTP side asked for something this engine does not offer."""
+
+
+class Service:
+    """Answers ``events, capabilities, programs, program, stats, decisions, drain_metrics``.
+
+    ``pool_state`` is asked for blocks by state (running, leased, cached, free);
+    ``engine`` describes the engine in capabilities.
+    """
+
+    def __init__(
+        self,
+        steward: Steward,
+        *,
+        engine: dict[str, str],
+        pool_state: Callable[[], dict[str, int]],
+    ) -> None:
+        self._steward = steward
+        self._desk = Desk(steward)
+        self._engine = engine
+        self._pool_state = pool_state
+        self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
+            "capabilities": self._capabilities,
+            "programs": self._programs,
+            "program": self._program,
+            "stats": self._stats,
+            "decisions": self._decisions,
+            "drain_metrics": self._drain_metrics,
+        }
+
+    @property
+    def desk(self) -> Desk:
+        """Where events that ride along with requests are folded."""
+        return self._desk
+
+    def call(self, operation: str, payload: str, now: float) -> str:
+        """Carry out one operation. Raises ``UnknownOperation`` or ``WireError``."""
+        if operation == "events":
+            return encode(self._desk.batch(payload.encode(), now)).decode()
+        handler = self._operations.get(operation)
+        if handler is None:
+            expected = ", ".join(["events", *self._operations])
+            raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
+        arguments = msgspec.json.decode(payload) if payload else {}
+        return encode(handler(arguments or {}, now)).decode()
+
+    def _capabilities(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        return {
+            "name": "sojourn",
+            "version": version("sojourn"),
+            "wire": [WIRE_VERSION],
+            "policy": self._steward.preset.name,
+            "events": list(EVENT_TYPES),
+            "limits": {
+                "batch_bytes": MAX_BATCH_BYTES,
+                "batch_events": MAX_BATCH_EVENTS,
+                "context_bytes": MAX_CONTEXT_BYTES,
+                "programs": self._steward.limits.max_programs,
+                "hinted_ttl_s": self._steward.limits.max_hinted_ttl_s,
+            },
+            "engine": self._engine,
+        }
+
+    def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        limit = max(1, min(int(arguments.get("limit") or 100), MAX_PROGRAMS_SHOWN))
+        status = arguments.get("status")
+        table = self._steward.table
+        chosen = [p for p in table if status is None or p.status.value == status]
+        chosen.sort(key=lambda program: program.rank, reverse=True)
+        shown = [self._summary(program, now) for program in chosen[:limit]]
+        return {"programs": shown, "shown": len(shown), "total": len(chosen), "forgotten": table.forgotten}
+
+    def _program(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        program = self._steward.table.get(ProgramId(str(arguments.get("program_id"))))
+        if program is None:
+            return None
+        turns = self._steward.ledger.of_program(program.id)
+        return {**self._summary(program, now), "ledger": [turn.as_dict() for turn in turns]}
+
+    def _stats(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        steward = self._steward
+        return {
+            "policy": steward.preset.name,
+            "programs": {status.value: steward.table.counts[status] for status in ProgramStatus},
+            "requests": len(steward.tickets),
+            "leases": {
+                "count": len(steward.leases),
+                "blocks": steward.leases.blocks,
+                "budget_blocks": steward.leases.budget_blocks,
+            },
+            "pool": {"block_size": steward.pool.block_size, **self._pool_state()},
+            "ledger": msgspec.to_builtins(steward.ledger.totals),
+            "tombstones": len(steward.graveyard),
+            "history": {
+                "tool_calls": steward.histories.tools.count(),
+                "programs": steward.histories.turns.count(),
+                "memoryfulness": steward.histories.turns.memoryfulness(),
+                "mean_evicted_wait_s": steward.histories.evicted_waits.mean(),
+            },
+        }
+
+    def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        limit = max(1, min(int(arguments.get("limit") or 1000), MAX_DECISIONS_SHOWN))
+        chosen, following = self._steward.decisions.since(int(arguments.get("since") or 0), limit)
+        return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
+
+    def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        steward = self._steward
+        state = self._pool_state()
+        parts = {name: blocks for name, blocks in state.items() if name != "total"}
+        gauges: Gauges = {
+            "sojourn_programs": [
+                ({"state": status.value}, steward.table.counts[status]) for status in ProgramStatus
+            ],
+            "sojourn_leases": [({}, len(steward.leases))],
+            "sojourn_kv_blocks": [
+                ({"tier": "device", "state": name}, blocks) for name, blocks in parts.items()
+            ],
+            "sojourn_kv_bytes": [
+                ({"tier": "device", "state": name}, blocks * steward.pool.block_bytes)
+                for name, blocks in parts.items()
+            ],
+        }
+        return steward.recorder.drain(gauges)
+
+    def _summary(self, program: Program, now: float) -> dict[str, Any]:
+        lease = self._steward.leases.get(program.id)
+        return {
+            "program_id": program.id,
+            "status": program.status.value,
+            "name": program.name,
+            "agent_type": program.agent_type,
+            "parent_program_id": program.parent_id,
+            "root_program_id": program.root_id,
+            "node": program.node,
+            "turns": program.turns,
+            "context_tokens": program.context_tokens,
+            "requests": len(program.live_requests),
+            "tool": program.tool_now(),
+            "tools_running": len(program.tools),
+            "age_s": round(now - program.arrived_s, 3),
+            "silent_s": round(now - program.last_contact_s, 3),
+            "lease": None
+            if lease is None
+            else {
+                "blocks": lease.blocks,
+                "ttl_s": round(lease.ttl_s, 3),
+                "left_s": round(lease.deadline_s() - now, 3),
+                "reason": lease.reason.value,
+                "waiting": lease.waiting,
+            },
+        }

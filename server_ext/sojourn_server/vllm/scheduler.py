@@ -1,0 +1,87 @@
+"""``--scheduler-cls sojourn_server.vllm.scheduler.make_scheduler``.
+
+A factory, not a class: it mixes sojourn into whichever scheduler the engine
+would have used (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in
+only tells the adapter what happens; every hook fails open.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from ..launch.versions import check_vllm
+from .adapter import SchedulerAdapter
+from .settings import Settings
+
+
+class SojournMixin:
+    """Tells a ``SchedulerAdapter`` what the engine's scheduler does. Mix in before a scheduler class."""
+
+    sojourn: SchedulerAdapter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = Settings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        self.sojourn = SchedulerAdapter(self, settings)  # type: ignore[arg-type]
+
+    def add_request(self, request: Any) -> None:
+        if request.request_id not in self.requests:  # type: ignore[attr-defined]
+            self.sojourn.guarded(self.sojourn.arrived, request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.sojourn.guarded(self.sojourn.before_step)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.sojourn.guarded(self.sojourn.after_step, output)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        self.sojourn.guarded(self.sojourn.before_results, scheduler_output)
+        result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.sojourn.guarded(self.sojourn.after_results)
+        return result
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sojourn.guarded(self.sojourn.finished, request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.sojourn.guarded(self.sojourn.preempted, request)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.sojourn.guarded(self.sojourn.cache_reset)
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def shutdown(self) -> None:
+        self.sojourn.guarded(self.sojourn.shutdown)
+        super().shutdown()  # type: ignore[misc]
+
+    def sojourn_call(self, operation: str, payload: str) -> str:
+        """Answer the API server; errors are raised to it, not swallowed."""
+        return self.sojourn.call(operation, payload)
+
+
+class SojournScheduler(SojournMixin, Scheduler):
+    """The synchronous scheduler with sojourn."""
+
+
+class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
+    """The asynchronous scheduler with sojourn."""
+
+
+def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+    """Build the scheduler the engine asked for, with sojourn in it.
+
+    Raises ``UnsupportedEngine`` on a vLLM version this adapter was not tested
+    with, and ``SettingsError`` or ``PresetError`` where the configuration is wrong.
+    """
+    import vllm
+
+    check_vllm(str(vllm.__version__))
+    chosen = SojournAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SojournScheduler
+    return chosen(*args, vllm_config=vllm_config, **kwargs)
