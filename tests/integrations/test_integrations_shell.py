@@ -1,0 +1,40 @@
+"""The client's reading of a command line agrees with the server's on what agents write."""
+
+from __future__ import annotations
+
+import pytest
+from sojourn_integrations.shell import command_head
+from sojourn_server.program.commandline import main_head
+
+LINES = {
+    "ls -la": "ls",
+    "cd /repo && pytest -q 2>&1 | tail -5": "pytest",
+    "A=1 timeout 60 python -m unittest | tee out.txt": "python",
+    "echo hi": "echo",
+    "cat <<'EOF' > x.py\nimport os; print(1)\nEOF\npython x.py": "python",
+    "sed -i 's/a;b/c/' f.py && git diff": "git",
+    'grep -rn "it\'s" . ; make -j4 > log 2>&1': "make",
+    "/usr/local/bin/npm test &": "npm",
+    "if [ -f a ]; then rm a; fi": "rm",
+    "for i in 1 2; do sleep 1; done": "sleep",
+    "(cd a && npm test)": "npm",
+    "find . -name '*.py' | xargs wc -l": "xargs",
+    "cat a | python b.py": "python",
+    "echo 'never closed": "echo",
+}
+
+
+@pytest.mark.parametrize(("line", "head"), LINES.items())
+def test_heads(line: str, head: str) -> None:
+    assert command_head(line) == head
+    assert main_head(line) == head
+
+
+@pytest.mark.parametrize("line", ["", "   ", "FOO=bar", None, 7])
+def test_no_command(line: object) -> None:
+    assert command_head(line) is None
+
+
+def test_long_lines_are_cut_and_quick() -> None:
+    assert command_head("x" * 10_000) == "x" * 64
+    assert command_head("<<" * 100_000) is None
