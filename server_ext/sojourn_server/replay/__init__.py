@@ -1,0 +1,1 @@
+"""Drive a live server with a recorded workload and measure what becomes of it."""
