@@ -1,7 +1,177 @@
-"""``sojourn serve``: not written yet."""
+"""``sojourn serve``: ``vllm serve`` with the policy, the plugin and sane CPU defaults set up.
+
+The process becomes vLLM (exec), so signals, exit codes and output are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
 
 import typer
+
+from .console import CliError, console
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command(
+        "serve",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        help="Serve MODEL like [b]vllm serve[/], with a policy. Every other flag goes to vLLM as it is.",
+    )(serve)
+
+
+def serve(
+    context: typer.Context,
+    model: str = typer.Argument(help="tiny, smol (both made on first use), a directory or a hub id"),
+    policy: str = typer.Option("continuum", help="A preset's name, or stock for plain vLLM"),
+    policy_file: Path | None = typer.Option(None, help="A TOML preset in place of a named policy"),
+    sojourn_history: Path | None = typer.Option(None, help="File to load and keep tool histories in"),
+    sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
+    sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, (0, 1]"),
+    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease, seconds"),
+    sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
+) -> None:
+    """Start the server; does not return."""
+    from sojourn_server.launch.command import BadOption, ServeOptions, build_command
+    from sojourn_server.launch.facts import engine_facts
+    from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
+
+    if model.startswith("-"):
+        raise CliError(f"{model!r} stands where the model belongs", "write: sojourn serve MODEL [flags]")
+    _check_policy(policy, policy_file)
+    _check_engine(policy)
+    is_local = model in LOCAL_MODELS
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise CliError(
+            f"{model} is not a directory", f"give a model directory, a hub id, or {', '.join(LOCAL_MODELS)}"
+        )
+    try:
+        command = build_command(
+            ServeOptions(
+                model=model,
+                model_path=str(model_directory(model)) if is_local else model,
+                policy=policy,
+                policy_file=_path(policy_file, must_exist=True),
+                history_file=_path(sojourn_history),
+                profile_file=_path(sojourn_profile, must_exist=True),
+                lease_budget_fraction=sojourn_lease_budget,
+                max_ttl_s=sojourn_max_ttl_s,
+                extra=_settings(sojourn_option),
+                chat_template=str(CHAT_TEMPLATE) if is_local else None,
+                engine_args=tuple(context.args),
+            ),
+            engine_facts(),
+            os.environ,
+        )
+        if dry_run:
+            sys.stdout.write(command.as_shell() + "\n")
+            return
+        _check_port(context.args)
+    except BadOption as error:
+        raise CliError(
+            str(error), "sojourn serve --help lists our options, vllm serve --help vLLM's"
+        ) from None
+    if is_local:
+        _make_model(model)
+    console.print(f"policy {policy}: {command.as_shell()}", highlight=False, soft_wrap=True, markup=False)
+    sys.stdout.flush()
+    os.execve(command.argv[0], list(command.argv), command.environment(os.environ))
+
+
+def policies() -> tuple[str, ...]:
+    """``stock`` and the names of the presets that are shipped."""
+    from importlib.resources import files
+
+    from sojourn_server.launch.command import STOCK
+
+    presets = files("sojourn_server.policy").joinpath("presets")
+    names = {entry.name.removesuffix(".toml") for entry in presets.iterdir() if entry.name.endswith(".toml")}
+    return (STOCK, *sorted(names - {STOCK}))
+
+
+def _check_policy(policy: str, policy_file: Path | None) -> None:
+    known = policies()
+    if policy_file is None and policy not in known:
+        raise CliError(
+            f"there is no policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
+        )
+
+
+def _check_engine(policy: str) -> None:
+    from sojourn_server.launch.command import STOCK
+    from sojourn_server.launch.versions import UnsupportedEngine, check_vllm, installed_vllm
+
+    version = installed_vllm()
+    if version is None:
+        raise CliError(
+            "vLLM is not installed in this environment",
+            "run make setup for the CPU engine, or pip install 'sojourn[vllm]' on a CUDA machine",
+        )
+    if policy == STOCK:
+        return  # plain vLLM: nothing of ours depends on the release
+    try:
+        check_vllm(version)
+    except UnsupportedEngine as error:
+        message, _, next_step = str(error).partition(". ")
+        raise CliError(message, next_step) from None
+
+
+def _check_port(engine_args: list[str]) -> None:
+    """Fail now rather than after the model has been loaded."""
+    from sojourn_server.launch.command import listen_address
+
+    address = listen_address(engine_args)
+    if address is None:
+        return
+    host, port = address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CliError(
+                f"cannot listen on {host or '*'}:{port}: {error.strerror}",
+                "another server may be running there; choose a free one with --port",
+            ) from None
+
+
+def _make_model(model: str) -> None:
+    from sojourn_server.models import ModelError, resolve_model
+
+    try:
+        resolve_model(model)
+    except ModelError as error:
+        raise CliError(f"cannot make the model {model!r}: {error.message}", error.next_step) from None
+    except OSError as error:
+        raise CliError(
+            f"cannot make the model {model!r}: {error}", "set SOJOURN_CACHE to a directory with 300 MB free"
+        ) from None
+
+
+def _path(path: Path | None, *, must_exist: bool = False) -> str | None:
+    if path is None:
+        return None
+    if must_exist and not path.is_file():
+        raise CliError(f"{path} is not a file", "give the path of a file that exists")
+    return str(path.expanduser().absolute())  # the engine's processes may run elsewhere
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise CliError(f"--sojourn-option {pair!r} is not key=value", "for example max_programs=500")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings

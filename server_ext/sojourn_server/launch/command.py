@@ -1,0 +1,253 @@
+"""``sojourn serve`` as a pure function: options in, the engine's command line and environment out.
+
+What the user wrote always wins; a default is only added where the user said nothing.
+No vLLM import, no process, no file: the tests read the result.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STOCK = "stock"
+"""The policy that is plain vLLM: none of our code is loaded."""
+
+PLUGIN = "sojourn"
+"""Our name in both entry-point groups, and so in ``VLLM_PLUGINS``."""
+
+SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
+FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
+"""For ``--logits-processors``: makes requests that carry ``replay_ids`` follow them."""
+
+CPU_BLOCK_SIZE = 32
+"""Tokens. The CPU default is 128, and a block that is not full is never reused; less than 32 is slow."""
+
+CPU_BATCHED_TOKENS = 1024
+"""Tokens a step. Events wait for the current step; a small CPU prefills about 500 tokens a second."""
+
+DEFAULT_PORT = 8000
+
+
+class BadOption(ValueError):
+    """An option that cannot be used as given; the text says what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the command depends on besides the options; read from the machine by ``launch.facts``."""
+
+    python: str
+    cpu_build: bool
+    has_vllm_cli: bool
+    """Whether ``vllm serve`` works; the CPU build's lacks metadata it asks for."""
+    plugins: tuple[str, ...] = ()
+    """Names of the installed general and platform plugins that vLLM loads by default."""
+    cpus: tuple[int, ...] = ()
+    """CPU ids this process may run on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """One ``sojourn serve`` invocation."""
+
+    model: str
+    model_path: str
+    """What ``model`` resolved to: a directory or a hub id."""
+    policy: str
+    policy_file: str | None = None
+    history_file: str | None = None
+    profile_file: str | None = None
+    lease_budget_fraction: float | None = None
+    """Share of the KV cache that leases may hold, in (0, 1]."""
+    max_ttl_s: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ``additional_config.sojourn``."""
+    chat_template: str | None = None
+    """Given for the models that are made here: they also get tool calling and a served name."""
+    engine_args: tuple[str, ...] = ()
+    """``vllm serve`` flags, as the user wrote them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """A command line and what it changes in the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Variables to set."""
+    unset: tuple[str, ...] = ()
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` with the changes made."""
+        return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
+
+    def as_shell(self) -> str:
+        """The command as a line for a shell, for ``--dry-run``."""
+        unset = [part for name in self.unset for part in ("-u", name)]
+        assignments = [f"{name}={value}" for name, value in self.env.items()]
+        prefix = ["env", *unset, *assignments] if unset or assignments else []
+        return shlex.join([*prefix, *self.argv])
+
+
+def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[str, str]) -> EngineCommand:
+    """The engine's command for ``options``. Raises ``BadOption``."""
+    flags = Flags(options.engine_args)
+    env: dict[str, str] = {}
+    added: list[str] = []
+
+    def default(flag: str, *values: str) -> None:
+        if not flags.has(flag):
+            added.extend([flag, *values])
+
+    if flags.has("--model"):
+        raise BadOption("--model is the first argument here; write: sojourn serve MODEL --other-flags")
+    if options.policy != STOCK:
+        if flags.has("--scheduler-cls"):
+            raise BadOption(
+                f"--scheduler-cls is how policy {options.policy!r} is installed; "
+                "drop it, or serve with --policy stock"
+            )
+        added += ["--scheduler-cls", SCHEDULER_CLS]
+        flags, merged = flags.pop_json("--additional-config")
+        merged[PLUGIN] = _sojourn_config(options, merged.get(PLUGIN, {}))
+        added += ["--additional-config", json.dumps(merged)]
+    elif _sojourn_config(options, {}) != {"policy": STOCK}:
+        raise BadOption("policy stock is plain vLLM and takes no --sojourn options")
+    env["VLLM_PLUGINS"] = _plugins(options.policy, facts, environ)
+    # A report, not a behaviour: without it an answer does not say how much of the prompt was reused.
+    default("--enable-prompt-tokens-details")
+
+    if options.chat_template is not None:
+        default("--served-model-name", options.model)
+        default("--chat-template", options.chat_template)
+        default("--enable-auto-tool-choice")
+        default("--tool-call-parser", "hermes")
+    if facts.cpu_build:
+        default("--block-size", str(CPU_BLOCK_SIZE))
+        default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
+        if not (flags.has("--compilation-config") or flags.has("-cc") or flags.has("-O")):
+            default("--enforce-eager")  # compiling needs a C++ compiler and a minute
+        env.update(_cpu_environment(flags, facts, environ))
+
+    argv = [facts.python, *_entry(options, facts), *added, *flags.args]
+    return EngineCommand(
+        argv=tuple(argv),
+        env=env,
+        # Without byte code each of the engine's processes compiles all imports again.
+        unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
+    )
+
+
+def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
+    """Host and port the server will bind, or ``None`` for a unix socket. Raises ``BadOption``."""
+    flags = Flags(tuple(engine_args))
+    if flags.has("--uds"):
+        return None
+    port = flags.value("--port") or str(DEFAULT_PORT)
+    if not port.isdigit() or int(port) > 65535:
+        raise BadOption(f"--port {port} is not a port number")
+    return flags.value("--host") or "", int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Flags as vLLM reads them: ``--a-b``, ``--a_b`` and ``--a-b=value`` name the same one."""
+
+    args: tuple[str, ...]
+
+    def has(self, flag: str) -> bool:
+        """Whether the flag, or its ``--no-`` form, is given."""
+        negated = "--no-" + flag.removeprefix("--")
+        return any(_name(arg) in (flag, negated) for arg in self.args)
+
+    def value(self, flag: str) -> str | None:
+        """The value the last occurrence of the flag gives it."""
+        found = None
+        for index, arg in enumerate(self.args):
+            if _name(arg) == flag:
+                if "=" in arg:
+                    found = arg.split("=", 1)[1]
+                elif index + 1 < len(self.args):
+                    found = self.args[index + 1]
+        return found
+
+    def pop_json(self, flag: str) -> tuple[Flags, dict[str, Any]]:
+        """The flags without ``flag``, and the JSON object it gave ({} where it was not given)."""
+        if any(_name(arg).startswith(f"{flag}.") for arg in self.args):
+            raise BadOption(f"{flag} is merged with ours: give it as one JSON object, not as {flag}.key")
+        text = self.value(flag)
+        if text is None:
+            return self, {}
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise BadOption(f"{flag} is not JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise BadOption(f"{flag} is a JSON {type(document).__name__}; expected an object")
+        rest: list[str] = []
+        skip_value = False
+        for arg in self.args:
+            if skip_value:
+                skip_value = False
+            elif _name(arg) == flag:
+                skip_value = "=" not in arg
+            else:
+                rest.append(arg)
+        return Flags(tuple(rest)), document
+
+
+def _name(arg: str) -> str:
+    """``--A_b=c`` → ``--A-b``; anything else than a long flag stays what it is."""
+    if not arg.startswith("--"):
+        return arg
+    return arg.split("=", 1)[0].replace("_", "-")
+
+
+def _entry(options: ServeOptions, facts: EngineFacts) -> list[str]:
+    if facts.has_vllm_cli:
+        return ["-m", "vllm.entrypoints.cli.main", "serve", options.model_path]
+    # Deprecated in favour of the command above, says the module each time it runs.
+    quiet = ["-W", "ignore::DeprecationWarning:__main__"]
+    return [*quiet, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model_path]
+
+
+def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise BadOption(f"--additional-config: {PLUGIN} is a {type(given).__name__}; expected an object")
+    budget, max_ttl_s = options.lease_budget_fraction, options.max_ttl_s
+    if budget is not None and not 0 < budget <= 1:
+        raise BadOption(f"--sojourn-lease-budget is {budget}; expected a share of the KV cache in (0, 1]")
+    if max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"):
+        raise BadOption(f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0")
+    own = {
+        "policy": options.policy,
+        "policy_file": options.policy_file,
+        "history_file": options.history_file,
+        "profile_file": options.profile_file,
+        "lease_budget_fraction": budget,
+        "max_ttl_s": max_ttl_s,
+    }
+    return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
+
+
+def _plugins(policy: str, facts: EngineFacts, environ: Mapping[str, str]) -> str:
+    """``VLLM_PLUGINS`` is an allow-list: naming ours alone would switch the user's other plugins off."""
+    listed = environ.get("VLLM_PLUGINS")
+    names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
+    kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN]
+    return ",".join(kept if policy == STOCK else [*kept, PLUGIN])
+
+
+def _cpu_environment(flags: Flags, facts: EngineFacts, environ: Mapping[str, str]) -> dict[str, str]:
+    wanted: dict[str, str] = {}
+    if not (flags.has("--kv-cache-memory-bytes") or flags.has("--num-gpu-blocks-override")):
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; the default takes a share of all memory
+    if len(facts.cpus) == 2 and not flags.has("--data-parallel-size"):
+        # "auto" keeps one core for the server, which on two halves the prefill. Threads that sleep
+        # while they wait leave the server enough of the second core.
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, facts.cpus))
+        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+    return {name: value for name, value in wanted.items() if name not in environ}

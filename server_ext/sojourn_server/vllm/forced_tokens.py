@@ -1,0 +1,203 @@
+"""Logits processors that make a request emit given tokens: a recorded trajectory on a real engine.
+
+A request carries ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id,
+whatever the sampling parameters. After the last id the model is on its own, so end the ids with the
+end-of-message token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV,
+scheduling, stopping, tool parsing. Preemption is harmless, since the position is the number of output
+tokens the request has, which survives it.
+
+``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens`` for model runner V1 (the CPU, and
+CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default.
+Neither is registered by entry point: the group is shared and each runner refuses the other's classes.
+Not with speculative decoding: drafted tokens would have to be forced too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.logits_processor import BatchUpdate
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+
+# Below vLLM's own logger, so that its handlers show what we say.
+logger = init_logger("vllm.sojourn.forced_tokens")
+
+ARGUMENT = "replay_ids"
+MAX_REPLAY_IDS = 65_536
+"""Longest list accepted, in tokens."""
+
+_vocab_size: int | None = None
+"""Set where an instance was built in this process. The API server, which validates, has none built, so
+the process that forces checks again: an id beyond the vocabulary must not take the engine down."""
+
+
+def replay_ids(params: SamplingParams) -> list[int] | None:
+    """The request's forced tokens, or ``None``. Raises ``ValueError``, which the server answers with 400."""
+    ids: Any = (params.extra_args or {}).get(ARGUMENT)
+    if ids is None:
+        return None
+    if not isinstance(ids, list):
+        raise ValueError(f"{ARGUMENT} is a {type(ids).__name__}; expected a list of token ids")
+    if not 0 < len(ids) <= MAX_REPLAY_IDS:
+        raise ValueError(f"{ARGUMENT} has {len(ids)} ids; expected 1 to {MAX_REPLAY_IDS}")
+    for position, value in enumerate(ids):
+        # type(), not isinstance: True is an int, and a token id it is not
+        if type(value) is not int:
+            raise ValueError(
+                f"{ARGUMENT}[{position}] is {value!r}, a {type(value).__name__}; expected an integer"
+            )
+        if value < 0 or (_vocab_size is not None and value >= _vocab_size):
+            bound = "" if _vocab_size is None else f" below the vocabulary size {_vocab_size}"
+            raise ValueError(f"{ARGUMENT}[{position}] is {value}; expected a token id ≥ 0{bound}")
+    return ids
+
+
+class ForcedTokens(LogitsProcessor):
+    """For model runner V1: keyed by the row of the persistent batch, work in O(forced rows) a step."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ``ValueError`` for ids that cannot be forced; runs where requests enter."""
+        replay_ids(sampling_params)
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        _remember_vocabulary(vllm_config)
+        # row -> (forced ids, the request's output tokens so far: vLLM's own list, which it appends to)
+        self._rows: dict[int, tuple[list[int], list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """No: it decides the arg max."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow requests as they enter, leave and change rows, in the order vLLM prescribes."""
+        if batch_update is None:
+            return
+        rows = self._rows
+        for row in batch_update.removed:
+            rows.pop(row, None)
+        for row, params, _prompt, output in batch_update.added:
+            ids = _forcible(params)
+            if ids:
+                rows[row] = (ids, output)
+            else:
+                rows.pop(row, None)  # a new request may take a row over
+        for source, target, direction in batch_update.moved:
+            moving, displaced = rows.pop(source, None), rows.pop(target, None)
+            if moving is not None:
+                rows[target] = moving
+            if displaced is not None and direction is MoveDirectionality.SWAP:
+                rows[source] = displaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Leave each forced row one finite logit; ``logits`` is [rows, vocabulary], changed in place."""
+        forced = [
+            (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
+        ]
+        if forced:
+            _force(logits, torch.tensor(forced, dtype=torch.long).to(logits.device, non_blocking=True))
+        return logits
+
+
+class ForcedTokensV2(LogitsProcessorV2):
+    """For model runner V2, keyed by request slot. Its interface is tested; it has not been run on CUDA.
+
+    One table of forced ids per slot lies on the device, grown to the longest list seen. The number of
+    output tokens a row stands at is its position plus one, less the prompt's length, so ``apply`` never
+    waits for the device.
+    """
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise ``ValueError`` for ids that cannot be forced; runs where requests enter."""
+        replay_ids(sampling_params)
+
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        _remember_vocabulary(vllm_config)
+        self._states = req_states
+        self._lengths: dict[int, int] = {}  # forced slots, on the host
+        self._staged: dict[int, list[int]] = {}
+        self._table = torch.full((req_states.max_num_reqs, 1), -1, dtype=torch.long, device=req_states.device)
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Start a slot afresh; returns whether its request is forced."""
+        ids = _forcible(sampling_params)
+        was_forced = self._lengths.pop(req_idx, None) is not None
+        if ids:
+            self._lengths[req_idx] = len(ids)
+        if ids or was_forced:
+            self._staged[req_idx] = ids
+        return bool(ids)
+
+    def apply_staged_writes(self) -> None:
+        """Copy what ``add_request`` collected into the table on the device."""
+        if not self._staged:
+            return
+        longest = max(map(len, self._staged.values()))
+        if longest > self._table.shape[1]:
+            grown = self._table.new_full((self._table.shape[0], longest), -1)
+            grown[:, : self._table.shape[1]] = self._table
+            self._table = grown
+        for slot, ids in self._staged.items():
+            self._table[slot] = -1
+            if ids:
+                self._table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.long).to(
+                    self._table.device, non_blocking=True
+                )
+        self._staged.clear()
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Leave each forced row one finite logit; a row's slot is in ``expanded_idx_mapping``."""
+        if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
+            return logits
+        slots = ctx.expanded_idx_mapping.long()
+        position = ctx.pos.long() + 1 - self._prompt_lengths()[slots].long()
+        width = self._table.shape[1]
+        token = self._table[slots, position.clamp(0, width - 1)]
+        forced = (token >= 0) & (position >= 0) & (position < width)
+        # No row is selected by a device-side mask, whose size the host would have to wait for.
+        chosen = logits.gather(1, token.clamp(min=0).unsqueeze(1))
+        replacement = torch.full_like(logits, float("-inf"))
+        replacement.scatter_(1, token.clamp(min=0).unsqueeze(1), torch.zeros_like(chosen))
+        torch.where(forced.unsqueeze(1), replacement, logits, out=logits)
+        return logits
+
+    def _prompt_lengths(self) -> torch.Tensor:
+        return self._states.prompt_len.gpu
+
+
+def _forcible(params: SamplingParams) -> list[int]:
+    """The request's ids up to the first one beyond the vocabulary."""
+    ids: list[int] = (params.extra_args or {}).get(ARGUMENT) or []
+    bound = _vocab_size
+    if bound is not None and ids and max(ids) >= bound:
+        position = next(index for index, value in enumerate(ids) if value >= bound)
+        logger.error(
+            "%s[%d] is %d, beyond the vocabulary of %d tokens; forcing ends there",
+            ARGUMENT,
+            position,
+            ids[position],
+            bound,
+        )
+        return ids[:position]
+    return ids
+
+
+def _force(logits: torch.Tensor, forced: torch.Tensor) -> None:
+    """``forced`` is [n, 2] of (row, token)."""
+    rows, tokens = forced[:, 0], forced[:, 1]
+    logits[rows] = float("-inf")
+    logits[rows, tokens] = 0.0
+
+
+def _remember_vocabulary(vllm_config: VllmConfig) -> None:
+    global _vocab_size
+    _vocab_size = int(vllm_config.model_config.get_vocab_size())

@@ -1,0 +1,90 @@
+"""Real engines on the tiny model, in this process; a module's engines are closed at its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+LLM_DEFAULTS: dict[str, Any] = {
+    "block_size": 32,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "enforce_eager": True,
+    "seed": 0,
+    "disable_log_stats": True,
+}
+KV_BLOCKS = 256
+"""What an engine gets unless a test says otherwise; 64 blocks are the least for 2,048 tokens."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM and torch warn about themselves; only our own warnings are errors here."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.filterwarnings("error:::sojourn"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_environment() -> Iterator[None]:
+    """The engine core in this process, so that a test can reach its scheduler."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    patch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(engine_environment: None) -> str:
+    """Directory of the tiny model."""
+    pytest.importorskip("vllm")
+    from sojourn_server.models import resolve_model
+
+    return resolve_model("tiny", progress=False)
+
+
+@pytest.fixture(scope="module")
+def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
+    """``make_llm(policy, *, sojourn=None, num_blocks=KV_BLOCKS, **engine_args) -> LLM``.
+
+    ``policy`` ``None`` or ``"stock"`` is vLLM's own scheduler. The LLMs of a module live until its end;
+    asking twice for the same settings gives the same one.
+    """
+    from vllm import LLM
+
+    made: dict[str, Any] = {}
+
+    def make(
+        policy: str | None = None,
+        *,
+        sojourn: dict[str, Any] | None = None,
+        num_blocks: int = KV_BLOCKS,
+        **engine_args: Any,
+    ) -> LLM:
+        settings = {**LLM_DEFAULTS, "num_gpu_blocks_override": num_blocks, **engine_args}
+        if policy not in (None, "stock"):
+            settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
+            settings["additional_config"] = {
+                **settings.get("additional_config", {}),
+                "sojourn": {"policy": policy, **(sojourn or {})},
+            }
+        key = repr(sorted(settings.items()))
+        if key not in made:
+            made[key] = LLM(model=tiny_model, **settings)
+        return made[key]
+
+    yield make
+    for llm in made.values():
+        llm.llm_engine.engine_core.shutdown()
+    made.clear()
+    gc.collect()
