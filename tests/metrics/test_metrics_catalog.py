@@ -8,19 +8,25 @@ from typing import get_args
 
 from sojourn.events import AnyEvent
 from sojourn.wire import Outcome
+from sojourn_server.engine.desk import PROGRAM_OUTCOMES as PROGRAM_ENDS
+from sojourn_server.engine.facts import TurnOutcome
 from sojourn_server.metrics.catalog import (
     CATALOG,
     ENGINE_LABEL,
     EVENT_TYPES,
     LEASE_ENDS,
     OUTCOMES,
+    PROGRAM_OUTCOMES,
     SERIES_BUDGET,
+    TURN_OUTCOMES,
     Kind,
 )
 from sojourn_server.policy.base import Reason
 
 
 def test_label_sets_are_the_enums_of_the_other_rooms() -> None:
+    assert {outcome.value for outcome in TurnOutcome} == TURN_OUTCOMES
+    assert {*PROGRAM_ENDS, "silent"} == PROGRAM_OUTCOMES
     assert {reason.value for reason in Reason} >= LEASE_ENDS
     assert {outcome.value for outcome in Outcome} == OUTCOMES
     wire_types = {event.__struct_config__.tag for event in get_args(AnyEvent)}

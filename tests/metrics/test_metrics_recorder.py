@@ -23,18 +23,18 @@ def rows(drained: dict[str, Any], kind: str, name: str) -> dict[tuple[str, ...],
 
 def test_increments_are_handed_out_once() -> None:
     recorder = Recorder(strict=True)
-    recorder.count("sojourn_preemptions_total")
+    recorder.count("sojourn_client_silent_total")
     recorder.count("sojourn_lost_tokens_total", 640, cause="evicted")
     recorder.observe("sojourn_tool_gap_seconds", 3.0, tool="bash")
 
     first = recorder.drain()
-    assert rows(first, "counters", "sojourn_preemptions_total") == {(): 1}
+    assert rows(first, "counters", "sojourn_client_silent_total") == {(): 1}
     assert rows(first, "counters", "sojourn_lost_tokens_total") == {("evicted",): 640}
     assert rows(first, "histograms", "sojourn_tool_gap_seconds")[("bash",)]["count"] == 1
     assert recorder.drain() == {"counters": {}, "histograms": {}, "gauges": {}}
 
-    recorder.count("sojourn_preemptions_total", 2)
-    assert rows(recorder.drain(), "counters", "sojourn_preemptions_total") == {(): 2}
+    recorder.count("sojourn_client_silent_total", 2)
+    assert rows(recorder.drain(), "counters", "sojourn_client_silent_total") == {(): 2}
     assert rows(first, "histograms", "sojourn_tool_gap_seconds")[("bash",)]["count"] == 1  # not aliased
 
 
@@ -76,12 +76,12 @@ def test_buckets_hold_what_is_at_most_their_bound(values: list[float]) -> None:
 WRONG: list[tuple[str, str, float, dict[str, Any], str]] = [
     ("count", "sojourn_nonsense_total", 1, {}, "unknown_metric"),
     ("count", "sojourn_policy_seconds", 1, {"hook": "schedule"}, "unknown_metric"),
-    ("observe", "sojourn_preemptions_total", 1, {}, "unknown_metric"),
+    ("observe", "sojourn_client_silent_total", 1, {}, "unknown_metric"),
     ("count", "sojourn_lost_tokens_total", 1, {}, "wrong_labels"),
     ("count", "sojourn_lost_tokens_total", 1, {"cause": "weather"}, "wrong_labels"),
     ("count", "sojourn_lost_tokens_total", 1, {"cause": None}, "wrong_labels"),
-    ("count", "sojourn_preemptions_total", 1, {"program_id": "p"}, "wrong_labels"),
-    ("count", "sojourn_preemptions_total", -1, {}, "bad_value"),
+    ("count", "sojourn_client_silent_total", 1, {"program_id": "p"}, "wrong_labels"),
+    ("count", "sojourn_client_silent_total", -1, {}, "bad_value"),
     ("observe", "sojourn_tool_gap_seconds", math.nan, {"tool": "bash"}, "bad_value"),
     ("observe", "sojourn_tool_gap_seconds", math.inf, {"tool": "bash"}, "bad_value"),
     ("observe", "sojourn_tool_gap_seconds", -0.1, {"tool": "bash"}, "bad_value"),

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sojourn_server.metrics.recorder import Recorder
 from sojourn_server.vllm import endpoint
 from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine
-from sojourn_server.web.calls import STOCK_ANSWER, EngineError, EngineStock, EngineUnavailable
+from sojourn_server.vllm.plugin import _sojourn_call
+from sojourn_server.web.calls import EngineError, EngineStock, EngineUnavailable
 from sojourn_server.web.keys import ApiKeys
 from sojourn_server.web.prometheus import PrometheusBridge
 from starlette.datastructures import Headers
@@ -96,12 +97,12 @@ async def test_vllm_finds_and_loads_the_plugin(server: Any) -> None:
 
 async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
     client = FakeClient(FakeCore(0))
-    client.engine_core.recorder.count("sojourn_preemptions_total", 3)
+    client.engine_core.recorder.count("sojourn_client_silent_total", 3)
     await server(client)
     for _ in range(20):
         await asyncio.sleep(0)
     exposition = generate_latest(server.registry).decode()
-    assert 'sojourn_preemptions_total{engine="0"} 3.0' in exposition
+    assert 'sojourn_client_silent_total{engine="0"} 3.0' in exposition
 
 
 async def test_keys_of_the_command_line_win_over_the_environment(
@@ -169,7 +170,7 @@ async def test_a_plain_vllm_scheduler_gets_501_and_is_asked_once(server: Any) ->
             ),
             None,
         ),
-        (None, STOCK_ANSWER),
+        (None, _sojourn_call(Namespace(scheduler=None), "stats", "{}")),
     ):
         client = FakeClient(FakeCore())
         client.engine_core.failure, client.engine_core.answer = failure, answer

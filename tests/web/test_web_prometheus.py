@@ -214,18 +214,18 @@ async def test_engines_keep_apart() -> None:
     bridge = PrometheusBridge(registry)
     for engine_id, n in (("0", 1), ("1", 5)):
         engine = CountingEngine(engine_id)
-        engine.recorder.count("sojourn_preemptions_total", n)
+        engine.recorder.count("sojourn_client_silent_total", n)
         await drain_once(engine, bridge)
     series = scrape(registry)
-    assert value(series, "sojourn_preemptions_total") == 1
-    assert value(series, "sojourn_preemptions_total", engine="1") == 5
+    assert value(series, "sojourn_client_silent_total") == 1
+    assert value(series, "sojourn_client_silent_total", engine="1") == 5
 
 
 @pytest.mark.parametrize(
     ("drained", "reason"),
     [
         ({"counters": {"sojourn_nonsense_total": [[{}, 1]]}}, "unknown_metric"),
-        ({"gauges": {"sojourn_preemptions_total": [[{}, 1]]}}, "unknown_metric"),
+        ({"gauges": {"sojourn_client_silent_total": [[{}, 1]]}}, "unknown_metric"),
         ({"counters": {"sojourn_lost_tokens_total": [[{"cause": "weather"}, 1]]}}, "wrong_labels"),
         ({"counters": {"sojourn_lost_tokens_total": [[{"program_id": "p"}, 1]]}}, "wrong_labels"),
         (
@@ -269,13 +269,13 @@ async def test_polling_goes_on_after_failures(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prometheus, "RETRY_INTERVAL_S", 0.001)
     engine, registry = CountingEngine(), CollectorRegistry()
     engine.errors = [EngineError("step failed"), RuntimeError("surprise")]
-    engine.recorder.count("sojourn_preemptions_total", 4)
+    engine.recorder.count("sojourn_client_silent_total", 4)
     bridge = PrometheusBridge(registry)
     poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
     while engine.polled < 4:
         await asyncio.sleep(0.001)
     poller.cancel()
-    assert value(scrape(registry), "sojourn_preemptions_total") == 4
+    assert value(scrape(registry), "sojourn_client_silent_total") == 4
 
 
 async def test_polling_ends_with_the_engine() -> None:
@@ -343,7 +343,7 @@ def test_two_server_processes_add_up_in_multiprocess_mode(tmp_path: Path) -> Non
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert value(series, "sojourn_preemptions_total") == 9
+    assert value(series, "sojourn_client_silent_total") == 9
     assert value(series, "sojourn_tool_gap_seconds_count", tool="bash") == 3
     assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="1.6") == 0
     assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="3.2") == 3

@@ -197,10 +197,7 @@ def test_several_engines_answer_as_one() -> None:
     assert (programs["total"], programs["shown"]) == (2, 2)
     assert client.get("/sojourn/v1/programs/p").json()["turns"] == 9
     stats = client.get("/sojourn/v1/stats").json()
-    assert stats["programs"] == {"acting": 3, "ended": 1}
-    assert stats["lost_tokens"] == 15
-    assert stats["policy"] == "continuum"
-    assert stats["engines"]["1"]["lost_tokens"] == 5
+    assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
     assert client.get("/sojourn/v1/decisions?engine=1").json()["next"] == 1
     assert client.get("/sojourn/v1/decisions").json()["engines"] == ["0", "1"]
@@ -408,7 +405,7 @@ def request_from(
         f"programs?status={CANARY}",
         "decisions?since=-1",
         "decisions?since=" + "9" * 30,
-        "decisions?limit=10001",
+        "decisions?limit=5001",
         f"decisions?format={CANARY}",
     ],
 )

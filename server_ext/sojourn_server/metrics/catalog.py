@@ -76,7 +76,10 @@ class MetricSpec:
 
 TIERS = frozenset({"device"})
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
-PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "expired"})
+TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
+PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
+"""As the client reported it, or ``silent`` where the program was given up."""
+PREEMPTION_MODES = frozenset({"recompute"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in Lost)
@@ -118,7 +121,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Value
 
 _ALL = (
     _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
-    _counter("sojourn_program_turns_total", "LLM requests that belonged to a program and finished."),
+    _counter("sojourn_program_turns_total", "LLM requests of programs that finished.", outcome=TURN_OUTCOMES),
     _counter("sojourn_programs_finished_total", "Programs that ended.", outcome=PROGRAM_OUTCOMES),
     _histogram(
         "sojourn_program_duration_seconds",
@@ -173,7 +176,11 @@ _ALL = (
         "sojourn_events_total", "Events received, by what became of them.", type=EVENT_TYPES, outcome=OUTCOMES
     ),
     _counter("sojourn_hints_total", "Hints received, by what became of them.", outcome=OUTCOMES),
-    _counter("sojourn_preemptions_total", "Running requests of programs that were preempted."),
+    _counter(
+        "sojourn_preemptions_total",
+        "Running requests that were preempted, by how they resume.",
+        mode=PREEMPTION_MODES,
+    ),
     _histogram(
         "sojourn_policy_seconds", "CPU time of one call into the policy.", POLICY_BUCKETS_S, hook=HOOKS
     ),

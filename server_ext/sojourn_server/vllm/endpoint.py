@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from vllm import envs
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from sojourn_server.web.calls import STOCK_ANSWER, EngineError, EngineStock, EngineUnavailable
+from sojourn_server.web.calls import EngineError, EngineStock, EngineUnavailable, is_stock
 from sojourn_server.web.keys import ApiKeys
 from sojourn_server.web.prometheus import bridge_for, poll_forever
 from sojourn_server.web.routes import build_router
@@ -86,11 +86,11 @@ class VllmEngine:
             raise EngineStock(self._stock)
         answers = await self._call(op, payload)
         for answer in answers:
-            if answer == STOCK_ANSWER:
-                self._stock = "the engine's scheduler is vLLM's own"
-                raise EngineStock(self._stock)
             if not isinstance(answer, str):
                 raise EngineError(f"{op}: the engine answered {type(answer).__name__}, expected JSON text")
+            if is_stock(answer):
+                self._stock = "the engine's scheduler is vLLM's own"
+                raise EngineStock(self._stock)
         return answers
 
     async def _call(self, op: str, payload: str) -> list[Any]:

@@ -36,7 +36,8 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
     shown = list(best.values())[:limit]
     # Programs beyond the engines' limits cannot be told apart; the largest count is the safe one to name.
     total = max(len(best), *(answer["total"] for answer in answers))
-    return {"programs": shown, "total": total, "shown": len(shown)}
+    forgotten = max(answer.get("forgotten", 0) for answer in answers)
+    return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
 
 
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
@@ -46,25 +47,13 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
-    """One engine's numbers as they are; of several the sums, and each engine's own under ``engines``."""
+    """One engine's numbers as they are; several engines' side by side under ``engines``.
+
+    They are not added up: among the counts are means, sizes and limits, whose sum says nothing.
+    """
     if len(answers) == 1:
         return dict(answers[0])
-    merged: dict[str, Any] = _sum(answers)
-    merged["engines"] = dict(zip(engine_ids, answers, strict=True))
-    return merged
-
-
-def _sum(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        keys = dict.fromkeys(key for value in values if isinstance(value, dict) for key in value)
-        return {
-            key: _sum([value[key] for value in values if isinstance(value, dict) and key in value])
-            for key in keys
-        }
-    if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return sum(value for value in values if isinstance(value, (int, float)))
-    return first
+    return {"engines": dict(zip(engine_ids, answers, strict=True))}
 
 
 def read(answer: str) -> Any:

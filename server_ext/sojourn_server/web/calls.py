@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
-
-STOCK_ANSWER = '{"error":"stock"}'
-"""What an engine core answers to every call when its scheduler is not ours."""
 
 
 class EngineError(Exception):
@@ -19,6 +17,11 @@ class EngineUnavailable(EngineError):
 
 class EngineStock(EngineError):
     """It runs, but without our scheduler: trying again will not help."""
+
+
+def is_stock(answer: str) -> bool:
+    """Whether this is what an engine core answers to every call when its scheduler is not ours."""
+    return answer.startswith('{"error"') and json.loads(answer)["error"] == "stock"
 
 
 class EngineCalls(Protocol):

@@ -29,7 +29,7 @@ QUERY_TIMEOUT_S = 15.0
 MAX_CALLS_IN_FLIGHT = 256
 """Calls an engine may owe an answer to; further ones are refused, or a hung engine would fill our memory."""
 MAX_PROGRAMS = 1000
-MAX_DECISIONS = 10_000
+MAX_DECISIONS = 5000
 NDJSON = "application/x-ndjson"
 
 Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
