@@ -1,7 +1,174 @@
-"""``sojourn replay``: not written yet."""
+"""``sojourn replay``: drive a live server with a recorded workload and measure it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from sojourn_server.replay.driver import ReplayOptions
+    from sojourn_server.replay.report import Tally
+    from sojourn_server.traces.schema import TraceProgram
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command("replay", help="Replay a trace of agent runs against any OpenAI-compatible server.")(replay)
+
+
+def replay(
+    trace: Path = typer.Argument(help="A .jsonl or .jsonl.gz trace: one program a line"),
+    url: str = typer.Option(..., help="The server's root, e.g. http://127.0.0.1:8000"),
+    model: str | None = typer.Option(None, help="Served model; without it the server's first"),
+    programs: int | None = typer.Option(
+        None, min=1, help="Only the first N top-level programs, with sub-agents"
+    ),
+    concurrency: int = typer.Option(8, min=1, help="Top-level programs at once (closed loop)"),
+    arrivals: bool = typer.Option(False, help="Start programs at their recorded times instead"),
+    speed: float = typer.Option(1.0, help="Divide tool times, arrivals and offsets by this"),
+    token_scale: float = typer.Option(1.0, help="Multiply all token counts by this"),
+    max_context: int | None = typer.Option(
+        None, min=2, help="End programs before the first turn that needs more"
+    ),
+    force_tokens: bool = typer.Option(
+        False, help="Force outputs (sojourn serve), so that prefixes are exact"
+    ),
+    dialect: str = typer.Option(
+        "auto", help="sojourn: report programs and tools; vllm: plain requests; auto"
+    ),
+    vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
+    block_size: int = typer.Option(
+        16, min=1, help="The server's KV block size, to tell what was computed again"
+    ),
+    api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
+    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
+) -> None:
+    """Run the replay; exit code 1 where no program finished."""
+    from sojourn_server.replay.client import ServerError
+    from sojourn_server.replay.driver import ReplayOptions, take_programs
+    from sojourn_server.traces.reader import read_trace
+    from sojourn_server.traces.schema import TraceError
+
+    if dialect not in ("auto", "sojourn", "vllm"):
+        raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
+    try:
+        options = ReplayOptions(
+            concurrency=concurrency,
+            arrivals=arrivals,
+            speed=speed,
+            token_scale=token_scale,
+            max_context_tokens=max_context,
+            force_tokens=force_tokens,
+            vocabulary=vocabulary,
+            block_size=block_size,
+        )
+    except ValueError as error:
+        raise CliError(str(error), "see sojourn replay --help") from None
+    try:
+        chosen = take_programs(list(read_trace(trace)), programs)
+    except TraceError as error:
+        raise CliError(
+            str(error), "check the file; a trace has one JSON object a line, one program each"
+        ) from None
+    # httpx logs every request at INFO where somebody has set up logging; thousands of lines help nobody.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    key = api_key or os.environ.get("SOJOURN_API_KEY") or None
+    try:
+        tally, about = asyncio.run(_run(chosen, options, url, model, dialect, key))
+    except ServerError as error:
+        raise CliError(error.message, error.next_step) from None
+    except KeyboardInterrupt:
+        raise CliError(
+            "interrupted", "run it again; a replay has no state to resume", exit_code=130
+        ) from None
+    document = {"trace": trace.name, **about, **tally.document()}
+    console.print(tally.table())
+    for note in tally.notes():
+        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+    if json is not None:
+        write_json(document, json)
+    if not tally.finished:
+        raise _nothing_finished(tally)
+
+
+async def _run(
+    programs: list[TraceProgram],
+    options: ReplayOptions,
+    url: str,
+    model: str | None,
+    dialect: str,
+    api_key: str | None,
+) -> tuple[Tally, dict[str, Any]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sojourn_server.replay.announce import Announcer, Sdk, Silent
+    from sojourn_server.replay.client import CompletionsClient
+    from sojourn_server.replay.driver import Replay
+
+    async with CompletionsClient(url, api_key=api_key) as client:
+        served = await client.discover(model)
+        if dialect == "auto":
+            dialect = "sojourn" if served.speaks_sojourn else "vllm"
+        elif dialect == "sojourn" and not served.speaks_sojourn:
+            raise CliError(
+                f"{client.url} does not answer /sojourn/v1/capabilities",
+                "start it with sojourn serve, or use --dialect vllm",
+            )
+        announcer: Announcer = Sdk(client.url, api_key) if dialect == "sojourn" else Silent()
+        columns = (
+            TextColumn("replay"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("programs, {task.fields[turns]} turns, {task.fields[failed]} failed"),
+            TimeElapsedColumn(),
+        )
+        try:
+            with Progress(*columns, console=console, transient=True) as progress:
+                bar = progress.add_task("replay", total=len(programs), turns=0, failed=0)
+
+                def show(tally: Tally) -> None:
+                    progress.update(
+                        bar,
+                        completed=len(tally.programs),
+                        turns=len(tally.turns),
+                        failed=len(tally.programs) - len(tally.finished),
+                    )
+
+                tally = await Replay(programs, client, served, announcer, options, on_progress=show).run()
+        finally:
+            announcer.close()
+    about = {
+        "url": client.url,
+        "model": served.name,
+        "engine": served.engine,
+        "dialect": dialect,
+        "programs": len(programs),
+        "speed": options.speed,
+        "token_scale": options.token_scale,
+        "force_tokens": options.force_tokens,
+        "max_context": options.max_context_tokens,
+        "concurrency": None if options.arrivals else options.concurrency,
+        "block_size": options.block_size,
+    }
+    return tally, about
+
+
+def _nothing_finished(tally: Tally) -> CliError:
+    reasons = ", ".join(dict.fromkeys(p.reason for p in tally.programs if not p.finished))
+    detail = f" ({tally.first_error})" if tally.first_error else ""
+    if "context too long" in reasons or "max-context" in reasons:
+        step = "cut programs with --max-context N, shrink them with --token-scale, or serve a longer context"
+    elif "vocabulary" in reasons:
+        step = "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
+    elif "key" in reasons:
+        step = "pass the server's key with --api-key or in SOJOURN_API_KEY"
+    else:
+        step = "look into the server's log"
+    return CliError(f"no program finished: {reasons}{detail}", step, exit_code=1)

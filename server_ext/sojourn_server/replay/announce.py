@@ -1,0 +1,65 @@
+"""Who tells the server about programs and tools: the SDK, or nobody."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Protocol
+
+
+class Announcer(Protocol):
+    """Scopes around a program and its tools, and what they add to a request."""
+
+    def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
+        """The scope of one program run."""
+        ...
+
+    def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
+        """The scope of one tool call; inside the scope of its program."""
+        ...
+
+    def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Body fields and headers of the next request of the program around the running code."""
+        ...
+
+    def close(self) -> None:
+        """Send what is unsent."""
+        ...
+
+
+class Silent:
+    """Says nothing: the server sees unrelated requests, as from a client without the SDK."""
+
+    def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
+        return {}, {}
+
+    def close(self) -> None:
+        pass
+
+
+class Sdk:
+    """Speaks through the SDK, just as an instrumented agent would."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        import sojourn
+
+        sojourn.init(url, api_key=api_key, dialect="sojourn")
+        self._sojourn = sojourn
+
+    def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
+        return self._sojourn.program(name, id=program_id, parent=parent_id)
+
+    def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
+        return self._sojourn.tool_call(name, tool_class=tool_class)
+
+    def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
+        return self._sojourn.request_parts()
+
+    def close(self) -> None:
+        self._sojourn.flush()
+        self._sojourn.shutdown()

@@ -1,0 +1,256 @@
+"""Replay: every program of a trace against a live server, with its tools slept for.
+
+Closed loop by default: ``concurrency`` programs run at once and the next starts
+when one ends. With ``arrivals`` each starts at its recorded time instead.
+Sub-agents start with their parent, at their offset, outside that count. A
+program ends at the first turn that fails: the turns behind it would have other
+prefixes than the recorded ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sojourn_server.program.toolcalls import SHELL_TOOLS
+from sojourn_server.traces.schema import TraceProgram, Turn
+
+from .announce import Announcer
+from .client import CompletionsClient, RequestError, ServedModel
+from .prompt import DEFAULT_VOCABULARY, PromptBuilder
+from .report import ProgramOutcome, Tally, TurnOutcome
+
+_MAX_WIRE_ID = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How to replay. Raises ``ValueError`` for a setting that cannot work."""
+
+    concurrency: int = 8
+    """Top-level programs at once; not used with ``arrivals``."""
+    arrivals: bool = False
+    """Start programs at their recorded times."""
+    speed: float = 1.0
+    """Divides gaps, arrivals and sub-agents' offsets."""
+    token_scale: float = 1.0
+    """Times every length."""
+    max_context_tokens: int | None = None
+    """Programs end before the first turn that would need more."""
+    force_tokens: bool = False
+    """Make the server generate the planned tokens, so that every prefix is exactly the trace's."""
+    vocabulary: int = DEFAULT_VOCABULARY
+    block_size: int = 16
+    """Tokens in the server's KV blocks: a cache spares whole blocks only."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.block_size < 1:
+            raise ValueError("concurrency and block size must be at least 1")
+        if not (self.speed > 0 and self.token_scale > 0):
+            raise ValueError("speed and token scale must be above 0")
+
+
+class Replay:
+    """One run. ``run()`` once; ``tally`` may be read meanwhile."""
+
+    def __init__(
+        self,
+        programs: Sequence[TraceProgram],
+        client: CompletionsClient,
+        served: ServedModel,
+        announcer: Announcer,
+        options: ReplayOptions,
+        *,
+        on_progress: Callable[[Tally], None] = lambda tally: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = Tally()
+        self._client = client
+        self._served = served
+        self._announcer = announcer
+        self._options = options
+        self._on_progress = on_progress
+        self._clock = clock
+        # A server remembers ended programs; a second replay of the same trace is other runs of them.
+        self._run_id = secrets.token_hex(3)
+        known = {program.program_id for program in programs}
+        self._roots = [p for p in programs if p.parent is None or p.parent not in known]
+        self._children: dict[str, list[TraceProgram]] = {}
+        for program in programs:
+            if program.parent is not None and program.parent in known:
+                self._children.setdefault(program.parent, []).append(program)
+
+    async def run(self) -> Tally:
+        """Replay all programs; failures are counted, not raised."""
+        started = self._clock()
+        if self._options.arrivals:
+            await self._open_loop()
+        else:
+            await self._closed_loop()
+        self.tally.wall_s = self._clock() - started
+        return self.tally
+
+    async def _closed_loop(self) -> None:
+        waiting = iter(self._roots)
+
+        async def worker() -> None:
+            for program in waiting:
+                await self._family(program, None)
+
+        count = min(self._options.concurrency, len(self._roots))
+        await asyncio.gather(*(worker() for _ in range(count)))
+
+    async def _open_loop(self) -> None:
+        first = min((p.arrival_s for p in self._roots if p.arrival_s is not None), default=0.0)
+
+        async def one(program: TraceProgram) -> None:
+            await asyncio.sleep(((program.arrival_s or first) - first) / self._options.speed)
+            await self._family(program, None)
+
+        await asyncio.gather(*(one(program) for program in self._roots))
+
+    async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
+        """One program and, beside it, its sub-agents. Returns when all have ended."""
+        program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
+        turns_done = [asyncio.Event() for _ in program.turns]
+
+        async def child(sub: TraceProgram) -> None:
+            if sub.start_offset_s is not None:
+                await asyncio.sleep(sub.start_offset_s / self._options.speed)
+            elif sub.parent_turn is not None and sub.parent_turn < len(turns_done):
+                await turns_done[sub.parent_turn].wait()
+            await self._family(sub, program_id)
+
+        async def own() -> None:
+            try:
+                outcome = await self._program(program, program_id, parent_id, turns_done)
+            finally:
+                for event in turns_done:  # a program that failed early must not keep its sub-agents waiting
+                    event.set()
+            self.tally.add_program(outcome)
+            self._on_progress(self.tally)
+
+        children = self._children.get(program.program_id, [])
+        await asyncio.gather(own(), *(child(sub) for sub in children))
+
+    async def _program(
+        self,
+        program: TraceProgram,
+        program_id: str,
+        parent_id: str | None,
+        turns_done: list[asyncio.Event],
+    ) -> ProgramOutcome:
+        builder = PromptBuilder(
+            program, token_scale=self._options.token_scale, vocabulary=self._options.vocabulary
+        )
+        fitting, reason = self._fitting(builder)
+        if not fitting:
+            return ProgramOutcome(program.program_id, finished=False, completion_s=None, reason=reason)
+        started = self._clock()
+        async with self._announcer.program(program.source or "replay", program_id, parent_id):
+            for index, turn in enumerate(program.turns[:fitting]):
+                try:
+                    await self._turn(builder, index)
+                except RequestError as error:
+                    self.tally.add_error(error)
+                    return ProgramOutcome(
+                        program.program_id,
+                        finished=False,
+                        completion_s=None,
+                        reason=error.reason,
+                        turns=index,
+                    )
+                turns_done[index].set()
+                self._on_progress(self.tally)
+                if index + 1 < fitting:  # nobody waits for the tool of the last turn
+                    await self._gap(turn)
+        return ProgramOutcome(
+            program.program_id,
+            finished=True,
+            completion_s=self._clock() - started,
+            clipped=fitting < len(program.turns),
+            turns=fitting,
+        )
+
+    def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
+        """How many leading turns can be replayed, and why not one more."""
+        plans = builder.plans
+        limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
+        for index, plan in enumerate(plans):
+            needed = plan.prompt_tokens + plan.output_tokens
+            if clip is not None and needed > clip:
+                return index, "first turn above --max-context"
+            if limit is not None and needed > limit:
+                # Without the user's word a program is replayed whole or not at all: a mean over
+                # programs that were silently cut would compare nothing.
+                return (index if clip is not None else 0), "context too long for the server"
+        return len(plans), ""
+
+    async def _turn(self, builder: PromptBuilder, index: int) -> None:
+        plan = builder.plans[index]
+        prompt = builder.prompt(index)
+        body, headers = self._announcer.request_parts()
+        forced = builder.planned_output(index) if self._options.force_tokens else None
+        if forced is not None:
+            body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
+        answer = await self._client.complete(
+            self._served.name, prompt, plan.output_tokens, body=body, headers=headers
+        )
+        if answer.output_ids is not None:
+            builder.answered(answer.output_ids)
+        outcome = TurnOutcome(
+            completion=answer,
+            computed_again=self._computed_again(builder, index, answer.prompt_tokens, answer.cached_tokens),
+            forced_otherwise=forced is not None
+            and answer.output_ids is not None
+            and list(answer.output_ids) != forced,
+            output_known=answer.output_ids is not None or forced is not None,
+        )
+        self.tally.add_turn(outcome)
+
+    def _computed_again(
+        self, builder: PromptBuilder, index: int, prompt_tokens: int, cached_tokens: int | None
+    ) -> int | None:
+        """Prompt tokens computed that had been computed before; ``None`` where the server doesn't tell.
+
+        What a perfect cache spares are the whole blocks of the kept prefix; the
+        last generated token never has KV.
+        """
+        if cached_tokens is None:
+            return None
+        if index == 0:
+            return 0
+        plan, before = builder.plans[index], builder.plans[index - 1]
+        whole = min(plan.kept_tokens, before.prompt_tokens + before.output_tokens - 1, plan.prompt_tokens - 1)
+        reusable = whole // self._options.block_size * self._options.block_size
+        return max(0, (prompt_tokens - cached_tokens) - (prompt_tokens - reusable))
+
+    async def _gap(self, turn: Turn) -> None:
+        idle_s = turn.idle_s / self._options.speed
+        run = turn.tool_run
+        if run is None or turn.gap_kind == "human":
+            await asyncio.sleep(idle_s)
+            return
+        is_shell = run.name.lower() in SHELL_TOOLS
+        async with self._announcer.tool(run.name, run.cmd if is_shell else None):
+            await asyncio.sleep(idle_s)
+
+
+def take_programs(programs: Sequence[TraceProgram], count: int | None) -> list[TraceProgram]:
+    """The first ``count`` top-level programs with all their sub-agents."""
+    if count is None:
+        return list(programs)
+    known = {program.program_id for program in programs}
+    roots = (p.program_id for p in programs if p.parent is None or p.parent not in known)
+    chosen = set(itertools.islice(roots, count))
+    # A sub-agent may have sub-agents, and stand before its parent in the file.
+    grew = True
+    while grew:
+        more = {p.program_id for p in programs if p.parent in chosen} - chosen
+        chosen |= more
+        grew = bool(more)
+    return [program for program in programs if program.program_id in chosen]

@@ -1,0 +1,155 @@
+"""What a replay measured: counted while it runs, drawn as a table or a JSON document at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from sojourn_server.metrics.summary import summarise
+
+from .client import Completion, RequestError
+
+CACHED_TOKENS_MISSING = (
+    "the server doesn't report cached tokens: start it with --enable-prompt-tokens-details"
+)
+FORCING_IGNORED = (
+    "the server did not generate the forced tokens: start it with sojourn serve, which loads the "
+    "logits processor for vllm_xargs.replay_ids"
+)
+OUTPUTS_UNKNOWN = (
+    "the server doesn't return token ids, so prompts hold made-up outputs and each turn's output is "
+    "computed again; use --force-tokens against sojourn serve for exact prefixes"
+)
+
+
+class TurnOutcome(NamedTuple):
+    """One turn that was answered."""
+
+    completion: Completion
+    computed_again: int | None
+    """Prompt tokens; ``None`` where the server doesn't report cached tokens."""
+    forced_otherwise: bool = False
+    output_known: bool = True
+
+
+class ProgramOutcome(NamedTuple):
+    """One program that ended or was left out."""
+
+    program_id: str
+    finished: bool
+    completion_s: float | None
+    """From its start to its last token, its tools included."""
+    reason: str = ""
+    """Why it did not finish."""
+    clipped: bool = False
+    turns: int = 0
+
+
+class Tally:
+    """Counts of one replay."""
+
+    def __init__(self) -> None:
+        self.wall_s = 0.0
+        self.turns: list[TurnOutcome] = []
+        self.programs: list[ProgramOutcome] = []
+        self.errors: Counter[str] = Counter()
+        self.first_error: str | None = None
+
+    def add_turn(self, outcome: TurnOutcome) -> None:
+        """Count an answered turn."""
+        self.turns.append(outcome)
+
+    def add_program(self, outcome: ProgramOutcome) -> None:
+        """Count a program that ended."""
+        self.programs.append(outcome)
+
+    def add_error(self, error: RequestError) -> None:
+        """Count a failed request."""
+        self.errors[error.reason] += 1
+        self.first_error = self.first_error or str(error)
+
+    @property
+    def finished(self) -> list[ProgramOutcome]:
+        """The programs that came to their end."""
+        return [program for program in self.programs if program.finished]
+
+    def notes(self) -> list[str]:
+        """What a reader must know before comparing these numbers."""
+        notes = []
+        if any(turn.completion.cached_tokens is None for turn in self.turns):
+            notes.append(CACHED_TOKENS_MISSING)
+        if any(turn.forced_otherwise for turn in self.turns):
+            notes.append(FORCING_IGNORED)
+        if any(not turn.output_known for turn in self.turns):
+            notes.append(OUTPUTS_UNKNOWN)
+        return notes
+
+    def document(self) -> dict[str, Any]:
+        """All of it as JSON-able data; seconds and tokens. Figures that were not measured are null."""
+        completions = [turn.completion for turn in self.turns]
+        cached = [c.cached_tokens for c in completions]
+        cached_known = bool(cached) and None not in cached
+        prompt_tokens = sum(c.prompt_tokens for c in completions)
+        output_tokens = sum(c.output_tokens for c in completions)
+        cached_tokens = sum(c or 0 for c in cached) if cached_known else None
+        unfinished = Counter(program.reason for program in self.programs if not program.finished)
+        return {
+            "programs_finished": len(self.finished),
+            "programs_unfinished": sum(unfinished.values()),
+            "programs_clipped": sum(program.clipped for program in self.programs),
+            "unfinished_reasons": dict(unfinished),
+            "turns": len(completions),
+            "wall_s": self.wall_s,
+            "completion_s": summarise(p.completion_s for p in self.finished if p.completion_s is not None),
+            "ttft_s": summarise(c.ttft_s for c in completions),
+            "tpot_s": summarise(c.tpot_s for c in completions if c.tpot_s is not None),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
+            "computed_tokens": None if cached_tokens is None else prompt_tokens - cached_tokens,
+            "regenerated_tokens": sum(t.computed_again or 0 for t in self.turns) if cached_known else None,
+            "output_tokens": output_tokens,
+            "output_tokens_per_s": output_tokens / self.wall_s if self.wall_s > 0 else None,
+            "programs_per_hour": 3600 * len(self.finished) / self.wall_s if self.wall_s > 0 else None,
+            "errors": dict(self.errors),
+            "first_error": self.first_error,
+            "notes": self.notes(),
+        }
+
+    def table(self) -> Table:
+        """The same for people."""
+        document = self.document()
+        table = Table(title="replay", title_justify="left")
+        table.add_column("", no_wrap=True)
+        for name in ("mean", "p50", "p90", "p95", "p99"):
+            table.add_column(name, justify="right")
+        for label, field in (
+            ("program completion, s", "completion_s"),
+            ("time to first token, s", "ttft_s"),
+            ("time per output token, s", "tpot_s"),
+        ):
+            figures = document[field]
+            table.add_row(label, *(_figure(figures[n]) for n in ("mean", "p50", "p90", "p95", "p99")))
+        table.add_section()
+        for label, field in (
+            ("programs finished", "programs_finished"),
+            ("programs unfinished", "programs_unfinished"),
+            ("turns", "turns"),
+            ("prompt tokens", "prompt_tokens"),
+            ("  from the cache", "cached_tokens"),
+            ("  computed", "computed_tokens"),
+            ("  of these computed again", "regenerated_tokens"),
+            ("output tokens", "output_tokens"),
+            ("output tokens / s", "output_tokens_per_s"),
+        ):
+            table.add_row(label, _figure(document[field]))
+        return table
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.4g}"

@@ -1,0 +1,153 @@
+"""A tiny OpenAI-compatible server over real HTTP with a prefix cache of whole blocks, for tests."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeServer:
+    """Use as ``with``; ``url`` is where it answers and ``requests`` what it was asked."""
+
+    def __init__(self, **quirks: Any) -> None:
+        self.model = "fake"
+        self.block_size = 16
+        self.max_model_len: int | None = 100_000
+        self.api_key: str | None = None
+        self.reports_cached = True
+        self.returns_ids = True
+        self.forgets = False
+        self.obeys_replay = True
+        self.sojourn = False
+        self.seconds_per_token = 0.0
+        self.status: int | None = None
+        self.__dict__.update(quirks)
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.events: list[dict[str, Any]] = []
+        self.live = self.most_live = 0
+        self.lock = threading.Lock()
+        self._cache: set[tuple[int, ...]] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                outer.get(self)
+
+            def do_POST(self) -> None:
+                outer.post(self)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+
+    def __enter__(self) -> FakeServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def _answer(self, handler: BaseHTTPRequestHandler, status: int, document: Any) -> None:
+        data = json.dumps(document).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _refused(self, handler: BaseHTTPRequestHandler) -> bool:
+        if self.api_key and handler.headers.get("Authorization") != f"Bearer {self.api_key}":
+            self._answer(handler, 401, {"error": "Unauthorized"})
+            return True
+        return False
+
+    def get(self, handler: BaseHTTPRequestHandler) -> None:
+        if self._refused(handler):
+            return
+        if handler.path == "/v1/models":
+            entry = {"id": self.model, "owned_by": "fake", "max_model_len": self.max_model_len}
+            self._answer(handler, 200, {"data": [entry]})
+        elif handler.path == "/version":
+            self._answer(handler, 200, {"version": "1.2"})
+        elif handler.path == "/sojourn/v1/capabilities" and self.sojourn:
+            self._answer(handler, 200, {"v": 1})
+        else:
+            self._answer(handler, 404, {"error": "no such path"})
+
+    def post(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        if self._refused(handler):
+            return
+        if handler.path == "/sojourn/v1/events":
+            with self.lock:
+                self.events += body["events"]
+            self._answer(handler, 200, {"v": 1, "outcomes": [{"outcome": "applied"} for _ in body["events"]]})
+            return
+        with self.lock:
+            self.requests.append(body)
+            self.headers.append(dict(handler.headers.items()))
+            self.live += 1
+            self.most_live = max(self.most_live, self.live)
+        try:
+            self._complete(handler, body)
+        finally:
+            with self.lock:
+                self.live -= 1
+
+    def _complete(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if self.status is not None:
+            self._answer(handler, self.status, {"error": {"message": "broken on purpose"}})
+            return
+        prompt, count = body["prompt"], body["max_tokens"]
+        if self.max_model_len and len(prompt) + count > self.max_model_len:
+            self._answer(handler, 400, {"error": {"message": "maximum context length exceeded"}})
+            return
+        cached = self._cached(prompt)
+        time.sleep((len(prompt) - cached) * self.seconds_per_token)
+        forced = (body.get("vllm_xargs") or {}).get("replay_ids") if self.obeys_replay else None
+        output = forced or [(sum(prompt) + i) % 90 + 5 for i in range(count)]
+        self._remember(prompt + output[:-1])
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
+        if self.reports_cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        chunks: list[dict[str, Any]] = []
+        for token in output:
+            choice: dict[str, Any] = {"index": 0, "text": "x"}
+            if self.returns_ids and body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+            chunks.append({"choices": [choice]})
+        chunks.append({"choices": [], "usage": usage})
+        data = b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _cached(self, prompt: list[int]) -> int:
+        best = 0
+        with self.lock:
+            for end in range(self.block_size, len(prompt), self.block_size):
+                if tuple(prompt[:end]) not in self._cache:
+                    break
+                best = end
+        return best
+
+    def _remember(self, tokens: list[int]) -> None:
+        if self.forgets:
+            return
+        with self.lock:
+            for end in range(self.block_size, len(tokens) + 1, self.block_size):
+                self._cache.add(tuple(tokens[:end]))

@@ -1,0 +1,251 @@
+"""A replay over real HTTP: what is sent, what is counted, and what is said when it cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from replay_server import FakeServer
+from sojourn_server.cli.console import CliError
+from sojourn_server.cli.replay import register
+from sojourn_server.replay.announce import Silent
+from sojourn_server.replay.client import CompletionsClient
+from sojourn_server.replay.driver import Replay, ReplayOptions, take_programs
+from sojourn_server.replay.report import CACHED_TOKENS_MISSING, FORCING_IGNORED, OUTPUTS_UNKNOWN, Tally
+from sojourn_server.traces.schema import ToolRun, TraceProgram, Turn
+from typer.testing import CliRunner
+
+
+def append_only(name: str, turns: int = 3, **fields: Any) -> TraceProgram:
+    made = [
+        Turn(prompt_tokens=100, output_tokens=8, gap_s=0.01, tools=(ToolRun(name="bash", cmd="ls", s=0.01),))
+    ]
+    for _ in range(turns - 1):
+        before = made[-1]
+        prompt = before.prompt_tokens + before.output_tokens + 40
+        made.append(Turn(prompt_tokens=prompt, output_tokens=8, append_tokens=40, gap_s=0.0, tool="search"))
+    return TraceProgram(program_id=name, turns=tuple(made), source="test", **fields)
+
+
+async def run(server: FakeServer, programs: list[TraceProgram], **options: Any) -> Tally:
+    async with CompletionsClient(server.url) as client:
+        served = await client.discover(None)
+        return await Replay(programs, client, served, Silent(), ReplayOptions(**options)).run()
+
+
+async def test_a_server_with_a_perfect_cache_computes_nothing_again() -> None:
+    with FakeServer() as server:
+        tally = await run(server, [append_only("a"), append_only("b")])
+    document = tally.document()
+    assert (document["programs_finished"], document["programs_unfinished"], document["turns"]) == (2, 0, 6)
+    assert document["prompt_tokens"] == 2 * (100 + 148 + 196)
+    assert document["output_tokens"] == 48
+    # Whole blocks of 16: of 107 and 155 tokens with KV, 96 and 144 are reusable.
+    assert document["cached_tokens"] == 2 * (96 + 144)
+    assert document["computed_tokens"] == document["prompt_tokens"] - document["cached_tokens"]
+    assert document["regenerated_tokens"] == 0
+    assert document["completion_s"]["count"] == 2
+    assert document["ttft_s"]["count"] == document["tpot_s"]["count"] == 6
+    assert document["completion_s"]["mean"] >= 0.01
+    assert document["notes"] == []
+
+
+async def test_a_server_that_forgets_computes_every_kept_prefix_again() -> None:
+    with FakeServer(forgets=True) as server:
+        tally = await run(server, [append_only("a")])
+    assert tally.document()["regenerated_tokens"] == 96 + 144
+    assert tally.document()["cached_tokens"] == 0
+
+
+async def test_the_server_s_own_outputs_become_the_next_prefix() -> None:
+    with FakeServer() as server:
+        await run(server, [append_only("a", turns=2)])
+        first, second = server.requests
+        expected = [(sum(first["prompt"]) + i) % 90 + 5 for i in range(8)]
+    assert second["prompt"][:108] == first["prompt"] + expected
+    assert first["ignore_eos"] is True
+    assert first["max_tokens"] == first["min_tokens"] == 8
+
+
+async def test_forced_tokens_become_the_next_prefix_and_a_server_that_ignores_them_is_told_of() -> None:
+    with FakeServer() as server:
+        tally = await run(server, [append_only("a", turns=2)], force_tokens=True)
+        first, second = server.requests
+    assert second["prompt"][100:108] == first["vllm_xargs"]["replay_ids"]
+    assert tally.notes() == []
+    with FakeServer(obeys_replay=False) as server:
+        tally = await run(server, [append_only("a")], force_tokens=True)
+    assert tally.notes() == [FORCING_IGNORED]
+
+
+async def test_what_a_server_does_not_report_is_null_not_zero() -> None:
+    with FakeServer(reports_cached=False, returns_ids=False) as server:
+        tally = await run(server, [append_only("a")])
+    document = tally.document()
+    assert document["cached_tokens"] is document["computed_tokens"] is document["regenerated_tokens"] is None
+    assert document["notes"] == [CACHED_TOKENS_MISSING, OUTPUTS_UNKNOWN]
+    assert document["prompt_tokens"] == 444
+
+
+async def test_concurrency_bounds_the_programs_at_once() -> None:
+    with FakeServer(seconds_per_token=1e-4) as server:
+        await run(server, [append_only(str(i), turns=2) for i in range(6)], concurrency=2)
+        assert server.most_live == 2
+        assert len(server.requests) == 12
+
+
+async def test_sub_agents_run_beside_their_parent_at_their_turn_or_offset() -> None:
+    parent = append_only("parent", turns=3)
+    after = append_only("after", turns=1, parent="parent", parent_turn=1)
+    late = append_only("late", turns=1, parent="parent", start_offset_s=0.3)
+    orphan = append_only("orphan", turns=1, parent="nobody")
+    with FakeServer() as server:
+        tally = await run(server, [after, late, parent, orphan], concurrency=1, speed=2.0)
+        prompts = [len(request["prompt"]) for request in server.requests]
+    assert len(tally.finished) == 4
+    # after waits for turn 1 (148 tokens); late comes last but one; the orphan is a program of its own.
+    assert prompts[:2] == [100, 148]
+    assert sorted(prompts) == [100, 100, 100, 100, 148, 196]
+    assert tally.programs[-1].program_id == "orphan"
+    assert tally.programs[-2].program_id == "late"
+
+
+async def test_recorded_arrivals_are_kept_and_sped_up() -> None:
+    programs = [append_only(str(i), turns=1, arrival_s=1000.0 + i) for i in (2, 0, 1)]
+    with FakeServer() as server:
+        tally = await run(server, programs, arrivals=True, speed=10.0)
+    assert [p.program_id for p in tally.programs] == ["0", "1", "2"]
+    assert 0.2 <= tally.wall_s < 1.5
+
+
+async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None:
+    with FakeServer(max_model_len=160) as server:
+        skipped = await run(server, [append_only("a"), append_only("b", turns=1)])
+        cut = await run(server, [append_only("a")], max_context_tokens=160)
+        none = await run(server, [append_only("a")], max_context_tokens=50)
+    document = skipped.document()
+    assert (document["programs_finished"], document["programs_unfinished"]) == (1, 1)
+    assert document["unfinished_reasons"] == {"context too long for the server": 1}
+    assert (cut.document()["programs_finished"], cut.document()["programs_clipped"]) == (1, 1)
+    assert cut.document()["turns"] == 2
+    assert none.document()["unfinished_reasons"] == {"first turn above --max-context": 1}
+
+
+async def test_a_failing_request_ends_its_program_and_is_counted() -> None:
+    with FakeServer(status=500) as server:
+        tally = await run(server, [append_only("a"), append_only("b")])
+        assert len(server.requests) == 2
+    document = tally.document()
+    assert document["errors"] == {"HTTP 500": 2}
+    assert "broken on purpose" in document["first_error"]
+    assert document["programs_unfinished"] == 2
+    assert document["completion_s"]["mean"] is None
+
+
+def test_taking_programs_takes_their_sub_agents() -> None:
+    family = [
+        append_only("grandchild", parent="child"),
+        append_only("a"),
+        append_only("child", parent="a"),
+        append_only("b"),
+    ]
+    assert [p.program_id for p in take_programs(family, 1)] == ["grandchild", "a", "child"]
+    assert take_programs(family, None) == family
+
+
+@pytest.mark.parametrize(
+    "bad", [{"speed": 0.0}, {"concurrency": 0}, {"token_scale": -1.0}, {"block_size": 0}]
+)
+def test_options_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ReplayOptions(**bad)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def trace_file(path: Path, *programs: dict[str, Any]) -> Path:
+    file = path / "trace.jsonl"
+    file.write_text("".join(json.dumps(p) + "\n" for p in programs))
+    return file
+
+
+PROGRAM = {
+    "program_id": "p",
+    "turns": [
+        {
+            "prompt_tokens": 64,
+            "output_tokens": 4,
+            "gap_s": 0.01,
+            "tools": [{"name": "bash", "cmd": "pytest"}],
+        },
+        {"prompt_tokens": 80, "output_tokens": 4, "append_tokens": 12},
+    ],
+}
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["replay", *arguments])
+
+
+def failure(*arguments: str) -> CliError:
+    result = invoke(*arguments)
+    assert isinstance(result.exception, CliError), result.output
+    return result.exception
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    with FakeServer() as server:
+        trace = trace_file(tmp_path, PROGRAM)
+        result = invoke(str(trace), "--url", f"{server.url}/v1", "--json", str(target))
+        assert result.exception is None
+        assert not any("X-Session-ID" in headers for headers in server.headers)
+    document = json.loads(target.read_text())
+    assert document["programs_finished"] == 1
+    assert (document["model"], document["engine"], document["dialect"]) == ("fake", "fake 1.2", "vllm")
+    assert document["cached_tokens"] == 64
+
+
+def test_on_a_sojourn_server_programs_and_tools_are_reported(tmp_path: Path) -> None:
+    with FakeServer(sojourn=True) as server:
+        result = invoke(str(trace_file(tmp_path, PROGRAM)), "--url", server.url, "--force-tokens")
+        assert result.exception is None
+        events = list(server.events)
+        carried = [json.loads(r["vllm_xargs"]["agentic_context"]) for r in server.requests]
+        assert all("replay_ids" in r["vllm_xargs"] for r in server.requests)
+    for context in carried:
+        assert context["program_id"].startswith("p@")
+        events += context.get("sojourn", {}).get("events", [])
+    kinds = {event["type"] for event in events}
+    assert kinds >= {"program_start", "tool_start", "tool_stop", "program_end"}
+    (start,) = [event for event in events if event["type"] == "tool_start"]
+    assert (start["tool"], start["tool_class"]) == ("bash", "pytest")
+
+
+def test_each_failure_says_what_to_do_next(tmp_path: Path) -> None:
+    trace = str(trace_file(tmp_path, PROGRAM))
+    with FakeServer(api_key="k", max_model_len=50) as server:
+        assert "--api-key" in failure(trace, "--url", server.url).next_step
+        assert "fake" in failure(trace, "--url", server.url, "--api-key", "k", "--model", "gpt").next_step
+        assert (
+            "sojourn serve"
+            in failure(trace, "--url", server.url, "--api-key", "k", "--dialect", "sojourn").next_step
+        )
+        too_long = failure(trace, "--url", server.url, "--api-key", "k")
+        assert too_long.exit_code == 1
+        assert "--max-context" in too_long.next_step
+        gone = server.url
+    assert "sojourn serve" in failure(trace, "--url", gone).next_step
+    assert "auto" in failure(trace, "--url", gone, "--dialect", "klingon").next_step
+    assert "--help" in failure(trace, "--url", gone, "--speed", "0").next_step
+    assert "trace.jsonl.not: No such file" in failure(f"{trace}.not", "--url", gone).message
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    assert "line 1" in failure(str(bad), "--url", gone).message
