@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import shlex
+import socket
+
+import pytest
+from sojourn_server.cli import build_app, console
+from sojourn_server.cli import serve as serve_command
+from sojourn_server.launch import versions
+from typer.testing import CliRunner
+
+
+@pytest.fixture(autouse=True)
+def a_tested_engine(monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "installed_vllm", lambda: versions.TESTED_VLLM[-1])
+    monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SOJOURN_UNTESTED_VLLM", raising=False)
+
+
+def invoke(*args):
+    return CliRunner().invoke(build_app(), ["serve", *args])
+
+
+def failure(*args) -> console.CliError:
+    result = invoke(*args)
+    assert isinstance(result.exception, console.CliError), result.output
+    return result.exception
+
+
+def dry_run(*args) -> list[str]:
+    result = invoke(*args, "--dry-run")
+    assert result.exit_code == 0, result.exception
+    return shlex.split(result.stdout)
+
+
+def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
+    options = ["--sojourn-option", "n=3", "--sojourn-option", "s=x"]
+    parts = dry_run(
+        "tiny", "--port", "8123", "-tp", "2", "--sojourn-option", "n=3", "--sojourn-option", "s=x"
+    )
+    assert parts[parts.index("--port") :][:4] == ["--port", "8123", "-tp", "2"]
+    assert '{"sojourn": {"n": 3, "s": "x", "policy": "continuum"}}' in parts
+    assert str(tmp_path / "cache" / "tiny-1") in parts
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_hub_id_is_passed_on():
+    assert "org/name" in dry_run("org/name", "--policy", "stock")
+
+
+def test_every_shipped_preset_is_a_policy():
+    assert {"stock", "continuum"} <= set(serve_command.policies())
+    for policy in serve_command.policies():
+        dry_run("tiny", "--policy", policy)
+
+
+def test_an_unknown_policy_names_the_known_ones():
+    error = failure("tiny", "--policy", "stokc")
+    assert "stokc" in error.message
+    assert "continuum" in error.next_step
+
+
+def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text("")
+    line = " ".join(dry_run("tiny", "--policy-file", "p.toml", "--sojourn-history", "h.json"))
+    assert f'"policy_file": "{tmp_path}/p.toml"' in line
+    assert f'"history_file": "{tmp_path}/h.json"' in line
+    assert "q.toml" in failure("tiny", "--policy-file", "q.toml").message
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--port", "1", "tiny"), "stands where the model belongs"),
+        (("./nowhere",), "not a directory"),
+        (("tiny", "--sojourn-option", "x"), "not key=value"),
+        (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
+        (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
+        (("tiny", "--port", "none"), "not a port"),
+    ],
+)
+def test_mistakes_are_explained(args, said):
+    error = failure(*args)
+    assert said in error.message
+    assert error.next_step
+
+
+def test_no_vllm_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
+    assert "make setup" in failure("tiny").next_step
+
+
+def test_an_untested_vllm_is_refused_but_for_stock(monkeypatch):
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "9.9.9")
+    error = failure("tiny", "--dry-run")
+    assert "9.9.9" in error.message
+    assert versions.TESTED_VLLM[-1] in error.message
+    assert "stock" in error.next_step
+    dry_run("tiny", "--policy", "stock")
+
+
+def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(serve_command, "_make_model", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = failure("tiny", "--host", "127.0.0.1", "--port", str(port))
+    assert str(port) in error.message
+    assert "--port" in error.next_step
+
+
+def test_the_process_becomes_the_engine(monkeypatch):
+    became = {}
+    monkeypatch.setattr(serve_command, "_make_model", lambda model: became.update(made=model))
+    monkeypatch.setattr(
+        serve_command.os, "execve", lambda path, argv, env: became.update(path=path, argv=argv, env=env)
+    )
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    result = invoke("tiny", "--host", "127.0.0.1", "--port", port)
+    assert result.exit_code == 0, result.exception
+    assert became["made"] == "tiny"
+    assert became["argv"][0] == became["path"]
+    assert "PYTHONDONTWRITEBYTECODE" not in became["env"]
+    assert "sojourn" in became["env"]["VLLM_PLUGINS"].split(",")

@@ -1,0 +1,199 @@
+"""The engine's command line as a function of what the user wrote; no vLLM needed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from sojourn_server.launch.command import (
+    SCHEDULER_CLS,
+    BadOption,
+    EngineFacts,
+    Flags,
+    ServeOptions,
+    build_command,
+    listen_address,
+)
+
+CPU = EngineFacts(python="/py", cpu_build=True, has_vllm_cli=False, plugins=("lora",), cpus=(0, 1))
+CUDA = EngineFacts(python="/py", cpu_build=False, has_vllm_cli=True, plugins=(), cpus=tuple(range(32)))
+
+
+def build(*args, facts=CUDA, environ=None, **options):
+    options = {"model": "org/m", "model_path": "org/m", "policy": "continuum", **options}
+    return build_command(ServeOptions(engine_args=args, **options), facts, environ or {})
+
+
+def value(command, flag):
+    return Flags(command.argv).value(flag)
+
+
+def sojourn_config(command):
+    return json.loads(value(command, "--additional-config"))["sojourn"]
+
+
+def test_stock_is_plain_vllm():
+    command = build("--port", "1", policy="stock", environ={"VLLM_PLUGINS": "sojourn, mine"})
+    assert command.argv == (
+        "/py", "-m", "vllm.entrypoints.cli.main", "serve", "org/m",
+        "--enable-prompt-tokens-details", "--port", "1",
+    )  # fmt: skip
+    assert command.env == {"VLLM_PLUGINS": "mine"}
+    assert not any("sojourn" in part for part in [*command.argv, *command.env.values()])
+
+
+def test_stock_takes_no_options_of_ours():
+    with pytest.raises(BadOption, match="plain vLLM"):
+        build(policy="stock", max_ttl_s=3.0)
+
+
+def test_a_policy_brings_scheduler_plugin_and_settings():
+    command = build(
+        policy="continuum",
+        history_file="/h",
+        profile_file="/p",
+        lease_budget_fraction=0.5,
+        max_ttl_s=60.0,
+        extra={"max_programs": 9},
+    )
+    assert value(command, "--scheduler-cls") == SCHEDULER_CLS
+    assert command.env["VLLM_PLUGINS"] == "sojourn"
+    assert sojourn_config(command) == {
+        "policy": "continuum",
+        "history_file": "/h",
+        "profile_file": "/p",
+        "lease_budget_fraction": 0.5,
+        "max_ttl_s": 60.0,
+        "max_programs": 9,
+    }
+
+
+@pytest.mark.parametrize("spelling", [("--additional-config", "X"), ("--additional_config=X",)])
+def test_the_users_additional_config_is_kept(spelling):
+    theirs = json.dumps({"other": [1], "sojourn": {"policy": "theirs", "k": 1}})
+    command = build(*[part.replace("X", theirs) for part in spelling], "--seed", "4")
+    assert json.loads(value(command, "--additional-config")) == {
+        "other": [1],
+        "sojourn": {"policy": "continuum", "k": 1},
+    }
+    assert sum(arg.startswith("--additional") for arg in command.argv) == 1
+    assert command.argv[-2:] == ("--seed", "4")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--additional-config", "{"), "not JSON"),
+        (("--additional-config", "[1]"), "expected an object"),
+        (("--additional-config.sojourn.policy", "x"), "one JSON object"),
+        (("--additional-config", '{"sojourn": 1}'), "expected an object"),
+        (("--scheduler_cls=a.B",), "scheduler-cls"),
+        (("--model", "x"), "first argument"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(args, said):
+    with pytest.raises(BadOption, match=said):
+        build(*args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease_budget_fraction": 0.0},
+        {"lease_budget_fraction": 1.1},
+        {"max_ttl_s": -1.0},
+        {"max_ttl_s": float("inf")},
+    ],
+)
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(BadOption, match="expected"):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("listed", "installed", "expected"),
+    [
+        (None, ("lora", "platform"), "lora,platform,sojourn"),
+        ("mine", ("lora",), "mine,sojourn"),
+        ("", ("lora",), "sojourn"),
+        ("a,sojourn,b,a", (), "a,b,sojourn"),
+    ],
+)
+def test_the_plugin_joins_the_others(listed, installed, expected):
+    facts = EngineFacts(python="/py", cpu_build=False, has_vllm_cli=True, plugins=installed)
+    environ = {} if listed is None else {"VLLM_PLUGINS": listed}
+    assert build(facts=facts, environ=environ).env["VLLM_PLUGINS"] == expected
+
+
+def test_cpu_defaults_and_the_entry_without_metadata():
+    command = build("--port", "1", facts=CPU)
+    assert command.argv[:5] == (
+        "/py", "-W", "ignore::DeprecationWarning:__main__", "-m", "vllm.entrypoints.openai.api_server",
+    )  # fmt: skip
+    assert value(command, "--model") == "org/m"
+    assert value(command, "--block-size") == "32"
+    assert "--enforce-eager" in command.argv
+    assert command.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+def test_what_the_user_says_about_the_cpu_wins():
+    command = build(
+        "--block_size=64", "--no-enforce-eager", "--kv-cache-memory-bytes", "9", "--max-num-batched-tokens=7",
+        facts=CPU,
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "auto", "OMP_WAIT_POLICY": "ACTIVE"},
+    )  # fmt: skip
+    assert "--block-size" not in command.argv
+    assert "--enforce-eager" not in command.argv
+    assert "--max-num-batched-tokens" not in command.argv
+    assert set(command.env) == {"VLLM_PLUGINS"}
+
+
+def test_a_gpu_gets_no_cpu_defaults():
+    command = build()
+    assert set(command.env) == {"VLLM_PLUGINS"}
+    assert "--block-size" not in command.argv
+
+
+def test_a_model_made_here_gets_its_name_and_tools_unless_told_otherwise():
+    local = {"model": "tiny", "model_path": "/cache/tiny", "chat_template": "/t.jinja"}
+    command = build(**local)
+    assert value(command, "--served-model-name") == "tiny"
+    assert value(command, "--chat-template") == "/t.jinja"
+    assert value(command, "--tool-call-parser") == "hermes"
+    assert "--enable-auto-tool-choice" in command.argv
+    named = build("--served-model-name", "me", "--chat_template", "x", **local)
+    assert value(named, "--served-model-name") == "me"
+    assert "/t.jinja" not in named.argv
+
+
+def test_the_environment_is_changed_and_nothing_else():
+    environ = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/h"}
+    command = build(environ=environ)
+    assert command.environment(environ) == {"HOME": "/h", "VLLM_PLUGINS": "sojourn"}
+
+
+def test_the_dry_run_line_is_what_a_shell_reads_back():
+    command = build("--additional-config", '{"a b": "it\'s"}', environ={"PYTHONDONTWRITEBYTECODE": "1"})
+    parts = shlex.split(command.as_shell())
+    assert parts[:4] == ["env", "-u", "PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS=sojourn"]
+    assert tuple(parts[4:]) == command.argv
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), ("", 8000)),
+        (("--port", "1", "--port=90", "--host", "::1"), ("::1", 90)),
+        (("--uds", "/s", "--port", "1"), None),
+    ],
+)
+def test_where_it_will_listen(args, expected):
+    assert listen_address(args) == expected
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "70000"])
+def test_no_port(port):
+    with pytest.raises(BadOption, match="port"):
+        listen_address(("--port", port))

@@ -1,0 +1,175 @@
+"""The logits processors against hand-made batches; the engine itself is in tests/engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+torch = pytest.importorskip("torch")
+VOCABULARY = 20
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    pytest.importorskip("vllm")
+    from sojourn_server.vllm import forced_tokens
+
+    monkeypatch.setattr(forced_tokens, "_vocab_size", None)
+    return forced_tokens
+
+
+def config():
+    return SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY))
+
+
+def params(ids=None):
+    return SimpleNamespace(extra_args=None if ids is None else {"replay_ids": ids})
+
+
+class Batch:
+    """The persistent batch as model runner V1 keeps it: rows, and one update a step."""
+
+    def __init__(self, processor) -> None:
+        self.processor = processor
+        self.outputs: dict[int, list[int]] = {}
+
+    def update(self, *, removed=(), added=(), moved=()):
+        from vllm.v1.sample.logits_processor import BatchUpdate
+
+        entries = []
+        for row, ids in added:
+            output: list[int] = []
+            self.outputs[row] = output
+            entries.append((row, params(ids), [], output))
+        self.processor.update_state(BatchUpdate(batch_size=4, removed=removed, added=entries, moved=moved))
+
+    def step(self, rows=4):
+        logits = torch.arange(rows * VOCABULARY, dtype=torch.float32).reshape(rows, VOCABULARY)
+        return self.processor.apply(logits).argmax(dim=1).tolist()
+
+
+FREE = VOCABULARY - 1  # what the logits above choose by themselves
+
+
+@pytest.fixture
+def batch(forced):
+    return Batch(forced.ForcedTokens(config(), torch.device("cpu"), False))
+
+
+def test_each_row_follows_its_own_ids_then_goes_free(batch):
+    batch.update(added=[(0, [3, 4]), (2, [5]), (3, None)])
+    assert batch.step() == [3, FREE, 5, FREE]
+    batch.outputs[0].append(3)
+    batch.outputs[2].append(5)
+    batch.processor.update_state(None)
+    assert batch.step() == [4, FREE, FREE, FREE]
+    assert not batch.processor.is_argmax_invariant()
+
+
+def test_a_resumed_request_goes_on_where_it_was(batch):
+    batch.update(added=[(1, [3, 4, 5])])
+    batch.outputs[1].extend([3, 4])
+    assert batch.step()[1] == 5
+
+
+def test_rows_are_removed_reused_moved_and_swapped(forced, batch):
+    from vllm.v1.sample.logits_processor import MoveDirectionality
+
+    batch.update(added=[(0, [1]), (1, [2]), (2, [3])])
+    batch.update(moved=[(0, 1, MoveDirectionality.SWAP)])
+    assert batch.step() == [2, 1, 3, FREE]
+    batch.update(removed=[0], moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)])
+    assert batch.step() == [3, 1, FREE, FREE]
+    batch.update(added=[(1, None)])
+    assert batch.step() == [3, FREE, FREE, FREE]
+    batch.update(moved=[(3, 0, MoveDirectionality.UNIDIRECTIONAL)])  # a free row replaces a forced one
+    assert batch.step() == [FREE] * 4
+
+
+def test_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
+    batch.update(added=[(0, [3, VOCABULARY, 4])])
+    assert batch.step()[0] == 3
+    batch.outputs[0].append(3)
+    assert batch.step()[0] == FREE
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ("1,2", "is a str"),
+        ([], "0 ids"),
+        ([1] * 65_537, "65537 ids"),
+        ([1, True], r"\[1\] is True, a bool"),
+        ([1.0], r"\[0\] is 1.0, a float"),
+        ([0, -1], r"\[1\] is -1"),
+    ],
+)
+def test_bad_ids_are_refused_with_the_reason(forced, ids, said):
+    for processor in (forced.ForcedTokens, forced.ForcedTokensV2):
+        with pytest.raises(ValueError, match=said):
+            processor.validate_params(params(ids))
+
+
+def test_the_vocabulary_bounds_the_ids_where_it_is_known(forced):
+    forced.ForcedTokens.validate_params(params([VOCABULARY]))  # nothing is known yet
+    forced.ForcedTokens(config(), torch.device("cpu"), False)
+    forced.ForcedTokens.validate_params(params([VOCABULARY - 1]))
+    with pytest.raises(ValueError, match="vocabulary size 20"):
+        forced.ForcedTokens.validate_params(params([VOCABULARY]))
+    forced.ForcedTokens.validate_params(params())
+
+
+class Slots:
+    """Model runner V2's view: slots that stay, rows that move."""
+
+    def __init__(self, forced, prompt_lengths) -> None:
+        lengths = torch.tensor(prompt_lengths, dtype=torch.int32)
+        states = SimpleNamespace(
+            device=torch.device("cpu"), max_num_reqs=4, prompt_len=SimpleNamespace(gpu=lengths)
+        )
+        self.processor = forced.ForcedTokensV2(config(), states)
+
+    def step(self, rows):
+        """``rows`` are (slot, position of the input token)."""
+        slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int32)
+        context = SimpleNamespace(
+            expanded_idx_mapping=slots,
+            idx_mapping_np=slots.numpy(),
+            pos=torch.tensor([position for _, position in rows], dtype=torch.int64),
+        )
+        logits = torch.arange(len(rows) * VOCABULARY, dtype=torch.float32).reshape(len(rows), VOCABULARY)
+        self.processor.apply_staged_writes()
+        return self.processor.apply(logits, context).argmax(dim=1).tolist()
+
+
+def test_v2_is_what_vllms_loader_accepts(forced):
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+    assert issubclass(forced.ForcedTokensV2, LogitsProcessor)
+    assert not issubclass(forced.ForcedTokens, LogitsProcessor)
+
+
+def test_v2_follows_positions_and_slots(forced):
+    slots = Slots(forced, [10, 5, 7, 0])
+    assert slots.processor.add_request(0, params([3, 4])) is True
+    assert slots.processor.add_request(1, params()) is False
+    assert slots.processor.add_request(2, params([6, 7, 8])) is True
+    # The last prompt token's logits give the first output token; rows come in any order.
+    assert slots.step([(2, 6), (0, 9), (1, 4)]) == [6, 3, FREE]
+    assert slots.step([(0, 10), (2, 8)]) == [4, 8]
+    assert slots.step([(0, 11), (2, 9), (1, 5)]) == [FREE, FREE, FREE]
+    assert slots.step([(0, 5)]) == [FREE]  # a chunk of the prompt samples nothing that counts
+
+
+def test_v2_a_recycled_slot_forgets(forced):
+    slots = Slots(forced, [2, 2, 2, 2])
+    slots.processor.add_request(1, params([9, 9, 9]))
+    assert slots.step([(1, 1)]) == [9]
+    slots.processor.add_request(1, params())
+    assert slots.step([(1, 1)]) == [FREE]
+    slots.processor.add_request(1, params([4]))
+    assert slots.step([(1, 1)]) == [4]
+    assert slots.step([(1, 2)]) == [FREE]
