@@ -7,6 +7,7 @@ only tells the adapter what happens; every hook fails open.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,11 +23,13 @@ class SojournMixin:
     """Tells a ``SchedulerAdapter`` what the engine's scheduler does. Mix in before a scheduler class."""
 
     sojourn: SchedulerAdapter
+    sojourn_clock = staticmethod(time.monotonic)
+    """Seconds, monotonic; the lab puts its virtual clock here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = Settings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
-        self.sojourn = SchedulerAdapter(self, settings)  # type: ignore[arg-type]
+        self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)  # type: ignore[arg-type]
 
     def add_request(self, request: Any) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]

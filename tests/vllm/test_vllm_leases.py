@@ -1,0 +1,258 @@
+"""Leases in vLLM's own scheduler: what is held, when it is given back, and that nothing ever waits for it in vain."""
+
+from __future__ import annotations
+
+from sojourn_server.vllm.adapter import SchedulerAdapter
+
+
+def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
+    return {"type": "tool_start", "program_id": program, "seq": seq, "call_id": call, "tool": "bash", **fields}
+
+
+def ends(*programs: str) -> list[dict[str, object]]:
+    return [{"type": "program_end", "program_id": program, "seq": 1000} for program in programs]
+
+
+def prompt(start: int, tokens: int) -> range:
+    return range(start * 1000, start * 1000 + tokens)
+
+
+def cached_tokens(engine: object, program: str) -> list[int]:
+    turns = engine.ask("program", program_id=program)["ledger"]
+    return [turn["tokens"]["device"] for turn in turns]
+
+
+def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
+    """The reason for all of this: 8 other prompts pass, and the agent's context is still there."""
+    for policy, expected in (("observe", 0), ("static-ttl", 288)):
+        engine = make_engine(policy, blocks=65)
+        engine.add("a1", prompt(1, 300), program_id="A", max_tokens=4)
+        engine.run()
+        engine.tell(tool("A", 1))
+        for other in range(8):
+            engine.add(f"x{other}", prompt(10 + other, 300))
+            engine.run()
+        engine.add("a2", [*prompt(1, 300), 7, 7, 7, 7, *prompt(2, 50)], program_id="A")
+        engine.run()
+        assert cached_tokens(engine, "A")[-1] == expected
+
+
+def test_a_lease_ends_with_its_time(make_engine, clock):
+    engine = make_engine(blocks=65)
+    engine.add("a1", prompt(1, 300), program_id="A")
+    engine.run()
+    engine.tell(tool("A", 1))
+    assert engine.ask("stats")["pool"]["leased"] == 18
+    clock.now += 10.1
+    stats = engine.ask("stats")
+    assert stats["leases"]["count"] == 0
+    assert stats["pool"]["cached"] + stats["pool"]["free"] == stats["pool"]["total"]
+
+
+def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_engine, clock):
+    """Continuum §5.2: the follow-up has arrived, only not been admitted yet."""
+    engine = make_engine(blocks=65, max_num_seqs=1)
+    engine.add("a1", prompt(1, 300), program_id="A")
+    engine.run()
+    engine.tell(tool("A", 1))
+    engine.add("b1", prompt(2, 300), max_tokens=50)
+    engine.step()
+    engine.add("a2", [*prompt(1, 300), 7, *prompt(3, 20)], program_id="A")
+    clock.now += 60.0
+    engine.step()
+    assert engine.ask("stats")["leases"]["count"] == 1
+    engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 0
+    assert cached_tokens(engine, "A")[-1] == 288
+
+
+def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engine, clock):
+    """C8: no deadlock, and no waiting for a lease to run out while the engine stands still."""
+    engine = make_engine(blocks=65, settings={"lease_budget_fraction": 1.0})
+    for number in range(4):
+        engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
+        engine.run()
+        engine.tell(tool(f"P{number}", 1))
+    assert engine.ask("stats")["pool"]["leased"] == 64
+    engine.add("new", prompt(50, 800), program_id="NEW")
+    result = engine.step()
+    assert result.planned.num_scheduled_tokens == {"new": 800}
+    released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
+    assert [d["program_id"] for d in released] == ["P3", "P2", "P1", "P0"], "latest arrival first"
+    assert {d["reason"] for d in released} == {"pressure"}
+
+
+def test_a_running_request_takes_leases_before_anybody_is_preempted(make_engine, clock):
+    engine = make_engine(blocks=33, settings={"lease_budget_fraction": 1.0})
+    engine.add("a1", prompt(1, 256), program_id="A")
+    engine.run()
+    engine.tell(tool("A", 1))
+    engine.add("b1", prompt(2, 240), program_id="B", max_tokens=200)
+    engine.run()
+    assert engine.ask("program", program_id="B")["ledger"][0]["preemptions"] == 0
+    assert engine.ask("stats")["leases"]["count"] == 0
+
+
+def test_a_waiting_request_does_not_break_leases_of_earlier_programs_while_others_run(make_engine, clock):
+    engine = make_engine(blocks=65, settings={"lease_budget_fraction": 1.0})
+    engine.add("a1", prompt(1, 512), program_id="A")
+    engine.run()
+    engine.tell(tool("A", 1))
+    engine.add("b1", prompt(2, 256), program_id="B", max_tokens=40)
+    engine.step()
+    engine.add("c1", prompt(3, 600), program_id="C")
+    engine.step()
+    assert engine.ask("stats")["leases"]["count"] == 1
+    assert "c1" not in {r.request_id for r in engine.scheduler.running}
+
+
+def test_a_returning_earlier_program_takes_leases_of_later_ones(make_engine, clock):
+    engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 1.0})
+    engine.add("a1", prompt(1, 16), program_id="A")
+    engine.run()
+    engine.add("b1", prompt(2, 700), program_id="B", context={"kv_retention_ttl_seconds": 60})
+    engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 1
+    engine.add("c1", prompt(4, 100), max_tokens=30)
+    engine.step()
+    engine.add("a2", prompt(3, 700), program_id="A")
+    assert "a2" in engine.step().planned.num_scheduled_tokens
+
+
+def test_leases_stay_within_their_budget(make_engine, clock):
+    engine = make_engine(blocks=65, settings={"lease_budget_fraction": 0.5})
+    for number in range(3):
+        engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
+        engine.run()
+        engine.tell(tool(f"P{number}", 1))
+    stats = engine.ask("stats")
+    assert stats["leases"]["blocks"] == 32
+    keeps = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "keep" and d["ttl_s"] == 0]
+    assert keeps[-1]["program_id"] == "P2"
+    assert keeps[-1]["reason"] == "over_budget"
+
+
+def test_program_end_drops_the_cache_and_the_pool_is_whole_again(make_engine, clock):
+    engine = make_engine(blocks=65)
+    for number in range(3):
+        engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
+        engine.run()
+        engine.tell(tool(f"P{number}", 1))
+    engine.tell(*ends("P0", "P1", "P2"))
+    stats = engine.ask("stats")
+    assert stats["leases"]["count"] == 0
+    assert stats["pool"]["free"] == stats["pool"]["total"] == 64
+    adapter: SchedulerAdapter = engine.scheduler.sojourn
+    assert adapter._queue.owned_blocks() == 0
+    assert len(adapter._held) == 0
+    assert adapter.steward.tickets == {}
+
+
+def test_a_shared_prefix_outlives_the_first_owner(make_engine, clock):
+    engine = make_engine(blocks=65)
+    shared = list(prompt(9, 128))
+    for name in ("A", "B"):
+        engine.add(f"{name}1", [*shared, *prompt(ord(name), 64)], program_id=name)
+        engine.run()
+    engine.tell(*ends("A"))
+    engine.add("B2", [*shared, *prompt(ord("B"), 64), 7, 5, 5, 5], program_id="B")
+    engine.run()
+    assert cached_tokens(engine, "B")[-1] == 192
+    engine.tell(*ends("B"))
+    assert engine.ask("stats")["pool"]["free"] == 64
+
+
+def test_a_killed_clients_lease_is_gone_within_35_seconds(make_engine, clock):
+    """The client promised heartbeats, started a tool and was killed; its tool's TTL would have been long."""
+    context = {"kv_retention_ttl_seconds": 300, "sojourn": {"v": 1, "heartbeat": True}}
+    engine = make_engine("continuum", blocks=65)
+    engine.add("a1", prompt(1, 300), program_id="A", context=context)
+    engine.run()
+    baseline = engine.pool.get_num_free_blocks() + 18
+    engine.tell(tool("A", 1))
+    for _ in range(4):
+        clock.now += 3.0
+        engine.tell({"type": "heartbeat", "program_id": "A", "seq": int(clock.now)})
+    killed_at = clock.now
+    assert engine.ask("stats")["leases"]["count"] == 1
+    while engine.ask("stats")["leases"]["count"]:
+        clock.now += 0.5
+        assert clock.now - killed_at < 35.0
+    assert engine.pool.get_num_free_blocks() == baseline
+    released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
+    assert released[-1]["reason"] == "silent"
+
+
+def test_resetting_the_prefix_cache_gives_leases_back_first(make_engine, clock):
+    engine = make_engine(blocks=65)
+    engine.add("a1", prompt(1, 300), program_id="A")
+    engine.run()
+    engine.tell(tool("A", 1))
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.ask("stats")["pool"]["free"] == 64
+
+
+def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):
+    engine = make_engine(blocks=65, max_num_batched_tokens=128, max_num_seqs=1)
+    engine.add("prefilling", prompt(1, 400), program_id="A")
+    engine.add("waiting", prompt(2, 400), program_id="B")
+    engine.step()
+    assert engine.scheduler.requests["prefilling"].num_computed_tokens == 128
+    engine.abort("waiting")
+    engine.abort("prefilling")
+    engine.add("decoding", prompt(3, 100), program_id="C", max_tokens=50)
+    for _ in range(5):
+        engine.step()
+    engine.abort("decoding")
+    engine.step()
+    stats = engine.ask("stats")
+    assert stats["requests"] == 0
+    assert stats["leases"]["count"] == 0
+    assert engine.pool.get_num_free_blocks() == 64
+    assert [p["turns"] for p in engine.ask("programs")["programs"]] == [0, 0, 0]
+
+
+def test_ten_thousand_leases_due_at_once_are_ended_in_bounded_batches(make_engine, clock):
+    engine = make_engine(blocks=10_401, settings={"lease_budget_fraction": 1.0}, block_size=16)
+    for number in range(10_000):
+        engine.add(f"p{number}", range(number * 17, number * 17 + 17), program_id=f"P{number}")
+        if number % 200 == 199:
+            engine.run()
+            batch = [tool(f"P{n}", 1) for n in range(number - 199, number + 1)]
+            engine.tell(*batch)
+    assert engine.ask("stats")["leases"]["count"] == 10_000
+    clock.now += 30.0
+    counts = []
+    adapter: SchedulerAdapter = engine.scheduler.sojourn
+    while len(adapter.steward.leases):
+        before = len(adapter.steward.leases)
+        adapter.before_step()
+        counts.append(before - len(adapter.steward.leases))
+    assert max(counts) <= adapter.steward.limits.max_ends_per_tick
+    assert sum(counts) == 10_000
+    assert engine.pool.get_num_free_blocks() == 10_400
+
+
+def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
+    engine = make_engine(blocks=65)
+    plain = engine.add("plain", prompt(1, 40), max_tokens=3)
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    for number, text in enumerate(("not json", "[]", '{"program_id": 7}', "x" * (1 << 20), "", 12)):
+        engine.scheduler.add_request(
+            Request(
+                request_id=f"worse{number}",
+                prompt_token_ids=list(prompt(20 + number, 40)),
+                sampling_params=SamplingParams(
+                    max_tokens=3, ignore_eos=True, extra_args={"agentic_context": text}
+                ),
+                pooling_params=None,
+                block_hasher=engine._hasher,
+            )
+        )
+    engine.run()
+    assert plain.num_output_tokens == 3
+    metrics = engine.ask("drain_metrics")["counters"]["sojourn_hints_total"]
+    assert {row[0]["outcome"]: row[1] for row in metrics}["rejected"] == 6
+    assert engine.ask("programs")["total"] == 0
