@@ -82,7 +82,8 @@ class FakeServer:
         elif handler.path == "/version":
             self._answer(handler, 200, {"version": "1.2"})
         elif handler.path == "/sojourn/v1/capabilities" and self.sojourn:
-            self._answer(handler, 200, {"v": 1})
+            document = {"name": "sojourn", "wire": [1], "engine": {"block_size": str(self.block_size)}}
+            self._answer(handler, 200, document)
         else:
             self._answer(handler, 404, {"error": "no such path"})
 

@@ -1,7 +1,176 @@
-"""``sojourn profile``: not written yet."""
+"""``sojourn profile``: measure a live server once, so that policies know what a lost context costs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import typer
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from sojourn_server.policy.costs import EngineProfile
+    from sojourn_server.profiling.bandwidth import Bandwidth
+    from sojourn_server.profiling.prefill import PrefillMeasurement
+    from sojourn_server.replay.client import ServedModel
+
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command("profile", help="Measure prefill time and copy bandwidth of a live, idle server.")(profile)
+
+
+def profile(
+    url: str = typer.Option(..., help="The server's root, e.g. http://127.0.0.1:8000"),
+    model: str | None = typer.Option(None, help="Served model; without it the server's first"),
+    output: Path | None = typer.Option(
+        None,
+        "--output",
+        "-o",
+        help="Write the profile to this TOML file, for sojourn serve --sojourn-profile",
+    ),
+    max_context: int | None = typer.Option(
+        None, min=4, help="Longest context to measure; else the server's own"
+    ),
+    repeats: int = typer.Option(3, min=1, help="Samples for each length; their median counts"),
+    budget_s: float = typer.Option(540.0, min=1.0, help="Measure no longer than this, seconds"),
+    vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
+    block_size: int | None = typer.Option(
+        None, min=1, help="The server's KV block size; else what it tells, or 16"
+    ),
+    hardware: str | None = typer.Option(None, help="What to call the machine; else what is found here"),
+    api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
+    json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
+) -> None:
+    """Without ``-o`` and ``--json`` the TOML goes to stdout."""
+    from sojourn_server.policy.costs import EngineProfile, PrefillCurve
+    from sojourn_server.profiling.bandwidth import Bandwidth, describe_hardware, measure_bandwidth
+    from sojourn_server.replay.client import RequestError, ServerError
+
+    key = api_key or os.environ.get("SOJOURN_API_KEY") or None
+    try:
+        served, measured = asyncio.run(_measure(url, model, key, max_context, repeats, budget_s, vocabulary))
+    except ServerError as error:
+        raise CliError(error.message, error.next_step) from None
+    except RequestError as error:
+        raise CliError(f"a measurement failed: {error}", _after(error)) from None
+    if not measured.points:
+        raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
+    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
+    if local:
+        bandwidth = measure_bandwidth()
+    else:
+        bandwidth = Bandwidth(None, None, "the server runs on another machine; profile it there")
+    result = EngineProfile(
+        model=served.name,
+        hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
+        engine=served.engine,
+        block_size=block_size or served.block_size or 16,
+        prefill=PrefillCurve.fit(measured.points),
+        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in measured.points),
+        device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
+        host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
+        measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions=_versions(served.engine, local),
+    )
+    _show(result, measured, bandwidth)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(result.to_toml(), encoding="utf-8")
+        console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
+    if json:
+        notes = [*measured.notes, *([bandwidth.reason] if bandwidth.reason else [])]
+        residual_s = result.prefill.residual(measured.points)
+        write_json({**dataclasses.asdict(result), "residual_s": residual_s, "notes": notes}, "-")
+    elif output is None:
+        print(result.to_toml(), end="")
+
+
+async def _measure(
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    max_context: int | None,
+    repeats: int,
+    budget_s: float,
+    vocabulary: int,
+) -> tuple[ServedModel, PrefillMeasurement]:
+    from rich.progress import Progress
+
+    from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
+    from sojourn_server.replay.client import CompletionsClient
+
+    async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
+        served = await client.discover(model)
+        limit = served.max_context_tokens
+        if limit is None and max_context is None:
+            raise CliError(f"{client.url} doesn't tell its longest context", "say it: --max-context TOKENS")
+        longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("prefill", total=len(lengths_up_to(longest)) * repeats)
+
+            def show(tokens: int, lengths: int) -> None:
+                progress.update(bar, advance=1, description=f"prefill of {tokens:,} tokens")
+
+            measured = await measure_prefill(
+                client,
+                served,
+                max_tokens=longest,
+                repeats=repeats,
+                budget_s=budget_s,
+                vocabulary=vocabulary,
+                on_sample=show,
+            )
+    return served, measured
+
+
+def _show(result: EngineProfile, measured: PrefillMeasurement, bandwidth: Bandwidth) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
+    for name in ("tokens", "measured, s", "fitted, s", "tokens / s"):
+        table.add_column(name, justify="right")
+    for tokens, seconds in result.points:
+        fitted = result.prefill.seconds(tokens)
+        table.add_row(f"{tokens:,}", f"{seconds:.4g}", f"{fitted:.4g}", f"{tokens / max(seconds, 1e-9):,.0f}")
+    console.print(table)
+    down, up = bandwidth.device_to_host_bytes_per_s, bandwidth.host_to_device_bytes_per_s
+    if down and up:
+        console.print(f"device to host {down / 1e9:.1f} GB/s, host to device {up / 1e9:.1f} GB/s")
+    for note in [*measured.notes, *([bandwidth.reason] if bandwidth.reason else [])]:
+        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+
+
+def _versions(engine: str, local: bool) -> dict[str, str]:
+    versions = {"engine": engine}
+    # torch's version is the engine's only where both share this environment.
+    for package in ("sojourn", *(("torch",) if local else ())):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _rounded(value: Any) -> float | None:
+    return None if value is None else float(round(value))
+
+
+def _after(error: Exception) -> str:
+    text = str(error)
+    if "vocabulary" in text:
+        return "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
+    if "context too long" in text:
+        return "say the longest context the server takes: --max-context TOKENS"
+    if "timeout" in text:
+        return "raise --budget-s, or measure less: --max-context TOKENS"
+    return "look into the server's log"

@@ -44,8 +44,10 @@ def replay(
         "auto", help="sojourn: report programs and tools; vllm: plain requests; auto"
     ),
     vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
-    block_size: int = typer.Option(
-        16, min=1, help="The server's KV block size, to tell what was computed again"
+    block_size: int | None = typer.Option(
+        None,
+        min=1,
+        help="The server's KV block size, to tell what was computed again; else what it tells, or 16",
     ),
     api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
@@ -141,7 +143,8 @@ async def _run(
                         failed=len(tally.programs) - len(tally.finished),
                     )
 
-                tally = await Replay(programs, client, served, announcer, options, on_progress=show).run()
+                run = Replay(programs, client, served, announcer, options, on_progress=show)
+                tally = await run.run()
         finally:
             announcer.close()
     about = {
@@ -155,7 +158,7 @@ async def _run(
         "force_tokens": options.force_tokens,
         "max_context": options.max_context_tokens,
         "concurrency": None if options.arrivals else options.concurrency,
-        "block_size": options.block_size,
+        "block_size": run.block_size,
     }
     return tally, about
 

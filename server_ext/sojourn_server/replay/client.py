@@ -36,8 +36,11 @@ class ServedModel:
     max_context_tokens: int | None
     """``None`` where the server doesn't tell (``max_model_len`` is vLLM's)."""
     speaks_sojourn: bool
+    """It runs the sojourn plugin and speaks this client's wire version."""
     engine: str
     """Name and version as far as known."""
+    block_size: int | None = None
+    """Tokens in a KV block; ``None`` where the server doesn't tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +109,14 @@ class CompletionsClient:
             )
         entry = served[names.index(model)] if model is not None else served[0]
         limit = entry.get("max_model_len")
+        capabilities = await self._capabilities()
+        block_size = _block_size(capabilities)
         return ServedModel(
             name=model or names[0],
             max_context_tokens=limit if isinstance(limit, int) else None,
-            speaks_sojourn=await self._speaks_sojourn(),
+            speaks_sojourn=bool(capabilities),
             engine=await self._engine(entry.get("owned_by")),
+            block_size=block_size,
         )
 
     async def complete(
@@ -198,13 +204,16 @@ class CompletionsClient:
             )
         return answer
 
-    async def _speaks_sojourn(self) -> bool:
-        from sojourn.wire import CAPABILITIES_PATH
+    async def _capabilities(self) -> dict[str, Any]:
+        """What the sojourn plugin says of itself; empty on any other server or for another wire version."""
+        from sojourn.wire import CAPABILITIES_PATH, WIRE_VERSION
 
         try:
-            return isinstance((await self._get(CAPABILITIES_PATH)).json().get("v"), int)
-        except (ServerError, ValueError, AttributeError):
-            return False
+            document = (await self._get(CAPABILITIES_PATH)).json()
+            ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
+        except (ServerError, ValueError, KeyError, TypeError):
+            return {}
+        return dict(document) if ours else {}
 
     async def _engine(self, owner: object) -> str:
         try:
@@ -212,6 +221,14 @@ class CompletionsClient:
         except (ServerError, ValueError, KeyError, TypeError):
             return str(owner or "unknown")
         return f"{owner or 'unknown'} {version}"
+
+
+def _block_size(capabilities: dict[str, Any]) -> int | None:
+    engine = capabilities.get("engine")
+    try:
+        return int(engine["block_size"]) if isinstance(engine, dict) else None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _refusal(status: int, text: str) -> RequestError:

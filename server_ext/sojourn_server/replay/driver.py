@@ -24,6 +24,8 @@ from .client import CompletionsClient, RequestError, ServedModel
 from .prompt import DEFAULT_VOCABULARY, PromptBuilder
 from .report import ProgramOutcome, Tally, TurnOutcome
 
+DEFAULT_BLOCK_SIZE = 16
+"""vLLM's on CUDA."""
 _MAX_WIRE_ID = 200
 
 
@@ -44,11 +46,11 @@ class ReplayOptions:
     force_tokens: bool = False
     """Make the server generate the planned tokens, so that every prefix is exactly the trace's."""
     vocabulary: int = DEFAULT_VOCABULARY
-    block_size: int = 16
-    """Tokens in the server's KV blocks: a cache spares whole blocks only."""
+    block_size: int | None = None
+    """Tokens in the server's KV blocks: a cache spares whole ones only. ``None`` takes what it tells."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.block_size < 1:
+        if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError("concurrency and block size must be at least 1")
         if not (self.speed > 0 and self.token_scale > 0):
             raise ValueError("speed and token scale must be above 0")
@@ -73,6 +75,8 @@ class Replay:
         self._served = served
         self._announcer = announcer
         self._options = options
+        self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
+        """What was computed again is told in whole blocks of this many tokens."""
         self._on_progress = on_progress
         self._clock = clock
         # A server remembers ended programs; a second replay of the same trace is other runs of them.
@@ -226,7 +230,7 @@ class Replay:
             return 0
         plan, before = builder.plans[index], builder.plans[index - 1]
         whole = min(plan.kept_tokens, before.prompt_tokens + before.output_tokens - 1, plan.prompt_tokens - 1)
-        reusable = whole // self._options.block_size * self._options.block_size
+        reusable = whole // self.block_size * self.block_size
         return max(0, (prompt_tokens - cached_tokens) - (prompt_tokens - reusable))
 
     async def _gap(self, turn: Turn) -> None:

@@ -1,0 +1,112 @@
+"""Prefill seconds over context length, measured on a live server (Continuum §5.2).
+
+Lengths are 1000, 2000, 4000, … and the longest the server takes. Each sample is
+a prompt of fresh random ids and one output token, so that no cache can help;
+its time to first token is taken. Samples run one at a time: the server must
+have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sojourn_server.policy.costs import PrefillCurve
+from sojourn_server.replay.client import CompletionsClient, RequestError, ServedModel
+from sojourn_server.replay.prompt import FIRST_ID
+
+FIRST_LENGTH = 1000
+WARM_UP_TOKENS = 64
+
+
+@dataclass(slots=True)
+class PrefillMeasurement:
+    """What was measured, and what could not be."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, median seconds)"""
+    samples: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def lengths_up_to(max_tokens: int) -> list[int]:
+    """1000, 2000, 4000, … below ``max_tokens``, then ``max_tokens`` itself; of short ones, quarters."""
+    if max_tokens < 2 * FIRST_LENGTH:
+        return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})
+    lengths = []
+    length = FIRST_LENGTH
+    while length < max_tokens:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_tokens]
+
+
+async def measure_prefill(
+    client: CompletionsClient,
+    served: ServedModel,
+    *,
+    max_tokens: int,
+    repeats: int,
+    budget_s: float,
+    vocabulary: int,
+    on_sample: Callable[[int, int], None] = lambda tokens, total: None,
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> PrefillMeasurement:
+    """Median prefill seconds of ``repeats`` samples at each length, within ``budget_s`` seconds.
+
+    Longer lengths are left out, with a note, once what they are predicted to
+    take no longer fits. ``on_sample(tokens, lengths)`` is called after each.
+    Raises ``RequestError`` where a request fails.
+    """
+    # Not seeded unless asked: a second profile of the same server must not meet the first one's blocks.
+    rng = rng or random.Random()
+    ids = range(FIRST_ID, vocabulary)
+    started = clock()
+    measurement = PrefillMeasurement()
+    lengths = lengths_up_to(max_tokens)
+    cached = 0
+
+    async def sample(tokens: int) -> float:
+        nonlocal cached
+        answer = await client.complete(served.name, rng.choices(ids, k=tokens), 1)
+        cached += answer.cached_tokens or 0
+        return answer.ttft_s
+
+    # The first request pays for lazy set-up, e.g. kernels that compile on first use.
+    await sample(min(WARM_UP_TOKENS, lengths[0]))
+    for position, tokens in enumerate(lengths):
+        times: list[float] = []
+        for _ in range(repeats):
+            left_s = budget_s - (clock() - started)
+            expected_s = times[-1] if times else _predicted(measurement.points, tokens)
+            if expected_s > left_s:
+                break
+            times.append(await sample(tokens))
+            measurement.samples += 1
+            on_sample(tokens, len(lengths))
+        if not times:
+            left_out = ", ".join(str(length) for length in lengths[position:])
+            measurement.notes.append(
+                f"the time budget of {budget_s:.0f} s left out these lengths: {left_out}"
+            )
+            break
+        measurement.points.append((tokens, statistics.median(times)))
+    if cached:
+        measurement.notes.append(f"{cached} prompt tokens came from a cache; the times are too low")
+    return measurement
+
+
+def _predicted(points: list[tuple[int, float]], tokens: int) -> float:
+    """Seconds ``tokens`` tokens will take, from the shorter lengths; 0.0 where nothing is known."""
+    if not points:
+        return 0.0
+    longest, seconds = points[-1]
+    # A quadratic through few points may promise too little; proportionality never promises too much.
+    return max(PrefillCurve.fit(points).seconds(tokens), seconds * tokens / longest)
+
+
+__all__ = ["PrefillMeasurement", "RequestError", "lengths_up_to", "measure_prefill"]
