@@ -1,0 +1,184 @@
+"""Random life against the real block pool: after every operation each block is in exactly one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+BLOCKS = 40
+BLOCK_SIZE = 16
+PROGRAMS = st.sampled_from([f"P{n}" for n in range(6)])
+POLICIES = ("continuum", "static-ttl", "program-fcfs")
+
+
+class EngineLife(RuleBasedStateMachine):
+    """Programs come, run, use tools, return, end, vanish; the pool must always add up."""
+
+    policy: str = "static-ttl"
+    eviction: str = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+
+        self.now = 1000.0
+        self.requests = 0
+        self.sequence = 0
+        self.contexts: dict[str, list[int]] = {}
+        self.engine = BareEngine(
+            BareEngineOptions(
+                blocks=BLOCKS + 1,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=4,
+                max_num_batched_tokens=128,
+                max_model_len=512,
+                sojourn={"policy": self.policy, "strict": True, "lease_budget_fraction": 1.0},
+            ),
+            lambda: self.now,
+        )
+        if self.eviction == "latest-program":
+            from sojourn_server.policy.eviction import LatestProgramsBlocks
+
+            adapter = self.engine.scheduler.sojourn
+            object.__setattr__(adapter.steward.preset, "eviction", LatestProgramsBlocks())
+            adapter._queue._score = adapter._owner_score
+
+    def _event(self, **fields: Any) -> None:
+        self.sequence += 1
+        self.engine.tell({"seq": self.sequence, **fields})
+
+    @rule(program=PROGRAMS, new=st.integers(1, 120), output=st.integers(1, 20), shared=st.booleans())
+    def turn(self, program: str, new: int, output: int, shared: bool) -> None:
+        start = list(range(48)) if shared else []
+        context = self.contexts.get(program, start)
+        if len(context) + new + output > 500:
+            context = start
+        prompt = [*context, *(self.requests * 131 + n for n in range(new))]
+        self.requests += 1
+        self.contexts[program] = prompt
+        self.engine.add(f"r{self.requests}", prompt, max_tokens=output, program_id=program)
+
+    @rule(tokens=st.integers(1, 200))
+    def stranger(self, tokens: int) -> None:
+        self.requests += 1
+        self.engine.add(f"r{self.requests}", range(self.requests * 7, self.requests * 7 + tokens), max_tokens=3)
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.now += 0.05
+            self.engine.step()
+
+    @rule(program=PROGRAMS)
+    def tool_start(self, program: str) -> None:
+        self._event(type="tool_start", program_id=program, call_id="c", tool="bash")
+
+    @rule(program=PROGRAMS, duration=st.floats(0, 100))
+    def tool_stop(self, program: str, duration: float) -> None:
+        self._event(type="tool_stop", program_id=program, call_id="c", duration_s=duration)
+
+    @rule(program=PROGRAMS)
+    def heartbeat(self, program: str) -> None:
+        self._event(type="heartbeat", program_id=program)
+
+    @rule(program=PROGRAMS)
+    def program_end(self, program: str) -> None:
+        self._event(type="program_end", program_id=program)
+        self.contexts.pop(program, None)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 11.0, 40.0, 4000.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.engine.ask("stats")
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
+
+    @precondition(lambda self: not self.engine.scheduler.requests)
+    @rule()
+    def reset(self) -> None:
+        assert self.engine.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        scheduler = self.engine.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        adapter = scheduler.sojourn
+        queue = pool.free_block_queue
+        free = [block.block_id for block in queue.get_all_free_blocks()]
+        assert len(free) == len(set(free)) == queue.num_free_blocks
+        users: Counter[int] = Counter()
+        for request in scheduler.requests.values():
+            for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks:
+                users.update(block.block_id for block in group if not block.is_null)
+        for held in adapter._held._held.values():
+            users.update(block.block_id for block in held)
+        for block in pool.blocks[1:]:
+            assert block.ref_cnt == users[block.block_id]
+            assert (block.ref_cnt == 0) == (block.block_id in set(free))
+
+    @invariant()
+    def leases_and_held_blocks_agree(self) -> None:
+        adapter = self.engine.scheduler.sojourn
+        leases = {lease.program_id: lease.blocks for lease in adapter.steward.leases}
+        held = {program_id: len(blocks) for program_id, blocks in adapter._held._held.items()}
+        assert leases == held
+        assert adapter.steward.leases.blocks == sum(held.values()) <= BLOCKS
+
+    @invariant()
+    def owners_are_known_programs_of_cached_blocks(self) -> None:
+        adapter = self.engine.scheduler.sojourn
+        queue = adapter._queue
+        for block_id, owner in queue._owner.items():
+            for program_id in (owner,) if isinstance(owner, str) else owner:
+                assert block_id in queue._owned[program_id]
+        for program_id, owned in queue._owned.items():
+            for block_id in owned:
+                assert program_id in queue.owners(block_id)
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.engine.scheduler.has_unfinished_requests():
+                break
+            self.now += 0.05
+            self.engine.step()
+        assert not self.engine.scheduler.has_unfinished_requests(), "somebody starves"
+        for number in range(6):
+            self.program_end(f"P{number}")
+        self.now += 5000.0
+        stats = self.engine.ask("stats")
+        assert stats["leases"]["count"] == 0
+        assert self.engine.pool.get_num_free_blocks() == BLOCKS
+        assert self.engine.scheduler.sojourn.steward.tickets == {}
+        totals = stats["ledger"]
+        assert totals["prompt_tokens"] == (
+            totals["device_tokens"]
+            + totals["new_tokens"]
+            + totals["tail_tokens"]
+            + sum(totals["lost_tokens"].values())
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("eviction", ["lru", "latest-program"])
+def test_the_pool_always_adds_up(policy, eviction):
+    machine = type("EngineLife", (EngineLife,), {"policy": policy, "eviction": eviction})
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
