@@ -202,7 +202,13 @@ class Replay:
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
         answer = await self._client.complete(
-            self._served.name, prompt, plan.output_tokens, body=body, headers=headers
+            self._served.name,
+            prompt,
+            plan.output_tokens,
+            body=body,
+            headers=headers,
+            # Forced outputs are known; the first turn shows whether the server obeys.
+            want_ids=forced is None or index == 0,
         )
         if answer.output_ids is not None:
             builder.answered(answer.output_ids)
