@@ -82,6 +82,9 @@ TERMINAL_BENCH = {
         ("<think>g(b=2)?</think>\n\nf(a=1)", ["f"]),
         ('bash(command="sleep 3; (echo done)")', ["bash:sleep"]),
         ("Let me see.\n\n```bash\npytest -q\n```\n", ["bash:pytest"]),
+        ("```bash\nls\n```<|im_end|>", ["bash:ls"]),
+        ("```bash\nls\n```\n</s></s>\n", ["bash:ls"]),
+        ("f(a=1)<|eot_id|>", ["f"]),
         ("THOUGHT: go\n\n```mswea_bash_command\ncd /testbed && git diff\n```", ["bash:git"]),
         ("Unlike\n```bash\nrm x\n```\nI do\n```mswea_bash_command\nls\n```\n", ["bash:ls"]),
         (json.dumps(TERMINAL_BENCH), ["bash:vim", "bash:pytest"]),
@@ -188,6 +191,8 @@ HOSTILE = [
     "```bash\n" + '"\\' * 400_000 + "\n```",
     "a" * 1_000_000 + "()",
     "\x00\ud800" * 1000,
+    "<|a|>" * 200_000,
+    "</s>" * 250_000,
 ]
 
 

@@ -63,7 +63,7 @@ class ToolCall:
 def parse_tool_calls(text: str) -> tuple[ToolCall, ...]:
     """The tool calls in a model's output, in order; empty where there is none or it is ambiguous."""
     text = text[-MAX_TEXT_CHARS:]
-    text = text.rpartition("</think>")[2]
+    text = _without_end_marks(text.rpartition("</think>")[2])
     prose, blocks = _set_fences_aside(text)
     values = list(_json_values(prose))
     for calls in (
@@ -78,6 +78,24 @@ def parse_tool_calls(text: str) -> tuple[ToolCall, ...]:
             return tuple(calls[:MAX_CALLS])
     # Like mini-swe-agent: two blocks would be two different actions, so neither counts.
     return (ToolCall("bash", main_head(blocks[0])),) if len(blocks) == 1 else ()
+
+
+_END_MARKS = ("</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>")
+_MAX_MARK_CHARS = 32
+_MAX_MARKS = 8
+
+
+def _without_end_marks(text: str) -> str:
+    """``text`` without the special tokens an output ends with where it was decoded with them."""
+    for _ in range(_MAX_MARKS):
+        text = text.rstrip()
+        if text.endswith(_END_MARKS):
+            text = text[: text.rindex("<")]
+        elif text.endswith("|>") and (start := text.rfind("<|", -_MAX_MARK_CHARS)) >= 0:
+            text = text[:start]
+        else:
+            break
+    return text
 
 
 # --- fenced shell blocks ------------------------------------------------------------------------
