@@ -35,9 +35,7 @@ def dry_run(*args) -> list[str]:
 
 def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
     options = ["--sojourn-option", "n=3", "--sojourn-option", "s=x"]
-    parts = dry_run(
-        "tiny", "--port", "8123", "-tp", "2", "--sojourn-option", "n=3", "--sojourn-option", "s=x"
-    )
+    parts = dry_run("tiny", "--port", "8123", "-tp", "2", *options)
     assert parts[parts.index("--port") :][:4] == ["--port", "8123", "-tp", "2"]
     assert '{"sojourn": {"n": 3, "s": "x", "policy": "continuum"}}' in parts
     assert str(tmp_path / "cache" / "tiny-1") in parts

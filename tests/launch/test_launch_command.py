@@ -64,7 +64,7 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
         "history_file": "/h",
         "profile_file": "/p",
         "lease_budget_fraction": 0.5,
-        "max_ttl_s": 60.0,
+        "max_hinted_ttl_s": 60.0,
         "max_programs": 9,
     }
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_merged_is_refused(args, said):
 @pytest.mark.parametrize(
     "options",
     [
-        {"lease_budget_fraction": 0.0},
+        {"lease_budget_fraction": -0.1},
         {"lease_budget_fraction": 1.1},
         {"max_ttl_s": -1.0},
         {"max_ttl_s": float("inf")},

@@ -1,7 +1,316 @@
-"""``sojourn doctor``: not written yet."""
+"""``sojourn doctor``: what is installed, what a server answers, and what to do about each fault."""
 
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from typing import Any
+
+import httpx
 import typer
+
+from .console import console, write_json
+
+_TIMEOUT_S = 20.0
+_IMPORT_TIMEOUT_S = 120.0
+_ENTRY_POINTS = (("vllm.general_plugins", "sojourn"), ("vllm.endpoint_plugins", "sojourn"))
+_COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. ``ok`` is ``None`` where nothing is wrong and nothing is proven."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    next_step: str = ""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
+    app.command("doctor", help="Check this environment and, with --url, a running server.")(doctor)
+
+
+def doctor(
+    url: str | None = typer.Option(None, help="A server to check, for example http://127.0.0.1:8000"),
+    api_key: str | None = typer.Option(None, envvar="VLLM_API_KEY", help="The server's API key"),
+    json_output: str | None = typer.Option(None, "--json", help="Write the report to this file; - is stdout"),
+) -> None:
+    """Report; exit 0 where nothing is wrong, 1 otherwise. With --url one token is generated."""
+    checks: list[Check] = []
+    for check in _all(url, api_key):
+        checks.append(check)
+        _print(check)
+    failed = [check for check in checks if check.ok is False]
+    if url is None:
+        console.print("[dim]no server was checked; pass --url to check one[/]")
+    console.print(f"[bold red]{len(failed)} to fix[/]" if failed else "[bold green]nothing to fix[/]")
+    if json_output is not None:
+        write_json({"ok": not failed, "checks": [asdict(check) for check in checks]}, json_output)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _all(url: str | None, api_key: str | None) -> Iterator[Check]:
+    yield from environment_checks()
+    if url is not None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        base = url.rstrip("/").removesuffix("/v1")
+        try:
+            client = httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S)
+        except (httpx.InvalidURL, ValueError) as error:
+            yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
+            return
+        with client:
+            yield from server_checks(client)
+
+
+def _print(check: Check) -> None:
+    mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[dim]–[/]"}[check.ok]
+    console.print(mark, end=" ")
+    console.print(f"{check.name}: {check.detail}", highlight=False, markup=False, soft_wrap=True)
+    if check.next_step:
+        console.print(f"    next: {check.next_step}", highlight=False, markup=False, soft_wrap=True)
+
+
+# --- this environment ---------------------------------------------------------------------------
+
+
+def environment_checks() -> Iterator[Check]:
+    """What is installed here, one check at a time."""
+    yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
+    version = _version("sojourn")
+    yield Check(
+        "sojourn",
+        version is not None,
+        version or "not installed as a distribution, so vLLM cannot find the plugin",
+        "" if version else "pip install -e . in the repository",
+    )
+    yield from _engine_checks()
+    for name in _COMPANIONS:
+        version = _version(name)
+        yield Check(name, True if version else None, version or "not installed; only some commands need it")
+    for group, name in _ENTRY_POINTS:
+        found = [entry for entry in metadata.entry_points(group=group) if entry.name == name]
+        yield Check(
+            f"entry point {group}",
+            bool(found),
+            found[0].value if found else "not visible to this interpreter",
+            "" if found else "install sojourn into the environment that runs vLLM: pip install -e .",
+        )
+    yield from _model_checks()
+
+
+def _engine_checks() -> Iterator[Check]:
+    from sojourn_server.launch.versions import TESTED_VLLM, installed_vllm, is_cpu_build, is_tested
+
+    tested = ", ".join(TESTED_VLLM)
+    version = installed_vllm()
+    if version is None:
+        yield Check(
+            "vllm",
+            None,
+            "not installed; only serve, demo and the engine tests need it",
+            "to serve from here: make setup, or pip install 'sojourn[vllm]' on a CUDA machine",
+        )
+        return
+    build = "CPU build" if is_cpu_build() else "not a CPU build"
+    if is_tested(version):
+        yield Check("vllm", True, f"{version}, {build}, tested with this sojourn")
+    else:
+        yield Check(
+            "vllm",
+            False,
+            f"{version}, {build}; tested with this sojourn: {tested}",
+            "install a tested release, or serve with --policy stock",
+        )
+    error = _import_error("from transformers import LlamaConfig")
+    yield Check(
+        "engine imports",
+        error is None,
+        error or "transformers loads its models",
+        ""
+        if error is None
+        else "run make setup again; a torchvision built for another torch is the usual "
+        "cause, and text models do not need it: pip uninstall torchvision",
+    )
+
+
+def _model_checks() -> Iterator[Check]:
+    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, model_directory
+    from sojourn_server.models.gguf_source import find_gguf
+
+    for name in LOCAL_MODELS:
+        if is_cached(name):
+            yield Check(f"model {name}", True, f"made, in {model_directory(name)}")
+            continue
+        try:
+            find_gguf()
+        except ModelError as error:
+            yield Check(f"model {name}", None, f"cannot be made: {error.message}", error.next_step)
+        else:
+            yield Check(f"model {name}", True, "will be made on first use")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(statement: str) -> str | None:
+    """The last line of what importing says, in a process of its own: an import can take it down."""
+    if util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", statement], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing took more than {_IMPORT_TIMEOUT_S:.0f} s"
+    if run.returncode == 0:
+        return None
+    lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+    return lines[-1]
+
+
+# --- a running server ---------------------------------------------------------------------------
+
+
+def server_checks(client: httpx.Client) -> Iterator[Check]:
+    """What the server behind ``client`` answers; stops where nothing further can be asked."""
+    base = str(client.base_url).rstrip("/")
+    health = _get(client, "/health")
+    if isinstance(health, str):
+        yield Check("server", False, f"{base} does not answer: {health}", "start one: sojourn serve tiny")
+        return
+    if health.status_code != 200:
+        yield Check(
+            "server",
+            False,
+            f"{base}/health answers {health.status_code}",
+            "wait until it has loaded; look into its log where that does not help",
+        )
+        return
+    yield Check("server", True, f"{base} is up")
+
+    models = _get(client, "/v1/models")
+    served = _model_ids(models)
+    if not isinstance(models, str) and models.status_code in (401, 403):
+        yield _key_check(client)
+        return
+    if not served:
+        yield Check("models", False, f"/v1/models: {_said(models)}", "is this an OpenAI-compatible server?")
+        return
+    with_key = "Authorization" in client.headers
+    yield Check("API key", True, "accepted, or none needed" if with_key else "none needed")
+    yield Check("models", True, ", ".join(served))
+    yield from _plugin_checks(client)
+    yield _cached_tokens_check(client, served[0])
+
+
+def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
+    from sojourn.wire import CAPABILITIES_PATH, EVENTS_PATH, WIRE_VERSION, EventBatch, decode_outcomes, encode
+
+    answer = _get(client, CAPABILITIES_PATH)
+    if isinstance(answer, str) or answer.status_code != 200:
+        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_said(answer)}", _plugin_advice(answer))
+        return
+    document = _json(answer)
+    wires = document.get("wire", [])
+    understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
+    yield Check(
+        "plugin",
+        understood,
+        f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
+        "" if understood else f"this client speaks wire {WIRE_VERSION}; use one release on both ends",
+    )
+    try:
+        answer = client.post(
+            EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
+        )
+        answer.raise_for_status()
+        decode_outcomes(answer.content)
+    except httpx.HTTPStatusError as error:
+        yield Check("events", False, _said(error.response), "look into the server's log")
+    except (httpx.HTTPError, ValueError) as error:
+        yield Check("events", False, f"{type(error).__name__}: {error}", "look into the server's log")
+    else:
+        yield Check("events", True, "accepted")
+
+
+def _plugin_advice(answer: httpx.Response | str) -> str:
+    if not isinstance(answer, str):
+        if answer.status_code == 404:
+            return "it is not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
+        if answer.status_code in (401, 403):
+            return "the plugin wants the server's API key; pass --api-key"
+        advice = _json(answer).get("error", {})
+        if isinstance(advice, dict) and advice.get("next"):
+            return str(advice["next"])
+    return "look into the server's log"
+
+
+def _key_check(client: httpx.Client) -> Check:
+    if "Authorization" in client.headers:
+        return Check(
+            "API key",
+            False,
+            "not the one the server was started with",
+            "compare it with the server's --api-key",
+        )
+    return Check("API key", False, "the server wants one", "pass --api-key, or set VLLM_API_KEY")
+
+
+def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
+    try:
+        answer = client.post("/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 1})
+    except httpx.HTTPError as error:
+        return Check(
+            "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"
+        )
+    if answer.status_code != 200:
+        return Check("cached tokens", None, f"/v1/completions: {_said(answer)}")
+    details = (_json(answer).get("usage") or {}).get("prompt_tokens_details")
+    if isinstance(details, dict) and details.get("cached_tokens") is not None:
+        return Check("cached tokens", True, "reported with each answer")
+    return Check(
+        "cached tokens", False, "not reported", "start the server with --enable-prompt-tokens-details"
+    )
+
+
+def _get(client: httpx.Client, path: str) -> httpx.Response | str:
+    try:
+        return client.get(path)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        document = answer.json()
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _model_ids(answer: httpx.Response | str) -> list[str]:
+    if isinstance(answer, str) or answer.status_code != 200:
+        return []
+    entries = _json(answer).get("data")
+    if not isinstance(entries, list):
+        return []
+    return [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]
+
+
+def _said(answer: httpx.Response | str) -> str:
+    if isinstance(answer, str):
+        return answer
+    error = _json(answer).get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"{answer.status_code} {message or answer.reason_phrase}"

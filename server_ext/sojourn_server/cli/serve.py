@@ -33,8 +33,8 @@ def serve(
     policy_file: Path | None = typer.Option(None, help="A TOML preset in place of a named policy"),
     sojourn_history: Path | None = typer.Option(None, help="File to load and keep tool histories in"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
-    sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, (0, 1]"),
-    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease, seconds"),
+    sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
+    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease a hint may ask for, seconds"),
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:

@@ -61,8 +61,9 @@ class ServeOptions:
     history_file: str | None = None
     profile_file: str | None = None
     lease_budget_fraction: float | None = None
-    """Share of the KV cache that leases may hold, in (0, 1]."""
+    """Share of the KV cache that leases may hold, 0 to 1."""
     max_ttl_s: float | None = None
+    """The longest lease a client's hint may ask for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``additional_config.sojourn``."""
     chat_template: str | None = None
@@ -218,8 +219,8 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise BadOption(f"--additional-config: {PLUGIN} is a {type(given).__name__}; expected an object")
     budget, max_ttl_s = options.lease_budget_fraction, options.max_ttl_s
-    if budget is not None and not 0 < budget <= 1:
-        raise BadOption(f"--sojourn-lease-budget is {budget}; expected a share of the KV cache in (0, 1]")
+    if budget is not None and not 0 <= budget <= 1:
+        raise BadOption(f"--sojourn-lease-budget is {budget}; expected a share of the KV cache, 0 to 1")
     if max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"):
         raise BadOption(f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0")
     own = {
@@ -228,7 +229,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
         "history_file": options.history_file,
         "profile_file": options.profile_file,
         "lease_budget_fraction": budget,
-        "max_ttl_s": max_ttl_s,
+        "max_hinted_ttl_s": max_ttl_s,
     }
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
 

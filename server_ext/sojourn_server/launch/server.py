@@ -169,6 +169,9 @@ class EngineServer:
         with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
             while True:
                 elapsed_s = time.monotonic() - start
+                if self._progress is not None and elapsed_s >= next_report:
+                    next_report = elapsed_s + 1.0
+                    self._progress(elapsed_s, self._last_line())
                 code = self._process.poll()
                 if code is not None:
                     raise ServerFailed(
@@ -180,9 +183,6 @@ class EngineServer:
                     raise ServerFailed(
                         f"the server was not ready after {self._ready_timeout_s:.0f} s:\n{self.log_tail()}"
                     )
-                if self._progress is not None and elapsed_s >= next_report:
-                    next_report = elapsed_s + 1.0
-                    self._progress(elapsed_s, self._last_line())
                 time.sleep(_POLL_S)
 
     def _answers(self, client: httpx.Client) -> bool:

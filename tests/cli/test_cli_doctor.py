@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from sojourn.wire import WIRE_VERSION
+from sojourn_server.cli import build_app, doctor
+from sojourn_server.launch import versions
+from typer.testing import CliRunner
+
+CAPABILITIES = {"version": "0.1.0", "policy": "continuum", "wire": [WIRE_VERSION]}
+
+
+class Server:
+    """A server as far as the doctor looks; ``answers`` maps a path to a status and a document."""
+
+    def __init__(self, **changes) -> None:
+        self.key = changes.pop("key", None)
+        self.answers = {
+            "/health": (200, {}),
+            "/v1/models": (200, {"data": [{"id": "tiny"}]}),
+            "/sojourn/v1/capabilities": (200, CAPABILITIES),
+            "/sojourn/v1/events": (200, {"v": WIRE_VERSION, "outcomes": []}),
+            "/v1/completions": (200, {"usage": {"prompt_tokens_details": {"cached_tokens": 0}}}),
+            **{path.replace("__", "/"): answer for path, answer in changes.items()},
+        }
+        self.asked: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        if request.url.path != "/health" and self.key and request.headers.get("Authorization") != self.key:
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        status, document = self.answers[request.url.path]
+        return httpx.Response(status, json=document)
+
+    def examine(self, **headers) -> dict[str, doctor.Check]:
+        transport = httpx.MockTransport(self)
+        with httpx.Client(base_url="http://server", transport=transport, headers=headers) as client:
+            return {check.name: check for check in doctor.server_checks(client)}
+
+
+def test_a_healthy_server_has_nothing_to_fix():
+    server = Server()
+    checks = server.examine()
+    assert {name: check.ok for name, check in checks.items()} == dict.fromkeys(
+        ["server", "API key", "models", "plugin", "events", "cached tokens"], True
+    )
+    assert "continuum" in checks["plugin"].detail
+    batch = next(r for r in server.asked if r.url.path == "/sojourn/v1/events")
+    assert json.loads(batch.content)["events"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "said", "advice"),
+    [
+        ({"__health": (503, {})}, "server", "503", "wait"),
+        ({"__v1__models": (404, {})}, "models", "404", "OpenAI"),
+        ({"__sojourn__v1__capabilities": (404, {})}, "plugin", "404", "VLLM_PLUGINS=sojourn"),
+        ({"__sojourn__v1__capabilities": (200, {"wire": [99]})}, "plugin", "99", "one release"),
+        (
+            {
+                "__sojourn__v1__capabilities": (
+                    501,
+                    {"error": {"message": "stock", "next": "serve with a policy"}},
+                )
+            },
+            "plugin",
+            "stock",
+            "serve with a policy",
+        ),
+        ({"__sojourn__v1__events": (500, {"error": {"message": "boom"}})}, "events", "boom", "log"),
+        ({"__sojourn__v1__events": (200, {"odd": 1, "outcomes": 3})}, "events", "", "log"),
+        (
+            {"__v1__completions": (200, {"usage": {"prompt_tokens_details": None}})},
+            "cached tokens",
+            "not reported",
+            "--enable-prompt-tokens-details",
+        ),
+    ],
+)
+def test_each_fault_is_named_with_what_to_do(changes, name, said, advice):
+    check = Server(**changes).examine()[name]
+    assert check.ok is False
+    assert said in check.detail
+    assert advice in check.next_step
+
+
+def test_a_missing_and_a_wrong_key_are_told_apart():
+    server = Server(key="Bearer right")
+    assert "pass --api-key" in server.examine()["API key"].next_step
+    wrong = server.examine(Authorization="Bearer wrong")["API key"]
+    assert wrong.ok is False
+    assert "not the one" in wrong.detail
+    assert server.examine(Authorization="Bearer right")["API key"].ok is True
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    def refuse(request):
+        raise httpx.ConnectError("refused")
+
+    with httpx.Client(base_url="http://server", transport=httpx.MockTransport(refuse)) as client:
+        (check,) = doctor.server_checks(client)
+    assert check.ok is False
+    assert "sojourn serve" in check.next_step
+
+
+def environment(monkeypatch, version, import_error=None) -> dict[str, doctor.Check]:
+    monkeypatch.setattr(versions, "installed_vllm", lambda: version)
+    monkeypatch.setattr(doctor, "_import_error", lambda statement: import_error)
+    return {check.name: check for check in doctor.environment_checks()}
+
+
+def test_the_environment(monkeypatch):
+    checks = environment(monkeypatch, versions.TESTED_VLLM[-1])
+    assert checks["vllm"].ok is True
+    assert checks["entry point vllm.general_plugins"].ok is True
+    assert checks["sojourn"].ok is True
+
+
+def test_an_untested_engine_and_a_broken_one(monkeypatch):
+    checks = environment(monkeypatch, "9.9.9", "RuntimeError: operator torchvision::nms does not exist")
+    assert checks["vllm"].ok is False
+    assert versions.TESTED_VLLM[-1] in checks["vllm"].detail
+    assert checks["engine imports"].ok is False
+    assert "torchvision" in checks["engine imports"].next_step
+
+
+def test_no_engine_is_not_a_fault(monkeypatch):
+    checks = environment(monkeypatch, None)
+    assert checks["vllm"].ok is None
+    assert "engine imports" not in checks
+
+
+def test_import_errors_are_the_last_line():
+    assert doctor._import_error("pass") is None
+    assert doctor._import_error("raise ValueError('x\\nlast')") == "last"
+
+
+def invoke(monkeypatch, checks, *args):
+    monkeypatch.setattr(doctor, "environment_checks", lambda: iter(checks))
+    return CliRunner().invoke(build_app(), ["doctor", *args])
+
+
+def test_the_exit_code_and_the_json(monkeypatch):
+    fine, bad = doctor.Check("a", True, "ok"), doctor.Check("b", False, "broken [x]", "mend it")
+    result = invoke(monkeypatch, [fine, doctor.Check("c", None, "absent")], "--json", "-")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["ok"] is True
+    result = invoke(monkeypatch, [fine, bad], "--json", "-")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["checks"][1]["next_step"] == "mend it"
+    assert "broken [x]" in result.stderr
+    assert "mend it" in result.stderr
+
+
+def test_a_url_that_is_none(monkeypatch):
+    assert invoke(monkeypatch, [], "--url", "http://[").exit_code == 1
