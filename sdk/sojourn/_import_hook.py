@@ -71,7 +71,8 @@ class _Loader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        then = _waiting.pop(self._package, None)
+        then = _waiting.get(self._package)
+        forget(self._package)
         if then is not None:
             then()
 

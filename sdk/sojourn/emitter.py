@@ -146,7 +146,7 @@ class Emitter:
             while queue and len(taken) < max_events:
                 try:
                     used += len(queue[0].encode(now)) + 1
-                except WireError:
+                except Exception:
                     queue.popleft()
                     self._size -= 1
                     self.counters.add("encode_error")
@@ -297,7 +297,7 @@ class Emitter:
         for pending in batch:
             try:
                 raw = pending.encode(now)
-            except WireError:
+            except Exception:  # one event that cannot be said must not spoil the others
                 self.counters.add("encode_error")
                 continue
             used += len(raw) + 1

@@ -207,7 +207,8 @@ def _add(client: Any, options: Any) -> None:
         if theirs:
             options.extra_json = theirs
         known = dict(options.headers) if isinstance(options.headers, dict) else {}
-        taken = {name.lower() for name in known}
+        always = getattr(client, "_custom_headers", None) or {}
+        taken = {name.lower() for name in (*known, *always)}
         options.headers = {**{k: v for k, v in headers.items() if k.lower() not in taken}, **known}
     except Exception:
         session.counters.add("inject_error")

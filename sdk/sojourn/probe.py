@@ -18,8 +18,9 @@ _STOCK = frozenset({404, 405, 501})
 class _Capabilities(msgspec.Struct):
     """The part of the answer that this client needs; servers may say more."""
 
-    v: int
-    """The wire version spoken."""
+    name: str
+    wire: list[int]
+    """Wire versions spoken."""
 
 
 _decoder = msgspec.json.Decoder(_Capabilities)
@@ -51,16 +52,24 @@ def probe(transport: Transport, *, timeout_s: float) -> str | None:
         return None
     if answer.status in _STOCK:
         return "vllm"
+    if answer.status in (401, 403):
+        logger.warning(
+            "the server wants a key (%d): init(url, api_key=...) or SOJOURN_API_KEY; headers only until then",
+            answer.status,
+        )
+        return None
     if answer.status != 200:
         logger.warning(
             "the server answered %d when asked what it speaks; sending headers only", answer.status
         )
         return None
     try:
-        version = _decoder.decode(answer.body).v
-    except (msgspec.DecodeError, RecursionError):
+        told = _decoder.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "vllm"  # a server that answers 200 to anything
-    if version != WIRE_VERSION:
-        logger.warning("the server speaks wire version %d, this SDK %d; headers only", version, WIRE_VERSION)
+    if told.name != "sojourn":
+        return "vllm"
+    if WIRE_VERSION not in told.wire:
+        logger.warning("the server speaks wire %s, this SDK %d; headers only", told.wire, WIRE_VERSION)
         return "vllm"
     return "sojourn"

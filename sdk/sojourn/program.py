@@ -141,17 +141,18 @@ class ProgramScope:
     """What ``program()`` returns: a block that runs as a program, or a decorator that makes every call
     one."""
 
-    __slots__ = ("_make", "_program", "_token")
+    __slots__ = ("_program", "_token", "make")
 
     def __init__(self, make: Callable[[], Program]) -> None:
-        self._make = make
+        self.make = make
+        """A program for the next run, not started yet: for adapters that cannot use ``with``."""
         self._program: Program | None = None
         self._token: Token[Place] | None = None
 
     def __enter__(self) -> Program:
         if self._program is not None:
             raise ArgumentError("this program is already running; call program() once for each run")
-        program = self._program = self._make().start()
+        program = self._program = self.make().start()
         # Steps and tool calls around a child belong to its parent.
         self._token = place.set(Place(program))
         return program
@@ -177,7 +178,7 @@ class ProgramScope:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         from .wrapping import scoped
 
-        make = self._make
+        make = self.make
 
         def fresh() -> ProgramScope:
             return ProgramScope(make)

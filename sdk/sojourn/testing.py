@@ -52,7 +52,8 @@ class LlmRequest(NamedTuple):
     @property
     def context(self) -> AgenticContext | None:
         """The ``agentic_context``, decoded; ``None`` where there is none. Raises ``WireError``."""
-        text = (self.body.get("vllm_xargs") or {}).get("agentic_context")
+        xargs = self.body.get("vllm_xargs")
+        text = xargs.get("agentic_context") if isinstance(xargs, dict) else None
         return None if text is None else decode_context(text)
 
     @property
@@ -169,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.probe_delay_s:
             fake._released.wait(fake.probe_delay_s)
         if self.path == CAPABILITIES_PATH and fake.sojourn:
-            self._json(200, {"v": WIRE_VERSION})
+            self._json(200, {"name": "sojourn", "wire": [WIRE_VERSION]})
         else:
             self._json(404, {"detail": "Not Found"})
 

@@ -1,0 +1,66 @@
+"""A fake server, a session that talks to it, and Python processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+import pytest
+import sojourn
+from hypothesis import settings
+from sojourn.context import NOWHERE, place
+from sojourn.testing import FakeServer
+
+# A busy machine is no finding: examples are bounded by number, not by time.
+settings.register_profile("sojourn", deadline=None)
+settings.load_profile("sojourn")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts and ends without a session, a patch or a program."""
+    for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
+        monkeypatch.delenv(name)
+    assert place.get() is NOWHERE
+    yield
+    sojourn.shutdown()
+    assert place.get() is NOWHERE
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+@pytest.fixture
+def online(server: FakeServer) -> FakeServer:
+    """A session with a sojourn server."""
+    sojourn.init(server.url)
+    assert sojourn.stats().dialect == "sojourn"
+    return server
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a fresh interpreter and return its result."""
+
+    def run(
+        code: str, env: dict[str, str] | None = None, timeout_s: float = 60, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
+            env={**clean, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if check and result.returncode:
+            raise AssertionError(f"exit code {result.returncode}:\n{result.stdout}\n{result.stderr}")
+        return result
+
+    return run

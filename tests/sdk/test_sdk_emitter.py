@@ -1,0 +1,381 @@
+"""The sender under every kind of server, and the agent that must not notice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+import sojourn
+from sojourn.emitter import Emitter
+from sojourn.events import Heartbeat, ProgramStart, ToolStart
+from sojourn.stats import Counters
+from sojourn.testing import FakeServer, refusing_url
+from sojourn.transport import Answer, HttpTransport
+from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, decode_batch, decode_event, encode
+
+
+class Source:
+    """Stands for a program."""
+
+    def __init__(self, id="p"):
+        self.id = id
+        self._seq = itertools.count()
+
+    def next_seq(self):
+        return next(self._seq)
+
+
+class Script:
+    """A transport that answers from a list, then 200; ``hold`` keeps the sender inside a send."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.bodies = []
+        self.times = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.entered = threading.Event()
+
+    def post(self, path, body):
+        self.times.append(time.monotonic())
+        self.bodies.append(body)
+        self.entered.set()
+        self.hold.wait(30)
+        answer = self.answers.pop(0) if self.answers else 200
+        if isinstance(answer, Exception):
+            raise answer
+        return Answer(answer, encode(OutcomeBatch()))
+
+    def get(self, path, timeout_s):
+        raise OSError
+
+    def after_fork(self):
+        pass
+
+    def close(self):
+        pass
+
+    def events(self):
+        return [decode_event(raw) for body in self.bodies for raw in decode_batch(body).events]
+
+
+@pytest.fixture
+def emitters():
+    made = []
+
+    def make(transport, **settings):
+        emitter = Emitter(transport, Counters(), **settings)
+        made.append(emitter)
+        return emitter
+
+    yield make
+    for emitter in made:
+        emitter.close(0.1)
+
+
+def fill(emitter, source, count):
+    longest_s = 0.0
+    for n in range(count):
+        before = time.perf_counter()
+        emitter.put(source, ToolStart, call_id=f"c{n}", tool="bash")
+        longest_s = max(longest_s, time.perf_counter() - before)
+    return longest_s
+
+
+def test_events_arrive_in_order_with_their_age(emitters):
+    script = Script()
+    emitter = emitters(script)
+    source = Source()
+    fill(emitter, source, 600)
+    assert emitter.flush(5)
+    events = script.events()
+    assert [e.seq for e in events] == list(range(600))
+    assert all(0 <= e.age_s < 5 for e in events)
+    assert max(len(decode_batch(body).events) for body in script.bodies) <= 256
+    assert {decode_batch(body).emitter for body in script.bodies} == {emitter.id}
+
+
+def test_age_is_taken_when_sending(emitters):
+    now = [100.0]
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script, clock=lambda: now[0])
+    source = Source()
+    emitter.put(source, Heartbeat)
+    assert script.entered.wait(5)
+    emitter.put(source, Heartbeat)
+    now[0] += 7.5
+    script.hold.set()
+    assert emitter.flush(5)
+    assert [e.age_s for e in script.events()] == [0.0, 7.5]
+
+
+@pytest.mark.parametrize("sink", ["refuse", "500", "404", "hang", "ok"])
+def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
+    with FakeServer() as server:
+        url = refusing_url() if sink == "refuse" else server.url
+        server.mode = "ok" if sink == "refuse" else sink
+        emitter = emitters(HttpTransport(url, api_key=None, timeout_s=0.3), queue_events=500)
+        started = time.perf_counter()
+        fill(emitter, Source(), 2000)
+        took_s = time.perf_counter() - started
+        assert took_s < 1.0, (
+            f"2000 puts took {took_s:.2f} s"
+        )  # ~10 ms; a single wait for the sink would be 300
+        emitter.flush(0.5)
+        counters = emitter.counters
+        accounted = sum(
+            counters[name] for name in ("events_sent", "dropped_full", "dropped_send", "dropped_unsupported")
+        )
+        assert accounted + emitter.pending == 2000
+        expected = {
+            "refuse": "net_ConnectError",
+            "500": "http_500",
+            "404": "http_404",
+            "hang": "dropped_full",
+            "ok": "events_sent",
+        }
+        assert counters[expected[sink]] > 0, counters.snapshot()
+
+
+def test_a_full_queue_drops_the_newest_and_says_so(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script, queue_events=10, batch_events=4)
+    source = Source()
+    assert emitter.put(source, Heartbeat)
+    assert script.entered.wait(5)  # the sender is now stuck with the first
+    results = [emitter.put(source, Heartbeat) for _ in range(15)]
+    assert results == [True] * 10 + [False] * 5
+    assert emitter.counters["dropped_full"] == 5
+    script.hold.set()
+    assert emitter.flush(5)
+    assert [e.seq for e in script.events()] == list(range(11))
+    assert decode_batch(script.bodies[-1]).dropped == 5
+
+
+def test_a_failed_batch_is_dropped_and_the_next_one_waits(emitters):
+    script = Script(500, OSError("gone"), 200)
+    emitter = emitters(script, linger_s=0.0)
+    source = Source()
+    for _ in range(3):
+        emitter.put(source, Heartbeat)
+        deadline = time.monotonic() + 5
+        while emitter.pending and time.monotonic() < deadline:
+            time.sleep(0.002)
+    assert [e.seq for e in script.events()] == [0, 1, 2]  # each was tried once
+    assert emitter.counters["dropped_send"] == 2
+    assert emitter.counters["http_500"] == emitter.counters["net_OSError"] == 1
+    first_s, second_s = script.times[1] - script.times[0], script.times[2] - script.times[1]
+    assert first_s >= 0.09
+    assert second_s >= 0.19
+
+
+def test_flush_cuts_the_backoff_short_and_reports_loss(emitters):
+    script = Script(500)
+    emitter = emitters(script, linger_s=0.0)
+    emitter.put(Source(), Heartbeat)
+    assert emitter.flush(5) is False  # drained, but lost
+    emitter.put(Source(), Heartbeat)
+    assert emitter.flush(5) is True
+
+
+def test_flush_gives_up_in_time(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script)
+    emitter.put(Source(), Heartbeat)
+    started = time.monotonic()
+    assert emitter.flush(0.2) is False
+    assert 0.15 < time.monotonic() - started < 2
+    script.hold.set()
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_server_without_the_endpoint_is_asked_once(emitters, status):
+    script = Script(status)
+    told = []
+    emitter = emitters(script, unsupported=lambda: told.append(1))
+    source = Source()
+    emitter.put(source, Heartbeat)
+    assert emitter.flush(5)
+    assert emitter.put(source, Heartbeat) is False
+    assert len(script.bodies) == 1
+    assert told == [1]
+    assert emitter.counters["dropped_unsupported"] == 2
+    assert emitter.pending == 0
+
+
+def test_the_key_travels_and_a_wrong_one_is_counted():
+    with FakeServer(api_key="right") as server:
+        for key, status in (("right", 200), ("wrong", 401), (None, 401)):
+            emitter = Emitter(HttpTransport(server.url, api_key=key, timeout_s=2), Counters())
+            emitter.put(Source(), Heartbeat)
+            assert emitter.flush(5) is (status == 200)
+            assert emitter.counters["http_401"] == (status == 401)
+            emitter.close(1)
+        assert server.authorizations == ["Bearer right", "Bearer wrong", None]
+
+
+def test_batches_respect_the_wires_size(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script)
+    source = Source("p" * 256)
+    emitter.put(source, Heartbeat)
+    assert script.entered.wait(5)
+    for n in range(256):
+        emitter.put(source, ProgramStart, name="é" * 128, agent_type="x" * 256, parent_program_id=f"{n:0256}",
+                    root_program_id="r" * 256, call_id="c" * 256)  # fmt: skip
+    script.hold.set()
+    assert emitter.flush(5)
+    assert all(len(body) <= MAX_BATCH_BYTES for body in script.bodies)
+    assert [e.seq for e in script.events()] == list(range(257))
+    assert len(script.bodies) == 3
+
+
+def test_what_cannot_be_encoded_costs_only_itself(emitters):
+    script = Script()
+    emitter = emitters(script)
+    source = Source()
+    emitter.put(source, ToolStart, call_id="a", tool=object())
+    emitter.put(source, ToolStart, call_id="b", tool="\ud800")
+    emitter.put(source, ToolStart, call_id="c", tool="fine")
+    emitter.put(source, ToolStart, call_id="d", fantasy="field")
+    assert emitter.flush(5)
+    assert [e.call_id for e in script.events()] == ["c"]
+    assert emitter.counters["encode_error"] + emitter.counters["internal_error"] == 3
+
+
+def test_taken_events_are_not_sent_and_sent_ones_not_taken(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script)
+    mine, other = Source("mine"), Source("other")
+    emitter.put(mine, Heartbeat)
+    assert script.entered.wait(5)
+    for _ in range(100):
+        emitter.put(mine, Heartbeat)
+        emitter.put(other, Heartbeat)
+    taken = emitter.take("mine", max_events=64, max_bytes=10**6)
+    assert [p.seq for p in taken] == list(range(1, 65))
+    script.hold.set()
+    assert emitter.flush(5)
+    sent = [e.seq for e in script.events() if e.program_id == "mine"]
+    assert sent == [0, *range(65, 101)]
+    assert emitter.take("mine", max_events=64, max_bytes=10**6) == []
+    assert len([e for e in script.events() if e.program_id == "other"]) == 100
+
+
+def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script)
+    source = Source()
+    emitter.put(source, Heartbeat)
+    assert script.entered.wait(5)
+    for _ in range(10):
+        emitter.put(source, Heartbeat)
+    one = len(encode(Heartbeat(program_id="p", seq=1, age_s=0.123456))) + 1
+    taken = emitter.take("p", max_events=64, max_bytes=3 * one)
+    assert 3 <= len(taken) <= 4  # young events say their age in fewer digits
+    assert emitter.take("p", max_events=64, max_bytes=5) == []
+    script.hold.set()
+    assert emitter.flush(5)
+    assert [e.seq for e in script.events()] == [0, *range(1 + len(taken), 11)]
+
+
+def test_many_threads_and_a_taker_lose_and_double_nothing(emitters):
+    script = Script()
+    emitter = emitters(script)
+    sources = [Source(f"p{n}") for n in range(4)]
+    taken, stop = [], threading.Event()
+
+    def take():
+        while not stop.is_set():
+            for source in sources:
+                taken.extend(
+                    (p.program_id, p.seq) for p in emitter.take(source.id, max_events=8, max_bytes=10**5)
+                )
+
+    threads = [
+        threading.Thread(target=fill, args=(emitter, source, 300)) for source in sources for _ in range(2)
+    ]
+    taker = threading.Thread(target=take)
+    for thread in [*threads, taker]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    taker.join()
+    assert emitter.flush(5)
+    everything = taken + [(e.program_id, e.seq) for e in script.events()]
+    assert len(everything) == len(set(everything)) == 2400
+    assert emitter.counters["events_queued"] == 2400
+
+
+def test_a_garbage_collection_inside_put_may_put(emitters):
+    script = Script()
+    emitter = emitters(script)
+    source = Source()
+
+    class Reentrant:
+        id = "p"
+
+        def next_seq(self):
+            emitter.put(source, Heartbeat)
+            return source.next_seq()
+
+    done = threading.Event()
+
+    def run():
+        emitter.put(Reentrant(), Heartbeat)
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert done.wait(5), "the emitter locked itself out"
+    assert emitter.flush(5)
+    assert sorted(e.seq for e in script.events()) == [0, 1]
+
+
+def test_close_is_bounded_final_and_repeatable(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script)
+    emitter.put(Source(), Heartbeat)
+    started = time.monotonic()
+    emitter.close(0.2)
+    emitter.close(0.0)
+    assert time.monotonic() - started < 2
+    assert emitter.put(Source(), Heartbeat) is False
+    assert emitter.counters["dropped_closed"] == 1
+    script.hold.set()
+
+
+def test_close_sends_what_is_left(emitters):
+    script = Script()
+    emitter = emitters(script, linger_s=0.5)
+    fill(emitter, Source(), 300)
+    emitter.close(5)
+    assert len(script.events()) == 300
+
+
+def test_the_servers_outcomes_are_counted(online):
+    with sojourn.program():
+        pass
+    assert sojourn.flush(5)
+    assert sojourn.stats()["outcome_applied"] == 2 == sojourn.stats()["events_sent"]
+
+
+def test_an_unreadable_answer_is_counted_and_nothing_else(emitters):
+    class Chatty(Script):
+        def post(self, path, body):
+            super().post(path, body)
+            return Answer(200, b"<html>\xff")
+
+    emitter = emitters(Chatty())
+    emitter.put(Source(), Heartbeat)
+    assert emitter.flush(5)
+    assert emitter.counters["answer_unreadable"] == 1

@@ -1,0 +1,474 @@
+"""The openai client against a real HTTP server: every way to ask, to stream, to fail and to give up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import openai
+import pytest
+import sojourn
+from openai import AsyncOpenAI, OpenAI, _base_client
+from sojourn.events import ToolStart, ToolStop
+from sojourn.testing import FakeServer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SAID = "hello from the fake"
+
+
+@pytest.fixture
+def client(online):
+    with OpenAI(api_key="k", base_url=online.base_url, max_retries=2) as client:
+        yield client
+
+
+def async_client(server, **settings):
+    return AsyncOpenAI(api_key="k", base_url=server.base_url, **{"max_retries": 0, **settings})
+
+
+def requests():
+    """Counts of logical requests: started, and how they ended."""
+    stats = sojourn.stats()
+    names = ("started", "ended", "failed", "cancelled", "closed_early", "abandoned")
+    return {name: stats[f"requests_{name}"] for name in names if stats[f"requests_{name}"]}
+
+
+def all_tagged(server, program):
+    assert server.requests
+    for request in server.requests:
+        assert request.context.program_id == program.id
+        assert request.headers["x-session-id"] == program.id
+    assert not program.open_requests
+
+
+def test_every_endpoint_says_whose_turn_it_is(online, client):
+    with sojourn.program("p") as p, sojourn.step("plan", expected_output_length=9):
+        assert client.chat.completions.create(model="m", messages=MESSAGES).choices[0].message.content == SAID
+        assert client.completions.create(model="m", prompt="hi").choices[0].text == SAID
+        assert client.responses.create(model="m", input="hi").output_text == SAID
+    all_tagged(online, p)
+    assert [r.path for r in online.requests] == ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    assert all(r.context.sojourn.node == "plan" for r in online.requests)
+    assert requests() == {"started": 3, "ended": 3}
+    assert sojourn.stats()["request_attempts"] == 3
+
+
+def test_every_endpoint_async(online):
+    async def main():
+        async with async_client(online) as client, sojourn.program("p") as p:
+            chat = await client.chat.completions.create(model="m", messages=MESSAGES)
+            text = await client.completions.create(model="m", prompt="hi")
+            response = await client.responses.create(model="m", input="hi")
+            assert chat.choices[0].message.content == text.choices[0].text == response.output_text == SAID
+            return p
+
+    all_tagged(online, asyncio.run(main()))
+    assert requests() == {"started": 3, "ended": 3}
+
+
+def test_streams_read_to_the_end(online, client):
+    with sojourn.program() as p:
+        chat = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        first = next(chat)
+        assert len(p.open_requests) == 1  # still under way while it streams
+        words = [first, *chat]
+        assert "".join(c.choices[0].delta.content for c in words).split() == SAID.split()
+        assert len(list(client.completions.create(model="m", prompt="hi", stream=True))) == 4
+        kinds = [e.type for e in client.responses.create(model="m", input="hi", stream=True)]
+        assert kinds[-1] == "response.completed"
+        with client.chat.completions.stream(model="m", messages=MESSAGES) as helper:
+            assert helper.get_final_completion().choices[0].message.content.split() == SAID.split()
+    all_tagged(online, p)
+    assert requests() == {"started": 4, "ended": 4}
+    assert sojourn.stats()["ttft_count"] == 4
+
+
+def test_async_streams_read_to_the_end(online):
+    async def main():
+        async with async_client(online) as client, sojourn.program() as p:
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            assert len([c async for c in stream]) == 4
+            events = await client.responses.create(model="m", input="hi", stream=True)
+            assert [e.type async for e in events][-1] == "response.completed"
+            return p
+
+    all_tagged(online, asyncio.run(main()))
+    assert requests() == {"started": 2, "ended": 2}
+    assert sojourn.stats()["ttft_count"] == 2
+
+
+def test_streams_left_early(online, client):
+    online.chunk_delay_s = 0.02
+    with sojourn.program() as p:
+        with client.chat.completions.create(model="m", messages=MESSAGES, stream=True) as stream:
+            next(stream)
+        assert requests() == {"started": 1, "closed_early": 1}
+        client.chat.completions.create(model="m", messages=MESSAGES, stream=True).close()
+        assert requests() == {"started": 2, "closed_early": 2}
+    all_tagged(online, p)
+
+
+def test_streams_forgotten_end_with_the_garbage(online, client):
+    online.chunk_delay_s = 0.02
+    with sojourn.program() as p:
+        stream = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        next(stream)
+        del stream
+        gc.collect()
+        untouched = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert len(p.open_requests) == 1
+        del untouched
+        gc.collect()
+        assert not p.open_requests
+    counts = requests()
+    assert counts["started"] == 2
+    assert counts.get("closed_early", 0) + counts.get("abandoned", 0) == 2
+
+
+def test_raw_and_streaming_responses(online, client):
+    with sojourn.program() as p:
+        raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES)
+        assert raw.parse().choices[0].message.content == SAID
+        assert requests() == {"started": 1, "ended": 1}
+        raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES, stream=True)
+        assert len(list(raw.parse())) == 4
+        assert requests() == {"started": 2, "ended": 2}
+        streaming = client.chat.completions.with_streaming_response
+        with streaming.create(model="m", messages=MESSAGES) as response:
+            assert requests() == {"started": 3, "ended": 2}
+            assert SAID in response.read().decode()
+        assert requests() == {"started": 3, "ended": 3}
+        with streaming.create(model="m", messages=MESSAGES, stream=True) as response:
+            assert list(response.iter_lines())[-2:] == ["data: [DONE]", ""]
+        with streaming.create(model="m", messages=MESSAGES):
+            pass  # never read
+    all_tagged(online, p)
+    assert requests() == {"started": 5, "ended": 4, "closed_early": 1}
+
+
+def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
+    online.fail_next = 2
+    sojourn.runtime.session().emitter._linger_s = 0.5
+    with sojourn.program() as p:
+        with sojourn.tool_call("bash", "c1"):
+            pass
+        assert client.chat.completions.create(model="m", messages=MESSAGES).choices
+    all_tagged(online, p)
+    assert requests() == {"started": 1, "ended": 1}
+    assert sojourn.stats()["request_attempts"] == 3
+    assert [r.headers["x-stainless-retry-count"] for r in online.requests] == ["0", "1", "2"]
+    # An attempt may not have arrived, so each carries the events; their numbers tell that they are the same.
+    numbered = [[(e.program_id, e.seq) for e in r.events] for r in online.requests]
+    assert numbered[0] == numbered[1] == numbered[2]
+    assert len(numbered[0]) == 3
+    assert sojourn.flush(5)
+    assert [e.seq for e in online.events()] == [3]
+
+
+def test_failures_are_the_users_to_see(online):
+    with sojourn.program() as p, OpenAI(api_key="k", base_url=online.base_url, max_retries=0) as client:
+        online.fail_next = 1
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="m", messages=MESSAGES)
+        online.reply_delay_s = 0.5
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(model="m", messages=MESSAGES, timeout=0.05)
+        with pytest.raises(TypeError):
+            client.chat.completions.create(model="m", messages=MESSAGES, extra_body=7)
+    assert requests() == {"started": 3, "failed": 3}
+    assert not p.open_requests
+
+
+def test_cancelled_in_the_request_and_in_the_stream(online):
+    async def main():
+        async with async_client(online) as client, sojourn.program() as p:
+            online.reply_delay_s = 5
+            task = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+            while not online.requests:
+                await asyncio.sleep(0.005)
+            assert len(p.open_requests) == 1
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert requests() == {"started": 1, "cancelled": 1}
+            online.reply_delay_s = 0
+            online.chunk_delay_s = 1
+
+            async def consume():
+                async for _ in await client.chat.completions.create(
+                    model="m", messages=MESSAGES, stream=True
+                ):
+                    consuming.set()
+
+            consuming = asyncio.Event()
+            task = asyncio.create_task(consume())
+            await consuming.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gc.collect()
+            await asyncio.sleep(0)
+            return p
+
+    p = asyncio.run(main())
+    counts = requests()
+    assert counts["started"] == 2
+    assert counts.get("cancelled", 0) + counts.get("closed_early", 0) == 2
+    assert not p.open_requests
+
+
+def test_the_tool_stop_rides_on_the_request_it_would_lose_against(online, client):
+    rode = 0
+    with sojourn.program() as p:
+        for n in range(20):
+            with sojourn.tool_call("t", f"c{n}"):
+                time.sleep(0.008)
+            client.chat.completions.create(model="m", messages=MESSAGES)
+            known = [e for e in online.events() + online.requests[-1].events if isinstance(e, ToolStop)]
+            rode += f"c{n}" in {e.call_id for e in known}
+    assert rode >= 18  # the rest was on its way in a batch at that very moment
+    assert sojourn.flush(5)
+    everything = [(e.program_id, e.seq) for e in online.events() + online.events(piggybacked=True)]
+    assert len(everything) == len(set(everything)) == 42
+    assert sum(isinstance(e, ToolStart) for e in online.events() + online.events(piggybacked=True)) == 20
+    all_tagged(online, p)
+
+
+def test_what_the_user_set_wins_and_is_merged(online, client):
+    def ask(**extra):
+        client.chat.completions.create(model="m", messages=MESSAGES, **extra)
+        return online.requests[-1]
+
+    with sojourn.program() as p:
+        extra = {"top_k": 5, "vllm_xargs": {"mine": 1}}
+        merged = ask(extra_body=extra)
+        assert merged.body["top_k"] == 5
+        assert merged.body["vllm_xargs"]["mine"] == 1
+        assert merged.context.program_id == p.id
+        assert extra == {"top_k": 5, "vllm_xargs": {"mine": 1}}  # theirs, untouched
+
+        own = ask(extra_body={"vllm_xargs": {"agentic_context": '{"program_id":"own"}'}})
+        assert own.context.program_id == "own"
+        assert own.events == []
+
+        assert ask(extra_body={"vllm_xargs": "strange"}).body["vllm_xargs"] == "strange"
+
+        mine = ask(extra_headers={"x-session-id": "own", "X-Other": "1"})
+        assert (mine.headers["x-session-id"], mine.headers["x-other"]) == ("own", "1")
+        assert mine.context.program_id == p.id
+    assert sojourn.flush(5)
+    everything = [(e.program_id, e.seq) for e in online.events() + online.events(piggybacked=True)]
+    assert len(everything) == len(set(everything)) == 2  # none was lost to a request that had no place for it
+
+
+def test_a_header_the_client_always_sends_wins(online):
+    settings = {"default_headers": {"X-Session-ID": "always"}}
+    with sojourn.program(), OpenAI(api_key="k", base_url=online.base_url, **settings) as client:
+        client.chat.completions.create(model="m", messages=MESSAGES)
+    assert online.requests[-1].headers["x-session-id"] == "always"
+
+
+def test_other_hosts_are_told_nothing(online):
+    with FakeServer() as stranger, sojourn.program():
+        with OpenAI(api_key="k", base_url=stranger.base_url) as client:
+            client.chat.completions.create(model="m", messages=MESSAGES)
+            absolute = f"{stranger.url}/v1/chat/completions"
+            with OpenAI(api_key="k", base_url=online.base_url) as ours:
+                ours.post(absolute, body={"model": "m"}, cast_to=object)
+        for request in stranger.requests:
+            assert "vllm_xargs" not in request.body
+            assert "x-session-id" not in request.headers
+        assert len(stranger.requests) == 2
+        assert requests() == {}
+
+
+def test_further_hosts_can_be_named(server):
+    with FakeServer() as replica:
+        sojourn.init(server.url, hosts=[replica.host.replace("127.0.0.1", "localhost")])
+        with sojourn.program() as p, OpenAI(api_key="k", base_url=replica.base_url) as client:
+            client.chat.completions.create(model="m", messages=MESSAGES)
+        all_tagged(replica, p)
+
+
+def test_other_endpoints_are_left_alone(online, client):
+    with sojourn.program():
+        client.post("/embeddings", body={"model": "m", "input": "x"}, cast_to=object)
+    assert "vllm_xargs" not in online.requests[-1].body
+    assert requests() == {}
+
+
+def test_derived_clients_and_concurrent_programs(online, client):
+    derived = client.with_options(timeout=30).copy()
+    seen = {}
+
+    def agent(n):
+        with sojourn.program(id=f"agent-{n}"):
+            for _ in range(5):
+                derived.chat.completions.create(model=f"m{n}", messages=MESSAGES)
+
+    threads = [threading.Thread(target=agent, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for request in online.requests:
+        seen.setdefault(request.body["model"], set()).add(request.context.program_id)
+    assert seen == {f"m{n}": {f"agent-{n}"} for n in range(4)}
+    assert requests() == {"started": 20, "ended": 20}
+
+
+def patched():
+    return [
+        vars(kind)[name]
+        for kind in (_base_client.SyncAPIClient, _base_client.AsyncAPIClient)
+        for name in ("request", "_prepare_options")
+    ]
+
+
+def test_uninstrument_gives_back_the_very_same_functions(server):
+    before = patched()
+    sojourn.init(server.url)
+    assert sojourn.stats().instrumented == ("openai",)
+    during = patched()
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    sojourn.instrument()
+    sojourn.instrument("openai")
+    assert patched() == during  # never twice
+    sojourn.uninstrument()
+    assert all(a is b for a, b in zip(before, patched(), strict=True))
+    assert sojourn.stats().instrumented == ()
+    sojourn.uninstrument()
+    sojourn.instrument("openai")
+    sojourn.shutdown()
+    assert all(a is b for a, b in zip(before, patched(), strict=True))
+
+
+def test_somebody_elses_patch_on_top_survives(online, monkeypatch):
+    ours = _base_client.SyncAPIClient.request
+
+    def theirs(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    _base_client.SyncAPIClient.request = theirs
+    try:
+        sojourn.uninstrument()
+        assert _base_client.SyncAPIClient.request is theirs
+        with sojourn.program(), OpenAI(api_key="k", base_url=online.base_url) as client:
+            assert client.chat.completions.create(model="m", messages=MESSAGES).choices
+    finally:
+        _base_client.SyncAPIClient.request = ours.__sojourn_original__
+
+
+def test_wrap_is_about_one_object(online):
+    sojourn.uninstrument()
+    with (
+        OpenAI(api_key="k", base_url=online.base_url) as mine,
+        OpenAI(api_key="k", base_url=online.base_url) as other,
+    ):
+        assert sojourn.wrap(mine) is mine
+        assert sojourn.wrap(mine) is mine
+        assert isinstance(mine, OpenAI)
+        assert type(mine).__name__ == "OpenAI"
+        assert type(other) is OpenAI
+        with sojourn.program() as p:
+            other.chat.completions.create(model="m", messages=MESSAGES)
+            assert online.requests[-1].context is None
+            mine.chat.completions.create(model="m", messages=MESSAGES)
+            mine.with_options(timeout=9).chat.completions.create(model="m", messages=MESSAGES)
+            del online.requests[0]
+        all_tagged(online, p)
+        assert len(online.requests) == 2
+
+
+def test_wrapped_and_instrumented_is_still_one_request(online, client):
+    sojourn.wrap(client)
+    sojourn.runtime.session().emitter._linger_s = 0.5
+    with sojourn.program() as p:
+        client.chat.completions.create(model="m", messages=MESSAGES)
+        assert sojourn.stats()["request_attempts"] == 1
+    all_tagged(online, p)
+    assert requests() == {"started": 1, "ended": 1}
+    assert len(online.requests[0].events) == 1
+
+
+def test_wrapping_an_async_client(online):
+    sojourn.uninstrument()
+
+    async def main():
+        async with async_client(online) as client, sojourn.program() as p:
+            assert sojourn.wrap(client) is client
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+            return p
+
+    all_tagged(online, asyncio.run(main()))
+
+
+def test_our_own_faults_leave_the_request_bare(online, client, monkeypatch):
+    from sojourn.request import Turn
+
+    monkeypatch.setattr(Turn, "parts", lambda *a, **k: 1 / 0)
+    with sojourn.program():
+        assert client.chat.completions.create(model="m", messages=MESSAGES).choices
+    assert "vllm_xargs" not in online.requests[-1].body
+    assert sojourn.stats()["inject_error"] == 1
+    monkeypatch.setattr(Turn, "__init__", lambda *a, **k: 1 / 0)
+    with sojourn.program():
+        assert client.chat.completions.create(model="m", messages=MESSAGES).choices
+    assert sojourn.stats()["internal_error"] == 1
+
+
+def test_a_stock_server_gets_the_header_only():
+    with FakeServer(sojourn=False) as stock:
+        sojourn.init(stock.url)
+        with sojourn.program() as p, OpenAI(api_key="k", base_url=stock.base_url) as client:
+            client.chat.completions.create(model="m", messages=MESSAGES)
+        (request,) = stock.requests
+        assert request.body == {"model": "m", "messages": MESSAGES}
+        assert request.headers["x-session-id"] == p.id
+
+
+def test_an_unfamiliar_version_is_left_alone(server, monkeypatch, caplog):
+    monkeypatch.delattr(_base_client.AsyncAPIClient, "_prepare_options")
+    before = _base_client.SyncAPIClient.request
+    sojourn.init(server.url)
+    assert _base_client.SyncAPIClient.request is before
+    assert sojourn.stats().instrumented == ()
+    assert "unfamiliar" in caplog.text
+    assert sojourn.stats()["attach_error"] == 1
+
+
+def test_imported_after_init(python, server):
+    code = f"""
+    import sys, sojourn
+    sojourn.init({server.url!r})
+    assert sojourn.stats().instrumented == ()
+    from openai import OpenAI
+    assert sojourn.stats().instrumented == ("openai",)
+    assert type(sys.modules["openai"].__spec__.loader).__name__ == "SourceFileLoader"
+    assert not [f for f in sys.meta_path if "sojourn" in type(f).__module__]
+    with sojourn.program(id="late"):
+        OpenAI(api_key="k", base_url={server.base_url!r}).chat.completions.create(model="m", messages=[])
+    """
+    python(code)
+    assert server.requests[-1].context.program_id == "late"
+    assert server.requests[-1].headers["x-session-id"] == "late"
+
+
+def test_an_absent_or_broken_openai_is_the_users_business(python, server, tmp_path):
+    (tmp_path / "openai.py").write_text("raise RuntimeError('theirs')")
+    code = f"""
+    import sys, sojourn
+    sys.path.insert(0, {str(tmp_path)!r})
+    sojourn.init({server.url!r})
+    for _ in range(2):
+        try:
+            import openai
+        except RuntimeError as error:
+            assert str(error) == "theirs"
+        else:
+            raise SystemExit(1)
+    assert sojourn.stats().instrumented == ()
+    """
+    python(code)

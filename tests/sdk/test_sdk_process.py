@@ -1,0 +1,227 @@
+"""Processes that fork, end, or are killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.testing import refusing_url
+
+OPENING = """
+import os, sys, time, signal
+import sojourn
+sojourn.init({url!r})
+"""
+
+
+def script(server, body):
+    import textwrap
+
+    return OPENING.format(url=server.url) + textwrap.dedent(body)
+
+
+def numbers(server):
+    """Every event as its server tells them apart; doubles show as repetitions."""
+    return [
+        (batch.emitter, event.program_id, event.seq)
+        for batch in server.batches
+        for event in [__import__("sojourn.wire").wire.decode_event(raw) for raw in batch.events]
+    ]
+
+
+@pytest.mark.parametrize(
+    "end", ["pass", "sys.exit(3)", "raise RuntimeError('x')", "os.kill(os.getpid(), signal.SIGINT)"]
+)
+def test_a_process_that_ends_by_itself_delivers_everything(python, server, end):
+    python(
+        script(
+            server,
+            f"""
+            with sojourn.program("p"), sojourn.tool_call("t"):
+                {end}
+                time.sleep(0)
+            """,
+        ),
+        check=False,
+    )
+    assert [type(e).__name__ for e in server.events()] == [
+        "ProgramStart",
+        "ToolStart",
+        "ToolStop",
+        "ProgramEnd",
+    ]
+
+
+def test_a_hanging_server_delays_the_exit_by_a_second_at_most(python, server):
+    server.mode = "hang"
+    code = script(
+        server,
+        """
+        with sojourn.program("p"):
+            pass
+        started = time.monotonic()
+        import atexit
+        atexit._run_exitfuncs()
+        print(time.monotonic() - started)
+        """,
+    )
+    assert float(python(code).stdout) < 1.5
+
+
+def test_an_absent_server_delays_nothing(python):
+    code = f"""
+    import time, atexit, sojourn
+    sojourn.init({refusing_url()!r})
+    for _ in range(50):
+        with sojourn.program("p"), sojourn.tool_call("t"):
+            pass
+    started = time.monotonic()
+    atexit._run_exitfuncs()
+    print(time.monotonic() - started)
+    """
+    assert float(python(code).stdout) < 1.5
+
+
+def test_a_killed_process_leaves_whole_events_only(server):
+    code = script(
+        server,
+        """
+        with sojourn.program("p"):
+            sojourn.flush()
+            print("up", flush=True)
+            while True:
+                with sojourn.tool_call("t"):
+                    pass
+        """,
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    process.stdout.close()
+    events = server.events()  # decodes every one
+    assert isinstance(events[0], ProgramStart)
+    assert not any(isinstance(e, ProgramEnd) for e in events)
+
+
+def test_a_forked_child_speaks_for_itself_only(python, server):
+    python(
+        script(
+            server,
+            """
+            with sojourn.program("parent", id="parent") as p:
+                for _ in range(50):
+                    p.start()
+                    with sojourn.tool_call("par"): pass
+                pid = os.fork()
+                if pid == 0:
+                    with sojourn.tool_call("kid"): pass
+                    with sojourn.program("kid", id="kid"): pass
+                if pid:
+                    os.waitpid(pid, 0)
+            if pid == 0:
+                sojourn.flush()
+                os._exit(0)
+            """,
+        )
+    )
+    seen = numbers(server)
+    assert len(seen) == len(set(seen))
+    assert len({emitter for emitter, _, _ in seen}) == 2
+    events = server.events()
+    assert sum(isinstance(e, ToolStart) and e.tool == "par" for e in events) == 50
+    assert sum(isinstance(e, ToolStart) and e.tool == "kid" for e in events) == 1
+    ends = [e.program_id for e in events if isinstance(e, ProgramEnd)]
+    assert sorted(ends) == ["kid", "parent"]  # the child left the parent's block too, and said nothing of it
+
+
+@pytest.mark.parametrize("kind", ["Process", "Pool", "ProcessPoolExecutor"])
+def test_forked_workers_deliver_though_they_skip_atexit(python, server, kind):
+    use = {
+        "Process": """
+            workers = [context.Process(target=work, args=(n,)) for n in range(3)]
+            [w.start() for w in workers]
+            [w.join() for w in workers]
+            """,
+        "Pool": """
+            with context.Pool(2) as pool:
+                pool.map(work, range(3), chunksize=1)
+                pool.close()
+                pool.join()
+            """,
+        "ProcessPoolExecutor": """
+            from concurrent.futures import ProcessPoolExecutor
+            with ProcessPoolExecutor(2, mp_context=context) as pool:
+                list(pool.map(work, range(3)))
+            """,
+    }[kind]
+    code = script(
+        server,
+        """
+        import multiprocessing
+        context = multiprocessing.get_context("fork")
+        def work(n):
+            with sojourn.tool_call(f"w{n}"):
+                return n
+        with sojourn.program("parent"):
+        """
+        + use,
+    )
+    python(code)
+    tools = sorted(e.tool for e in server.events() if isinstance(e, ToolStart))
+    assert tools == ["w0", "w1", "w2"]
+    seen = numbers(server)
+    assert len(seen) == len(set(seen))
+
+
+def test_forks_while_other_threads_hold_every_lock(python, server):
+    code = script(
+        server,
+        """
+        import threading
+        stop = False
+        def hammer():
+            with sojourn.program():
+                while not stop:
+                    with sojourn.tool_call("h"): pass
+                    sojourn.request_parts()
+                    sojourn.stats()
+        threads = [threading.Thread(target=hammer, daemon=True) for _ in range(3)]
+        [t.start() for t in threads]
+        bad = 0
+        for _ in range(15):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                with sojourn.program(), sojourn.tool_call("kid"): pass
+                os._exit(0 if sojourn.flush(10) else 7)
+            bad += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+        stop = True
+        [t.join() for t in threads]
+        print(bad)
+        """,
+    )
+    assert python(code).stdout.strip() == "0"
+    assert sum(isinstance(e, ToolStart) and e.tool == "kid" for e in server.events()) == 15
+
+
+def test_a_child_does_not_beat_for_its_parents_programs(python, server):
+    code = script(
+        server,
+        """
+        from sojourn import runtime
+        with sojourn.program("p"):
+            pid = os.fork()
+            if pid == 0:
+                beats, _ = runtime.session().heartbeats.due(runtime.clock() + 1000)
+                os._exit(len(beats))
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            print(len(runtime.session().heartbeats.due(runtime.clock() + 1000)[0]))
+        """,
+    )
+    assert python(code).stdout.split() == ["0", "1"]

@@ -1,0 +1,311 @@
+"""Programs: their life, their family, and all the ways to open one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import sojourn
+from sojourn.context import place
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.program import IMPLICIT_AGENT_TYPE
+
+
+def told(server, count):
+    """Events in the order of their numbers, program by program."""
+    assert sojourn.flush(5)
+    events = server.wait_for_events(count)
+    assert len(events) == count
+    return events
+
+
+def test_a_program_starts_and_ends(online):
+    with sojourn.program("fix", agent_type="coder") as p:
+        assert sojourn.current_program() is p
+    start, end = told(online, 2)
+    assert isinstance(start, ProgramStart)
+    assert (start.program_id, start.name, start.agent_type, start.heartbeat) == (p.id, "fix", "coder", True)
+    assert (start.parent_program_id, start.root_program_id, start.call_id) == (None, None, None)
+    assert isinstance(end, ProgramEnd)
+    assert (end.program_id, end.status) == (p.id, "ok")
+    assert [start.seq, end.seq] == [0, 1]
+
+
+def test_children_know_parent_root_and_the_tool_call_they_run_in(online):
+    with sojourn.program() as top, sojourn.tool_call("delegate", "call-7"):
+        with sojourn.program() as child, sojourn.program() as grandchild:
+            pass
+        with sojourn.program(parent=None) as stranger:
+            pass
+        with sojourn.program(parent="elsewhere") as adopted:
+            pass
+    starts = {e.program_id: e for e in told(online, 12) if isinstance(e, ProgramStart)}
+    assert (starts[child.id].parent_program_id, starts[child.id].root_program_id) == (top.id, top.id)
+    assert starts[child.id].call_id == "call-7"
+    assert (starts[grandchild.id].parent_program_id, starts[grandchild.id].root_program_id) == (
+        child.id,
+        top.id,
+    )
+    assert starts[grandchild.id].call_id is None  # the tool call is its grandparent's
+    assert starts[stranger.id].parent_program_id is None
+    assert starts[adopted.id].parent_program_id == starts[adopted.id].root_program_id == "elsewhere"
+    assert (top.depth, child.depth, grandchild.depth, stranger.depth, adopted.depth) == (0, 1, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError, "error"),
+        (KeyboardInterrupt, "cancelled"),
+        (asyncio.CancelledError, "cancelled"),
+        (SystemExit, "error"),
+    ],
+)
+def test_the_end_says_how_and_the_exception_is_the_users_own(online, error, status):
+    mine = error("mine")
+    with pytest.raises(error) as caught, sojourn.program():
+        raise mine
+    assert caught.value is mine
+    assert told(online, 2)[-1].status == status
+
+
+def test_an_explicit_id_is_kept_and_may_come_back(online):
+    for _ in range(2):
+        with sojourn.program(id="issue-42") as p:
+            assert p.id == "issue-42"
+    assert [e.program_id for e in told(online, 4)] == ["issue-42"] * 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"id": ""},
+        {"id": "x" * 257},
+        {"id": "é" * 129},
+        {"id": "\ud800"},
+        {"id": 7},
+        {"parent": ""},
+        {"parent": 7},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": 2**63},
+        {"deadline_s": -1},
+        {"deadline_s": float("inf")},
+        {"kv_retention_ttl_s": float("nan")},
+        {"expected_output_length": -5},
+        {"blocks_parent": "yes"},
+    ],
+)
+def test_a_callers_mistake_is_told_before_anything_runs(arguments):
+    with pytest.raises(sojourn.ArgumentError):
+        sojourn.program("p", **arguments)
+
+
+def test_a_scope_runs_once_at_a_time_but_may_run_again(online):
+    scope = sojourn.program("p")
+    with scope as first, pytest.raises(sojourn.ArgumentError, match="already running"), scope:
+        pass
+    with scope as second:
+        assert second.id != first.id
+
+
+def test_functions_of_every_kind_can_be_programs(online):
+    ids = []
+
+    @sojourn.program
+    def bare(x):
+        "Doc."
+        ids.append(sojourn.current_program().id)
+        return x + 1
+
+    @sojourn.program("named", agent_type="t")
+    async def coroutine(x):
+        await asyncio.sleep(0)
+        ids.append(sojourn.current_program().id)
+        return x + 1
+
+    assert bare(1) == 2
+    assert bare.__name__ == "bare"
+    assert bare.__doc__ == "Doc."
+    assert asyncio.run(coroutine(1)) == 2
+    assert bare(1) == 2
+    assert len(set(ids)) == 3
+    names = [e.name for e in told(online, 6) if isinstance(e, ProgramStart)]
+    assert names == ["bare", "named", "bare"]
+
+
+def test_async_with_and_concurrent_tasks_keep_apart(online):
+    async def agent(name):
+        async with sojourn.program(name) as p:
+            await asyncio.sleep(0.001)
+            assert sojourn.current_program() is p
+            async with sojourn.tool_call("t") as call:
+                await asyncio.sleep(0.001)
+                assert call.program is p
+            return sojourn.headers()["X-Session-ID"] == p.id
+
+    async def main():
+        return await asyncio.gather(*(agent(f"a{n}") for n in range(20)))
+
+    assert all(asyncio.run(main()))
+    assert sojourn.flush(5)
+    everything = online.events()
+    assert len({e.program_id for e in everything if isinstance(e, ProgramStart)}) == 20
+
+
+def test_a_cancelled_task_ends_as_cancelled(online):
+    async def main():
+        async def agent():
+            async with sojourn.program("p"), sojourn.tool_call("t"):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(agent())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    _, _, stop, end = told(online, 4)
+    assert (stop.status, end.status) == ("cancelled", "cancelled")
+
+
+def test_a_decorated_generator_does_not_leak_into_its_consumer(online):
+    @sojourn.program("gen")
+    def numbers(n):
+        total = 0
+        for i in range(n):
+            assert sojourn.current_program() is not None
+            total += (yield i) or 0
+        return total
+
+    running = numbers(3)
+    assert next(running) == 0
+    assert sojourn.current_program() is None
+    assert running.send(5) == 1
+    assert running.send(6) == 2
+    with pytest.raises(StopIteration) as stop:
+        running.send(7)
+    assert stop.value.value == 18
+    assert [type(e) for e in told(online, 2)] == [ProgramStart, ProgramEnd]
+
+
+def test_exceptions_thrown_into_a_generator_reach_it(online):
+    @sojourn.program
+    def stubborn():
+        try:
+            yield 1
+        except ValueError:
+            yield 2
+
+    running = stubborn()
+    next(running)
+    assert running.throw(ValueError()) == 2
+    with pytest.raises(KeyError):
+        running.throw(KeyError())
+    assert told(online, 2)[-1].status == "error"
+
+
+def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
+    @sojourn.program
+    def endless():
+        while True:
+            yield
+
+    for _ in endless():
+        break
+    gc.collect()
+    assert told(online, 2)[-1].status == "cancelled"
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
+def test_async_generators_keep_their_program_between_items_and_end_it(online):
+    seen = []
+
+    @sojourn.program("agen")
+    async def events():
+        try:
+            for i in range(3):
+                seen.append(sojourn.current_program().id)
+                got = yield i
+                seen.append(got)
+        finally:
+            seen.append("closed")
+
+    async def main():
+        running = events()
+        assert await anext(running) == 0
+        assert sojourn.current_program() is None
+        assert await running.asend("x") == 1
+        await running.aclose()
+
+    asyncio.run(main())
+    assert seen[1] == "x"
+    assert seen[0] == seen[2]
+    assert seen[-1] == "closed"
+    assert told(online, 2)[-1].status == "cancelled"
+
+
+def test_a_program_left_by_a_generator_in_another_context_is_counted_not_raised(online):
+    async def leaky():
+        with sojourn.program("inner"):
+            yield 1
+            yield 2
+
+    async def main():
+        running = leaky()
+
+        async def first():
+            await anext(running)
+
+        await asyncio.create_task(first())  # its context is gone when the generator is closed
+        await running.aclose()
+
+    asyncio.run(main())
+    assert sojourn.stats()["context_reset_failed"] == 1
+    assert told(online, 2)[-1].status == "cancelled"
+
+
+def test_requests_outside_any_program_belong_to_a_flagged_one_of_the_process(online):
+    body, headers = sojourn.request_parts()
+    assert headers == sojourn.headers()
+    assert IMPLICIT_AGENT_TYPE in body["vllm_xargs"]["agentic_context"]
+    with sojourn.program() as p:
+        assert p.parent_id is None
+        assert sojourn.headers()["X-Session-ID"] == p.id != headers["X-Session-ID"]
+    with sojourn.tool_call("t"):
+        assert sojourn.current_program() is None
+        with sojourn.program() as q:
+            assert q.parent_id is None
+    sojourn.shutdown()
+    events = [e for e in online.events() if e.program_id == headers["X-Session-ID"]]
+    assert [type(e) for e in events if not isinstance(e, ProgramStart)] == [ToolStart, ToolStop, ProgramEnd]
+
+
+def test_the_process_can_be_named_from_outside(server, monkeypatch):
+    monkeypatch.setenv("SOJOURN_PROGRAM_ID", "run-7")
+    sojourn.init(server.url)
+    body, headers = sojourn.request_parts()
+    assert headers == {"X-Session-ID": "run-7"}
+    assert IMPLICIT_AGENT_TYPE not in body["vllm_xargs"]["agentic_context"]
+
+
+def test_adapters_can_start_and_end_without_a_block(online):
+    p = sojourn.program("x", id="by-hand").make()
+    assert p.start() is p.start()
+    p.end("error")
+    p.end()
+    start, end = told(online, 2)
+    assert (start.program_id, end.status) == ("by-hand", "error")
+
+
+def test_names_too_long_for_the_wire_are_cut_not_refused(online):
+    with sojourn.program("ü" * 300, agent_type="x" * 1000), sojourn.tool_call("\ud800" * 400, "c" * 5000):
+        pass
+    start, tool, stop, _ = told(online, 4)
+    assert len(start.name.encode()) == 256
+    assert len(start.agent_type) == 256
+    assert tool.tool == "?" * 256
+    assert tool.call_id == stop.call_id
+    assert place.get().program is None

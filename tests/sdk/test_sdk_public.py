@@ -1,0 +1,138 @@
+"""What an agent's author meets first: names, import weight, life without a server."""
+
+from __future__ import annotations
+
+import pytest
+import sojourn
+
+PUBLIC = {
+    "ArgumentError", "ConfigError", "Program", "SojournError", "Stats", "Step", "ToolCall", "__version__",
+    "current_program", "flush", "headers", "init", "instrument", "program", "request_fields", "request_parts",
+    "shutdown", "stats", "step", "tool", "tool_call", "uninstrument", "wrap",
+}  # fmt: skip
+
+
+def test_the_public_face_changes_only_on_purpose():
+    assert set(sojourn.__all__) == PUBLIC
+    for name in PUBLIC:
+        member = getattr(sojourn, name)
+        assert name == "__version__" or member.__doc__, f"{name} is undocumented"
+
+
+def test_importing_loads_no_engine_no_framework_and_no_http_client(python):
+    heavy = (
+        "torch",
+        "vllm",
+        "ray",
+        "openai",
+        "httpx",
+        "asyncio",
+        "litellm",
+        "langchain_core",
+        "multiprocessing",
+    )
+    code = f"""
+    import sys, sojourn
+    print([name for name in {heavy!r} if name in sys.modules])
+    """
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_going_online_still_loads_no_framework(python, server):
+    code = f"""
+    import sys, sojourn
+    sojourn.init({server.url!r})
+    print([name for name in ("torch", "vllm", "ray", "openai") if name in sys.modules])
+    """
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_before_init_everything_works_and_nothing_is_said():
+    with sojourn.program("p") as p, sojourn.step("plan"), sojourn.tool_call("bash") as call:
+        assert sojourn.current_program() is p
+        assert call.program is p
+        assert sojourn.request_parts() == ({}, {})
+        assert sojourn.request_fields() == {}
+        assert sojourn.headers() == {}
+    assert sojourn.current_program() is None
+    assert sojourn.flush() is True
+    assert dict(sojourn.stats()) == {}
+    assert sojourn.stats().url is None
+
+
+def test_disabled_is_the_same_api_doing_nothing(python, server):
+    code = f"""
+    import sys, threading, openai, sojourn
+    from openai import _base_client
+    before = _base_client.SyncAPIClient.request
+    sojourn.init({server.url!r}, threads=True)
+    sojourn.instrument("openai")
+    client = openai.OpenAI(api_key="k", base_url={server.base_url!r})
+    kind = type(client)
+    assert sojourn.wrap(client) is client and type(client) is kind
+    assert _base_client.SyncAPIClient.request is before
+    with sojourn.program("p") as p, sojourn.tool_call("bash"), sojourn.step("s"):
+        assert sojourn.current_program() is p
+        client.chat.completions.create(model="m", messages=[])
+    @sojourn.tool
+    def double(x): return 2 * x
+    assert double(2) == 4
+    stats = sojourn.stats()
+    assert stats.disabled and not dict(stats), stats
+    assert sojourn.request_parts() == ({{}}, {{}}) and sojourn.flush()
+    assert threading.active_count() == 1, threading.enumerate()
+    """
+    python(code, env={"SOJOURN_DISABLED": "1"})
+    (request,) = server.requests
+    assert "vllm_xargs" not in request.body
+    assert "x-session-id" not in request.headers
+    assert server.events() == []
+    assert server.probes == 0
+
+
+def test_a_disabled_request_is_the_same_bytes(server):
+    import openai
+
+    client = openai.OpenAI(api_key="k", base_url=server.base_url)
+    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
+    sojourn.init(server.url)
+    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
+    sojourn.shutdown()
+    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
+    bare, told, after = server.requests
+    assert after.body == bare.body
+    assert "x-session-id" not in after.headers
+    assert {k: v for k, v in told.body.items() if k != "vllm_xargs"} == bare.body
+
+
+def test_the_url_of_the_environment_is_enough(python, server):
+    code = """
+    import sojourn
+    with sojourn.program("p"):
+        print(sojourn.request_parts()[1]["X-Session-ID"])
+    """
+    said = python(code, env={"SOJOURN_URL": server.url}).stdout.strip()
+    start, end = server.wait_for_events(1)[0], server.events()[-1]
+    assert {start.program_id, end.program_id} == {said}
+
+
+def test_a_bad_environment_does_not_break_an_agent_that_never_called_init(python):
+    code = """
+    import sojourn
+    with sojourn.program("p"):
+        assert sojourn.request_parts() == ({}, {})
+    """
+    assert "sojourn stays off" in python(code, env={"SOJOURN_URL": "nonsense"}).stderr
+
+
+def test_wrap_and_instrument_refuse_what_they_do_not_know():
+    with pytest.raises(sojourn.ArgumentError, match="cannot wrap a dict"):
+        sojourn.wrap({})
+    with pytest.raises(sojourn.ArgumentError, match="'fortran' is unknown"):
+        sojourn.instrument("fortran")
+
+
+def test_caller_mistakes_are_one_family():
+    for kind in (sojourn.ConfigError, sojourn.ArgumentError):
+        assert issubclass(kind, sojourn.SojournError)
+        assert issubclass(kind, ValueError)

@@ -1,0 +1,262 @@
+"""What a request says, and how its program's unsent events ride along exactly once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sojourn
+from sojourn.context import Resolved, add_resolver, remove_resolver
+from sojourn.dialects import DIALECTS
+from sojourn.events import ProgramStart, ToolStart, ToolStop
+from sojourn.hints import AgenticContext, SojournContext
+from sojourn.wire import MAX_CONTEXT_BYTES, decode_context, decode_event
+
+
+def context_of(body):
+    return decode_context(body["vllm_xargs"]["agentic_context"])
+
+
+@pytest.fixture
+def slow(online):
+    """A session whose sender lingers so long that every event is still there for the next request."""
+    sojourn.runtime.session().emitter._linger_s = 0.5
+    return online
+
+
+def test_every_hint_has_its_field(online):
+    with (
+        sojourn.program(
+            "fix", id="child", agent_type="coder", parent="top", priority=3, deadline_s=60, blocks_parent=True
+        ),
+        sojourn.step("plan", step_id="s1", expected_output_length=200, kv_retention_ttl_s=7.5),
+    ):
+        body = sojourn.request_fields()
+        headers = sojourn.headers()
+    context = context_of(body)
+    assert 59 < context.deadline_seconds <= 60
+    assert context == AgenticContext(
+        program_id="child",
+        parent_program_id="top",
+        root_program_id="top",
+        blocks_parent=True,
+        step_id="s1",
+        priority=3,
+        deadline_seconds=context.deadline_seconds,
+        expected_output_length=200,
+        kv_retention_ttl_seconds=7.5,
+        sojourn=SojournContext(agent_type="coder", node="plan", heartbeat=True),
+    )
+    assert headers == {"X-Session-ID": "child"}
+
+
+def test_inner_steps_win_and_the_outer_ones_come_back(online):
+    with sojourn.program(priority=1, expected_output_length=10):
+        with sojourn.step("outer", priority=2, step_id="o"):
+            with sojourn.step("inner", expected_output_length=30):
+                inner = context_of(sojourn.request_fields())
+            outer = context_of(sojourn.request_fields())
+        bare = context_of(sojourn.request_fields())
+    assert (inner.sojourn.node, inner.step_id, inner.priority, inner.expected_output_length) == (
+        "inner",
+        "o",
+        2,
+        30,
+    )
+    assert (outer.sojourn.node, outer.priority, outer.expected_output_length) == ("outer", 2, 10)
+    assert (bare.sojourn.node, bare.step_id, bare.priority) == (None, None, 1)
+
+
+def test_a_childs_requests_know_nothing_of_the_parents_step(online):
+    with sojourn.program(priority=9), sojourn.step("parent-node", final=True), sojourn.program():
+        context = context_of(sojourn.request_fields())
+    assert context.sojourn.node is None
+    assert context.sojourn.final is False
+    assert context.priority is None
+
+
+def test_the_last_turn_is_said_in_both_vocabularies(online):
+    with sojourn.program(), sojourn.step(final=True):
+        context = context_of(sojourn.request_fields())
+    assert context.sojourn.final is True
+    assert context.expected_resume is False
+
+
+def test_a_deadline_runs_down_and_stops_at_nothing(online, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(sojourn.runtime, "clock", lambda: now[0])
+    with sojourn.program(deadline_s=10):
+        now[0] += 4
+        assert context_of(sojourn.request_fields()).deadline_seconds == 6.0
+        now[0] += 60
+        assert context_of(sojourn.request_fields()).deadline_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {"expected_output_length": float("nan")},
+        {"expected_output_length": -1},
+        {"priority": "urgent"},
+        {"deadline_s": float("inf")},
+        {"kv_retention_ttl_s": -0.1},
+        {"final": "maybe"},
+    ],
+)
+def test_a_senseless_hint_at_run_time_is_dropped_alone(online, hints):
+    with sojourn.program(), sojourn.step("n", **{"priority": 4, **hints}):
+        context = context_of(sojourn.request_fields())
+    assert sojourn.stats()["hint_invalid"] == 1
+    assert context.sojourn.node == "n"
+    assert context.priority == (None if "priority" in hints else 4)
+
+
+def test_unsent_events_ride_once_and_are_not_sent_again(slow):
+    with sojourn.program() as p:
+        with sojourn.tool_call("bash", "c1"):
+            pass
+        first = context_of(sojourn.request_parts()[0])
+        second = context_of(sojourn.request_parts()[0])
+    assert sojourn.flush(5)
+    riding = [decode_event(raw) for raw in first.sojourn.events]
+    assert [type(e) for e in riding] == [ProgramStart, ToolStart, ToolStop]
+    assert [e.seq for e in riding] == [0, 1, 2]
+    assert first.sojourn.emitter == sojourn.runtime.session().emitter.id
+    assert second.sojourn.events == []
+    assert second.sojourn.emitter is None
+    assert [e.seq for e in slow.events()] == [3]
+    assert sojourn.stats()["events_piggybacked"] == 3
+    assert p.id == first.program_id
+
+
+def test_looking_takes_nothing(slow):
+    with sojourn.program():
+        for _ in range(3):
+            assert context_of(sojourn.request_fields()).sojourn.events == []
+            sojourn.headers()
+        assert len(context_of(sojourn.request_parts()[0]).sojourn.events) == 1
+
+
+def test_a_request_takes_its_own_programs_events_only(slow):
+    with sojourn.program() as outer, sojourn.program():
+        context = context_of(sojourn.request_parts()[0])
+        assert {decode_event(raw).program_id for raw in context.sojourn.events} == {context.program_id}
+        other = context_of(sojourn.request_parts(outer)[0])
+        assert other.program_id == outer.id
+        assert {decode_event(raw).program_id for raw in other.sojourn.events} == {outer.id}
+
+
+def test_at_most_64_events_and_16_kib_ride_the_rest_is_sent(slow):
+    with sojourn.program(id="p" * 256):
+        for n in range(60):
+            with sojourn.tool_call("t" * 200, f"{n:0200}"):
+                pass
+        body, _ = sojourn.request_parts()
+    text = body["vllm_xargs"]["agentic_context"]
+    assert MAX_CONTEXT_BYTES * 0.9 < len(text.encode()) <= MAX_CONTEXT_BYTES
+    riding = [decode_event(raw).seq for raw in decode_context(text).sojourn.events]
+    assert sojourn.flush(5)
+    sent = [e.seq for e in slow.events()]
+    assert riding + sent == list(range(122))
+
+    with sojourn.program():
+        for _ in range(50):
+            with sojourn.tool_call("t", "c"):
+                pass
+        assert len(context_of(sojourn.request_parts()[0]).sojourn.events) == 64
+        assert len(context_of(sojourn.request_parts()[0]).sojourn.events) == 37
+
+
+def test_the_longest_names_still_make_a_valid_context(online):
+    with (
+        sojourn.program(id="ö" * 128, agent_type="x" * 999, parent="\U0001f600" * 64),
+        sojourn.step('"' * 999, step_id="\x00" * 999),
+    ):
+        body, headers = sojourn.request_parts()
+        context = context_of(body)
+    assert context.program_id == "ö" * 128
+    assert headers["X-Session-ID"].isascii()
+    assert json.loads(json.dumps(body)) == body
+
+
+@pytest.mark.parametrize(
+    ("program_id", "header"),
+    [
+        ("p-1", "p-1"),
+        ("100%-sure", "100%-sure"),
+        ("a/b:c?d", "a/b:c?d"),
+        ("naïve", "na%C3%AFve"),
+        ("two words", "two%20words"),
+        ("evil\r\nX-Admin: 1", "evil%0D%0AX-Admin:%201"),
+        ("é%", "%C3%A9%25"),
+    ],
+)
+def test_an_id_never_breaks_the_header_it_travels_in(online, program_id, header):
+    with sojourn.program(id=program_id):
+        assert sojourn.headers() == {"X-Session-ID": header}
+
+
+GOLDEN = AgenticContext(
+    program_id="p-1",
+    parent_program_id="p-0",
+    priority=5,
+    expected_output_length=64,
+    sojourn=SojournContext(node="plan", heartbeat=True),
+)
+
+
+def test_dialects_are_pinned():
+    text = (
+        '{"program_id":"p-1","parent_program_id":"p-0","priority":5,"expected_output_length":64,'
+        '"sojourn":{"node":"plan","heartbeat":true}}'
+    )
+    assert DIALECTS["sojourn"].fields(GOLDEN) == (
+        {"vllm_xargs": {"agentic_context": text}},
+        {"X-Session-ID": "p-1"},
+    )
+    assert DIALECTS["vllm"].fields(GOLDEN) == ({}, {"X-Session-ID": "p-1"})
+    assert {name: d.carries_events for name, d in DIALECTS.items()} == {"sojourn": True, "vllm": False}
+    assert all(name == dialect.name for name, dialect in DIALECTS.items())
+
+
+def test_adapters_answer_where_our_own_context_cannot(online):
+    inner = sojourn.program(id="by-framework").make()
+    inner.depth = 1
+
+    def resolver():
+        return Resolved(inner, "model")
+
+    def broken():
+        raise RuntimeError
+
+    try:
+        with sojourn.program(id="outer"), sojourn.step("outer-node"):
+            add_resolver(resolver)
+            add_resolver(broken)
+            context = context_of(sojourn.request_fields())
+            assert sojourn.current_program() is inner
+            with sojourn.program() as deeper:  # deeper than what the framework knows
+                assert sojourn.current_program() is deeper
+                assert deeper.parent_id == "by-framework"
+    finally:
+        remove_resolver(resolver)
+        remove_resolver(broken)
+    assert (context.program_id, context.sojourn.node) == ("by-framework", "model")
+    assert sojourn.stats()["resolver_error"] >= 1
+
+
+def test_a_node_an_adapter_wrote_on_the_program_is_said(online):
+    with sojourn.program() as p:
+        p.node = "researcher"
+        assert context_of(sojourn.request_fields()).sojourn.node == "researcher"
+        with sojourn.step("mine"):
+            assert context_of(sojourn.request_fields()).sojourn.node == "mine"
+
+
+def test_our_own_fault_leaves_a_bare_request(online, monkeypatch):
+    from sojourn import request
+
+    monkeypatch.setattr(request.Turn, "_context", lambda *a: 1 / 0)
+    with sojourn.program():
+        assert sojourn.request_parts() == ({}, {})
+    assert sojourn.stats()["inject_error"] == 1

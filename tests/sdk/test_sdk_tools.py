@@ -1,0 +1,160 @@
+"""Tool calls: times, statuses, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import time
+
+import pytest
+import sojourn
+from sojourn.events import ToolStart, ToolStop
+
+
+def calls(server):
+    assert sojourn.flush(5)
+    return [e for e in server.events() if isinstance(e, (ToolStart, ToolStop))]
+
+
+def test_a_call_is_timed_and_named(online):
+    with (
+        sojourn.program() as p,
+        sojourn.tool_call("bash", "call-1", tool_class="pytest", expected_s=2) as call,
+    ):
+        assert p.running_tools == {"call-1"}
+        time.sleep(0.02)
+    assert call.program is p
+    assert not p.running_tools
+    start, stop = calls(online)
+    assert (start.tool, start.tool_class, start.call_id, start.expected_s) == (
+        "bash",
+        "pytest",
+        "call-1",
+        2.0,
+    )
+    assert stop.call_id == "call-1"
+    assert 0.02 <= stop.duration_s < 5
+    assert stop.status == "ok"
+    assert stop.seq == start.seq + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("x"), "error"),
+        (TimeoutError(), "timeout"),
+        (subprocess.TimeoutExpired("x", 1), "timeout"),
+        (asyncio.CancelledError(), "cancelled"),
+        (KeyboardInterrupt(), "cancelled"),
+    ],
+)
+def test_the_exception_tells_the_status_and_passes_unchanged(online, error, status):
+    with sojourn.program():
+        with pytest.raises(type(error)) as caught, sojourn.tool_call("t"):
+            raise error
+        assert caught.value is error
+    assert calls(online)[-1].status == status
+
+
+def test_a_status_set_by_hand_wins(online):
+    with sojourn.program():
+        with sojourn.tool_call("t") as call:
+            call.status = "nonzero"
+        with contextlib.suppress(RuntimeError), sojourn.tool_call("t") as call:
+            call.status = "ok"  # e.g. an exception that means "done"
+            raise RuntimeError
+        with sojourn.tool_call("t") as call:
+            call.status = "splendid"
+    stops = [e.status for e in calls(online) if isinstance(e, ToolStop)]
+    assert stops == ["nonzero", "ok", "ok"]
+    assert sojourn.stats()["hint_invalid"] == 1
+
+
+@pytest.mark.parametrize("expected_s", [-1, float("nan"), float("inf"), "soon"])
+def test_a_senseless_estimate_is_dropped_and_counted(online, expected_s):
+    with sojourn.program(), sojourn.tool_call("t", expected_s=expected_s):
+        pass
+    assert calls(online)[0].expected_s is None
+    assert sojourn.stats()["hint_invalid"] == 1
+
+
+def test_functions_of_every_kind_can_be_tools(online):
+    @sojourn.tool
+    def plain(a, *, b):
+        return a + b
+
+    @sojourn.tool(name="search", tool_class="web")
+    async def coroutine(a):
+        await asyncio.sleep(0)
+        return a
+
+    @sojourn.tool()
+    def generator():
+        yield 1
+        yield 2
+
+    @sojourn.tool
+    async def agenerator():
+        yield 1
+
+    async def drain():
+        return [item async for item in agenerator()]
+
+    with sojourn.program():
+        assert plain(1, b=2) == 3
+        assert asyncio.run(coroutine(4)) == 4
+        assert list(generator()) == [1, 2]
+        assert asyncio.run(drain()) == [1]
+    starts = [e for e in calls(online) if isinstance(e, ToolStart)]
+    assert [(e.tool, e.tool_class) for e in starts] == [
+        ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
+    ]  # fmt: skip
+    assert len(calls(online)) == 8
+
+
+def test_user_code_runs_exactly_once_and_our_faults_stay_ours(online, monkeypatch):
+    from sojourn import runtime
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("ours")
+
+    runs = []
+    with sojourn.program():
+        monkeypatch.setattr(runtime.Session, "emit", broken)
+
+        @sojourn.tool
+        def work():
+            runs.append(1)
+            return "done"
+
+        assert work() == "done"
+        with sojourn.tool_call("t"), sojourn.program("child"):
+            runs.append(2)
+    assert runs == [1, 2]
+    assert sojourn.stats()["internal_error"] >= 6
+
+
+def test_parallel_calls_of_one_program(online):
+    async def main():
+        async def one(n):
+            async with sojourn.tool_call("t", f"c{n}"):
+                await asyncio.sleep(0.01)
+
+        async with sojourn.program() as p:
+            await asyncio.gather(*(one(n) for n in range(5)))
+            assert not p.running_tools
+
+    asyncio.run(main())
+    events = calls(online)
+    assert sorted(e.call_id for e in events if isinstance(e, ToolStop)) == [f"c{n}" for n in range(5)]
+    assert len({e.seq for e in events}) == 10
+
+
+def test_ids_beyond_the_wire_become_their_hash_on_both_ends(online):
+    with sojourn.program(), sojourn.tool_call("t", "x" * 257), sojourn.tool_call("t", ""):
+        pass
+    ids = [e.call_id for e in calls(online)]
+    assert ids[0] == ids[3]
+    assert ids[0].startswith("h-")
+    assert ids[1] == ids[2]

@@ -1,0 +1,274 @@
+"""The wire round-trips, and hostile bytes end in ``WireError`` or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn import events, wire
+from sojourn.hints import AgenticContext, SojournContext
+from sojourn.wire import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    MAX_CONTEXT_BYTES,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    OutcomeBatch,
+    WireError,
+    decode_batch,
+    decode_context,
+    decode_event,
+    decode_outcomes,
+    encode,
+)
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
+names = st.none() | ids
+seconds = st.floats(0, 1e9)
+whole = st.integers(0, 2**60)
+base = {"program_id": ids, "seq": whole, "age_s": seconds}
+some_event = st.one_of(
+    st.builds(
+        events.ProgramStart,
+        **base,
+        name=names,
+        agent_type=names,
+        parent_program_id=names,
+        root_program_id=names,
+        call_id=names,
+        heartbeat=st.booleans(),
+    ),
+    st.builds(
+        events.ToolStart, **base, call_id=ids, tool=ids, tool_class=names, expected_s=st.none() | seconds
+    ),
+    st.builds(
+        events.ToolStop, **base, call_id=ids, duration_s=seconds, status=st.sampled_from(["ok", "timeout"])
+    ),
+    st.builds(events.Heartbeat, **base),
+    st.builds(events.AegReport, **base, graph_hash=ids),
+    st.builds(events.ProgramEnd, **base, status=st.sampled_from(["ok", "error", "cancelled"])),
+)
+context = st.builds(
+    AgenticContext,
+    program_id=ids,
+    parent_program_id=names,
+    root_program_id=names,
+    blocks_parent=st.none() | st.booleans(),
+    expected_resume=st.none() | st.booleans(),
+    step_id=names,
+    priority=st.none() | st.integers(-(2**63), 2**63 - 1),
+    deadline_seconds=st.none() | seconds,
+    expected_output_length=st.none() | whole,
+    kv_retention_ttl_seconds=st.none() | seconds,
+    sojourn=st.none()
+    | st.builds(
+        SojournContext,
+        emitter=names,
+        agent_type=names,
+        node=names,
+        heartbeat=st.booleans(),
+        final=st.booleans(),
+    ),
+)
+json_value = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+event_like = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["tool_start", "tool_stop", "program_start", "heartbeat", "aeg", "x"])
+        | json_value
+    },
+    optional={
+        name: json_value
+        for name in (
+            "program_id",
+            "seq",
+            "age_s",
+            "call_id",
+            "tool",
+            "duration_s",
+            "status",
+            "heartbeat",
+            "name",
+        )
+    },
+)
+
+
+@given(some_event)
+def test_events_round_trip(event):
+    assert decode_event(encode(event)) == event
+
+
+@given(st.lists(some_event, max_size=20), ids, whole)
+def test_batches_round_trip(said, emitter, dropped):
+    batch = EventBatch(
+        v=1, emitter=emitter, events=[msgspec.Raw(encode(event)) for event in said], dropped=dropped
+    )
+    heard = decode_batch(encode(batch))
+    assert (heard.emitter, heard.dropped) == (emitter, dropped)
+    assert [decode_event(raw) for raw in heard.events] == said
+
+
+@given(context)
+def test_contexts_round_trip(said):
+    assert decode_context(encode(said)) == said
+    assert decode_context(encode(said).decode()) == said
+
+
+@given(
+    st.lists(
+        st.builds(
+            EventOutcome,
+            outcome=st.sampled_from(Outcome),
+            reason=st.text(max_size=30).filter(str.isprintable),
+        )
+    )
+)
+def test_outcomes_round_trip(said):
+    assert decode_outcomes(encode(OutcomeBatch(outcomes=said))).outcomes == said
+
+
+DECODERS = {
+    "batch": decode_batch,
+    "event": decode_event,
+    "context": decode_context,
+    "outcomes": decode_outcomes,
+}
+
+
+def survives(decoder, data):
+    with contextlib.suppress(WireError):
+        decoder(data)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@given(data=st.binary(max_size=300))
+def test_random_bytes_end_in_a_wire_error(decoder, data):
+    survives(decoder, data)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@settings(max_examples=150)
+@given(value=json_value | event_like)
+def test_random_json_ends_in_a_wire_error(decoder, value):
+    survives(decoder, json.dumps(value).encode())  # NaN and Infinity included, which are not JSON
+
+
+@given(value=st.text())
+def test_random_text_ends_in_a_wire_error(value):
+    survives(decode_context, value)
+    survives(decode_context, json.dumps({"program_id": value}))
+
+
+@given(said=context, cut=st.integers(0, 400), junk=st.binary(max_size=8))
+def test_damaged_messages_end_in_a_wire_error(said, cut, junk):
+    data = encode(said)
+    survives(decode_context, data[:cut] + junk + data[cut + 1 :])
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@pytest.mark.parametrize(
+    "opening",
+    [b"[", b'{"a":', b'{"v":1,"emitter":"e","events":[', b'{"program_id":"p","sojourn":{"events":['],
+)
+def test_deep_nesting_ends_in_a_wire_error(decoder, opening):
+    with pytest.raises(WireError):
+        decoder(opening * 5000)
+
+
+def test_a_megabyte_of_context_is_refused_by_its_size():
+    text = json.dumps({"program_id": "p", "step_id": "x" * 2**20})
+    with pytest.raises(WireError, match="at most 16384"):
+        decode_context(text)
+    fits = {"program_id": "p", "step_id": ""}
+    fits["step_id"] = "x" * (MAX_CONTEXT_BYTES - len(json.dumps(fits)))
+    assert decode_context(json.dumps(fits)).program_id == "p"
+    fits["step_id"] += "x"
+    with pytest.raises(WireError):
+        decode_context(json.dumps(fits))
+
+
+def test_batches_are_bounded_in_bytes_and_events():
+    one = msgspec.Raw(encode(events.Heartbeat(program_id="p", seq=1)))
+    decode_batch(encode(EventBatch(v=1, emitter="e", events=[one] * MAX_BATCH_EVENTS)))
+    with pytest.raises(WireError, match="at most 1024"):
+        decode_batch(encode(EventBatch(v=1, emitter="e", events=[one] * (MAX_BATCH_EVENTS + 1))))
+    with pytest.raises(WireError, match="at most 262144"):
+        decode_batch(b" " * (MAX_BATCH_BYTES + 1))
+
+
+@pytest.mark.parametrize("field", ["age_s", "duration_s"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "-1", "-0.001", "1e999", '"3"', "null", "true"]
+)
+def test_times_are_finite_and_not_negative(field, value):
+    fields = {"age_s": "0", "duration_s": "0", field: value}
+    inner = ",".join(f'"{name}":{text}' for name, text in fields.items())
+    with pytest.raises(WireError):
+        decode_event(f'{{"type":"tool_stop","program_id":"p","seq":1,"call_id":"c",{inner}}}'.encode())
+
+
+@pytest.mark.parametrize("field", ["program_id", "call_id", "parent_program_id", "root_program_id"])
+def test_ids_are_bounded_in_bytes_not_characters(field):
+    def event(value):
+        fields = {"type": "program_start", "program_id": "p", "seq": 0, field: value}
+        return json.dumps(fields, ensure_ascii=False).encode()
+
+    assert getattr(decode_event(event("é" * 128)), field) == "é" * 128
+    for value in ("é" * 129, "x" * 257, ""):
+        with pytest.raises(WireError, match="expected 1 to 256"):
+            decode_event(event(value))
+
+
+@pytest.mark.parametrize("text", ["日本語", "🙂" * 64, "a\u0000b", "‮rtl", "x y"])
+def test_any_unicode_is_an_id(text):
+    assert decode_context(json.dumps({"program_id": text})).program_id == text
+
+
+def test_lone_surrogates_do_not_get_through():
+    with pytest.raises(WireError):
+        encode(events.Heartbeat(program_id="\ud800", seq=0))
+    survives(decode_context, '{"program_id":"\\ud800"}')
+    survives(decode_context, '{"program_id":"\ud800"}')
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, 10**30])
+def test_other_versions_are_refused_by_name(version):
+    with pytest.raises(WireError):
+        decode_batch(json.dumps({"v": version, "emitter": "e", "events": []}).encode())
+    with pytest.raises(WireError):
+        decode_context(json.dumps({"program_id": "p", "sojourn": {"v": version}}))
+
+
+def test_fields_of_later_minor_additions_are_ignored():
+    event = {"type": "heartbeat", "program_id": "p", "seq": 1, "mood": "fine"}
+    assert decode_event(json.dumps(event).encode()).seq == 1
+    assert decode_context('{"program_id":"p","task_id":"t","sojourn":{"colour":"red"}}').program_id == "p"
+
+
+def test_one_bad_event_does_not_spoil_its_batch():
+    batch = decode_batch(
+        b'{"v":1,"emitter":"e","events":[{"type":"dance"},7,{"type":"heartbeat","program_id":"p","seq":1}]}'
+    )
+    assert len(batch.events) == 3
+    for raw in batch.events[:2]:
+        with pytest.raises(WireError):
+            decode_event(raw)
+    assert decode_event(batch.events[2]).seq == 1
+
+
+def test_defaults_cost_no_bytes():
+    assert encode(events.Heartbeat(program_id="p", seq=1)) == b'{"type":"heartbeat","program_id":"p","seq":1}'
+    assert encode(AgenticContext(program_id="p")) == b'{"program_id":"p"}'
+
+
+def test_paths_are_pinned():
+    assert (wire.EVENTS_PATH, wire.CAPABILITIES_PATH) == ("/sojourn/v1/events", "/sojourn/v1/capabilities")
