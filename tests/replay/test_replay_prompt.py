@@ -40,6 +40,21 @@ def test_each_relation_holds_exactly() -> None:
     assert [plan.new_tokens for plan in builder.plans] == [1000, 200, 25, 344, 580]
 
 
+def test_a_conversation_that_returns_continues_its_own_prompt() -> None:
+    interleaved = program(
+        Turn(prompt_tokens=1000, output_tokens=50),
+        Turn(prompt_tokens=700, output_tokens=20, reset=1, prefix_tokens=100, prefix_tokens_any=100),
+        Turn(prompt_tokens=1300, output_tokens=20, prefix_tokens=100, prefix_tokens_any=1050),
+        Turn(prompt_tokens=900, output_tokens=20, reset=1, prefix_tokens=100, prefix_tokens_any=710),
+    )
+    builder = PromptBuilder(interleaved)
+    prompts = [builder.prompt(i) for i in range(4)]
+    assert [plan.base for plan in builder.plans] == [None, 0, 0, 1]
+    assert prompts[2][:1050] == prompts[0] + builder.planned_output(0)
+    assert common_prefix(prompts[2], prompts[1]) == 100
+    assert prompts[3][:710] == prompts[1] + builder.planned_output(1)[:10]
+
+
 def test_two_runs_send_the_same_and_two_programs_do_not() -> None:
     again = [PromptBuilder(APPENDING).prompt(0) for _ in range(2)]
     assert again[0] == again[1]
@@ -74,22 +89,24 @@ TURNS = st.builds(
     append_tokens=st.none() | st.integers(0, 50),
     reset=st.booleans(),
     prefix_tokens=st.none() | st.integers(0, 500),
+    prefix_tokens_any=st.none() | st.integers(0, 500),
     out_dropped=st.integers(0, 80),
 )
 
 
-@given(st.lists(TURNS, min_size=1, max_size=8), st.sampled_from([0.05, 0.5, 1.0, 2.0]))
+@given(st.lists(TURNS, min_size=1, max_size=16), st.sampled_from([0.05, 0.5, 1.0, 2.0]))
 def test_any_trace_gives_prompts_of_the_planned_lengths(turns: list[Turn], scale: float) -> None:
     builder = PromptBuilder(program(*turns), token_scale=scale, vocabulary=500)
-    before: list[int] = []
+    contexts: list[list[int]] = []
     for index, plan in enumerate(builder.plans):
         prompt = builder.prompt(index)
         assert len(prompt) == plan.prompt_tokens >= 1
         assert plan.output_tokens >= 1
         assert all(FIRST_ID <= token < 500 for token in prompt)
-        assert prompt[: plan.kept_tokens] == before[: plan.kept_tokens]
-        assert 0 <= plan.kept_tokens <= len(before)
-        before = prompt + builder.planned_output(index)
+        base = [] if plan.base is None else contexts[plan.base]
+        assert prompt[: plan.kept_tokens] == base[: plan.kept_tokens]
+        assert 0 <= plan.kept_tokens <= len(base)
+        contexts.append(prompt + builder.planned_output(index))
 
 
 def test_scaling_scales_the_context_not_only_the_first_prompt() -> None:

@@ -232,9 +232,10 @@ class Replay:
         """
         if cached_tokens is None:
             return None
-        if index == 0:
+        plan = builder.plans[index]
+        if plan.base is None:
             return 0
-        plan, before = builder.plans[index], builder.plans[index - 1]
+        before = builder.plans[plan.base]
         whole = min(plan.kept_tokens, before.prompt_tokens + before.output_tokens - 1, plan.prompt_tokens - 1)
         reusable = whole // self.block_size * self.block_size
         return max(0, (prompt_tokens - cached_tokens) - (prompt_tokens - reusable))

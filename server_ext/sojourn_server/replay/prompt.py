@@ -6,6 +6,9 @@ prefixes, and these are kept exactly:
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + what is left of the output + fresh ids   (thinking taken out)
     reset     the first ``prefix_tokens`` of the previous prompt + fresh ids
+    return    the first ``prefix_tokens_any`` of an older prompt + fresh ids   (conversations that
+              interleave in one session; the trace doesn't say which prompt, so the one is taken
+              that ends nearest to there)
     shared    the first ``shared_prefix_tokens`` of a first prompt are the group's, or where a
               program is a group of its own, the source's: e.g. one system prompt for all sessions
 
@@ -15,10 +18,11 @@ Ids are drawn from a generator seeded by program and turn, so that two runs send
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sojourn_server.traces.schema import TraceProgram, Turn
+from sojourn_server.traces.schema import TraceProgram
 
 FIRST_ID = 300
 """Ids below may be special tokens or single bytes in common vocabularies."""
@@ -28,15 +32,21 @@ _PREFIX_SLACK_TOKENS = 64
 """Sources round common prefixes down to their blocks; less than this is no sign of a changed prompt."""
 
 
+_REMEMBERED_TURNS = 12
+"""How far back ``prefix_tokens_any`` looks."""
+
+
 class TurnPlan(NamedTuple):
     """Lengths of one turn, all in tokens."""
 
     prompt_tokens: int
     output_tokens: int
-    kept_tokens: int
-    """Leading tokens that are those of the previous prompt and output: what a cache could spare."""
-    dropped_tokens: int
+    kept_tokens: int = 0
+    """Leading tokens that are those of turn ``base``'s prompt and output: what a cache could spare."""
+    dropped_tokens: int = 0
     """Leading tokens of the previous output that are taken out right after ``kept_tokens``."""
+    base: int | None = None
+    """The earlier turn whose context is continued, mostly the previous one; ``None`` for the first."""
 
     @property
     def new_tokens(self) -> int:
@@ -50,15 +60,17 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
     for index, turn in enumerate(program.turns):
         output = _scaled(turn.output_tokens, token_scale)
         if index == 0:
-            plans.append(TurnPlan(_scaled(turn.prompt_tokens, token_scale), output, 0, 0))
+            plans.append(TurnPlan(_scaled(turn.prompt_tokens, token_scale), output))
+            continue
+        changed = _changed_prompt(program, index)
+        if changed is not None:
+            base, kept = changed
+            context = plans[base].prompt_tokens + plans[base].output_tokens
+            prompt = _scaled(turn.prompt_tokens, token_scale)
+            kept = min(round(kept * token_scale), context, prompt - 1)
+            plans.append(TurnPlan(prompt, output, kept, 0, base))
             continue
         recorded, before = program.turns[index - 1], plans[-1]
-        kept = _kept_by_reset(program, turn, recorded)
-        if kept is not None:
-            prompt = _scaled(turn.prompt_tokens, token_scale)
-            kept = min(_scaled(kept, token_scale) if kept else 0, before.prompt_tokens, prompt - 1)
-            plans.append(TurnPlan(prompt, output, kept, 0))
-            continue
         append = turn.append_tokens
         if append is None:
             append = turn.prompt_tokens - recorded.prompt_tokens - recorded.output_tokens + turn.out_dropped
@@ -66,7 +78,7 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
         context = before.prompt_tokens + before.output_tokens
         kept = before.prompt_tokens if dropped else context
         prompt = context - dropped + max(0, round(append * token_scale))
-        plans.append(TurnPlan(prompt, output, kept, dropped))
+        plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
     return plans
 
 
@@ -85,25 +97,23 @@ class PromptBuilder:
         self._program = program
         self._scale = token_scale
         self._ids = range(FIRST_ID, vocabulary)
-        self._prompt: list[int] = []
-        self._output: list[int] = []
+        self._contexts: deque[tuple[list[int], list[int]]] = deque(maxlen=_REMEMBERED_TURNS)
+        """(prompt, output) of the last turns, newest last."""
 
     def prompt(self, index: int) -> list[int]:
         """The prompt of turn ``index``; turns must be asked for in order. The caller owns the list."""
         plan = self.plans[index]
-        if index == 0:
-            self._prompt = self._shared_ids(plan.prompt_tokens)
+        if plan.base is None:
+            ids = self._shared_ids(plan.prompt_tokens)
         else:
-            context = self._prompt + self._output
-            self._prompt = context[: plan.kept_tokens]
+            prompt, output = self._contexts[plan.base - index]
+            ids = (prompt + output)[: plan.kept_tokens]
             if plan.dropped_tokens:
-                self._prompt += self._output[plan.dropped_tokens :]
-        self._prompt += self._draw(
-            f"{self._program.program_id}/{index}", plan.prompt_tokens - len(self._prompt)
-        )
+                ids += output[plan.dropped_tokens :]
+        ids += self._draw(f"{self._program.program_id}/{index}", plan.prompt_tokens - len(ids))
         # Until the server says otherwise, what is to come is taken to have come.
-        self._output = self.planned_output(index)
-        return list(self._prompt)
+        self._contexts.append((ids, self.planned_output(index)))
+        return list(ids)
 
     def planned_output(self, index: int) -> list[int]:
         """The ids to force on turn ``index``."""
@@ -111,9 +121,10 @@ class PromptBuilder:
 
     def answered(self, output_ids: Sequence[int]) -> bool:
         """Continue from what the server really generated; False, and no change, where the length differs."""
-        if len(output_ids) != len(self._output):
+        prompt, output = self._contexts[-1]
+        if len(output_ids) != len(output):
             return False
-        self._output = list(output_ids)
+        self._contexts[-1] = prompt, list(output_ids)
         return True
 
     def _shared_ids(self, at_most: int) -> list[int]:
@@ -126,13 +137,25 @@ class PromptBuilder:
         return random.Random(seed).choices(self._ids, k=count) if count > 0 else []
 
 
-def _kept_by_reset(program: TraceProgram, turn: Turn, before: Turn) -> int | None:
-    """Recorded tokens kept where the prompt does not simply continue the previous one; else ``None``."""
-    if turn.reset:
-        return turn.prefix_tokens if turn.prefix_tokens is not None else program.shared_prefix_tokens or 0
-    if turn.prefix_tokens is not None and turn.prefix_tokens < before.prompt_tokens - _PREFIX_SLACK_TOKENS:
-        return turn.prefix_tokens
-    return None
+def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
+    """Where a prompt does not simply continue the previous one: the turn it does, and the tokens kept."""
+    turn, before = program.turns[index], program.turns[index - 1]
+    kept = turn.prefix_tokens
+    if not turn.reset and (kept is None or kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS):
+        return None
+    if kept is None:
+        kept = program.shared_prefix_tokens or 0
+    kept = min(kept, before.prompt_tokens + before.output_tokens)
+    longest = turn.prefix_tokens_any
+    if longest is not None and longest > kept + _PREFIX_SLACK_TOKENS:
+        older = [
+            j
+            for j in range(max(0, index - _REMEMBERED_TURNS), index - 1)
+            if program.turns[j].prompt_tokens + program.turns[j].output_tokens >= longest
+        ]
+        if older:
+            return min(older, key=lambda j: (abs(program.turns[j].prompt_tokens - longest), -j)), longest
+    return index - 1, kept
 
 
 def _scaled(tokens: int, scale: float) -> int:

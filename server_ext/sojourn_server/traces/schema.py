@@ -39,6 +39,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Leading tokens of the previous output (thinking) that are not in this prompt."""
     prefix_tokens: int | None = None
     """Longest common prefix with the previous turn's prompt, where the source knows it."""
+    prefix_tokens_any: int | None = None
+    """Longest common prefix with any of the session's last 12 prompts."""
     tool: str | None = None
     tool_seconds: float | None = None
     """Wall time from the end of the LLM message to the last tool result."""
@@ -115,7 +117,14 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
-_TOKENS = ("prompt_tokens", "output_tokens", "append_tokens", "out_dropped", "prefix_tokens")
+_TOKENS = (
+    "prompt_tokens",
+    "output_tokens",
+    "append_tokens",
+    "out_dropped",
+    "prefix_tokens",
+    "prefix_tokens_any",
+)
 
 
 def check_program(program: TraceProgram) -> None:
