@@ -1,0 +1,146 @@
+"""One arm of the demo: all programs at once against one server, and what that cost.
+
+Nothing differs between arms but the server's policy and whether the SDK is attached: same tasks, same
+arrival times, same flags, a fresh server and one uncounted request to warm it up.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..launch.command import FORCED_TOKENS
+from .agent import ProgramRecord, run_program
+from .exposition import EngineCounts, read_counts
+from .script import Tokenizer
+from .tasks import Task
+
+ARRIVAL_WINDOW_S = 2.0
+MAX_SEQS = 8
+BATCHED_TOKENS = 512
+BLOCK_TOKENS = 32
+KV_BYTES = 1 << 30
+"""More than the pool takes; the number of blocks is what limits it."""
+STOCK = "stock"
+"""The arm that is plain vLLM; the other's name is ``sojourn``."""
+
+Watch = Callable[[int, str, int, str], None]
+"""The program's index, then as for ``agent.Watch``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRecord:
+    """Everything measured in one arm."""
+
+    name: str
+    programs: tuple[ProgramRecord, ...]
+    engine: EngineCounts
+    """What the engine counted during the arm alone."""
+    wall_s: float
+
+
+def serve_args(blocks: int, max_model_len: int) -> tuple[str, ...]:
+    """The engine's flags, the same in every arm."""
+    return (
+        "--block-size", str(BLOCK_TOKENS),
+        "--num-gpu-blocks-override", str(blocks),
+        # Without it the CPU engine insists on most of the machine's memory, whatever the line above says.
+        "--kv-cache-memory-bytes", str(KV_BYTES),
+        "--max-model-len", str(max_model_len),
+        "--max-num-seqs", str(MAX_SEQS),
+        "--max-num-batched-tokens", str(BATCHED_TOKENS),
+        "--logits-processors", FORCED_TOKENS,
+    )  # fmt: skip
+
+
+def arrivals(count: int, seed: int) -> list[float]:
+    """When each program starts, in seconds, ascending within ``ARRIVAL_WINDOW_S``; a function of the seed."""
+    draw = random.Random(seed)
+    return sorted(draw.uniform(0.0, ARRIVAL_WINDOW_S) for _ in range(count))
+
+
+def run_arm(
+    name: str,
+    tasks: Sequence[Task],
+    url: str,
+    model: str,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    directory: Path,
+    headers: dict[str, str] | None = None,
+    watch: Watch,
+) -> ArmRecord:
+    """Run all ``tasks`` against the server at ``url``; repositories are made below ``directory``.
+
+    The SDK is attached unless the arm is ``stock``. Raises ``httpx.HTTPError`` where the server does not
+    even answer the first request; failures of single programs are in their records.
+    """
+    warm_up(url, model, headers)
+    before = read_counts(url, headers)
+    records: list[ProgramRecord | None] = [None] * len(tasks)
+    with _sdk(name, url) as prepare:
+        origin_s = time.monotonic()
+
+        def one(index: int, task: Task, arrival_s: float) -> None:
+            time.sleep(max(0.0, origin_s + arrival_s - time.monotonic()))
+            records[index] = run_program(
+                task,
+                Path(tempfile.mkdtemp(prefix="p", dir=directory)),
+                f"{url}/v1",
+                model,
+                tokenizer,
+                origin_s=origin_s,
+                prepare=prepare,
+                watch=lambda state, turn, text: watch(index, state, turn, text),
+            )
+
+        # Daemons: after Ctrl-C nobody waits for a request that its server will not answer any more.
+        threads = [
+            threading.Thread(target=one, args=(index, task, arrival_s), name=task.name, daemon=True)
+            for index, (task, arrival_s) in enumerate(zip(tasks, arrivals(len(tasks), seed), strict=True))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wall_s = time.monotonic() - origin_s
+    finished = tuple(record for record in records if record is not None)
+    if len(finished) < len(tasks):
+        raise RuntimeError(f"{len(tasks) - len(finished)} programs broke off without a record")
+    return ArmRecord(
+        name=name, programs=finished, engine=read_counts(url, headers).since(before), wall_s=wall_s
+    )
+
+
+def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
+    """One short request that shares no prefix with the programs. Raises ``httpx.HTTPError``."""
+    body = {"model": model, "prompt": "0 1 2 3 4 5 6 7 8 9 " * 8, "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120.0, trust_env=False)
+    answer.raise_for_status()
+
+
+@contextmanager
+def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
+    """What is done to each agent before it runs: nothing in the stock arm."""
+    if name == STOCK:
+        yield lambda agent: agent
+        return
+    import sojourn
+    from sojourn_integrations import mini_swe_agent
+
+    sojourn.init(url, probe_timeout_s=5.0)
+    try:
+        yield mini_swe_agent.attach
+        sojourn.flush(2.0)
+    finally:
+        sojourn.shutdown()

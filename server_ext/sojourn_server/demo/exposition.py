@@ -1,0 +1,54 @@
+"""What the engine's own Prometheus page says, read before and after an arm so that only the arm counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Sums since the server started."""
+
+    ttft_sum_s: float = 0.0
+    """Seconds from a request's arrival to its first token, added up over requests."""
+    ttft_count: float = 0.0
+    preemptions: float = 0.0
+
+    def since(self, before: EngineCounts) -> EngineCounts:
+        """The difference to an earlier reading of the same server."""
+        return EngineCounts(
+            self.ttft_sum_s - before.ttft_sum_s,
+            self.ttft_count - before.ttft_count,
+            self.preemptions - before.preemptions,
+        )
+
+    @property
+    def ttft_mean_s(self) -> float | None:
+        """``None`` where no request got a first token."""
+        return self.ttft_sum_s / self.ttft_count if self.ttft_count else None
+
+
+_SERIES = {
+    "vllm:time_to_first_token_seconds_sum": "ttft_sum_s",
+    "vllm:time_to_first_token_seconds_count": "ttft_count",
+    "vllm:num_preemptions_total": "preemptions",
+}
+
+
+def read_counts(url: str, headers: dict[str, str] | None = None) -> EngineCounts:
+    """Fetch ``/metrics`` of the server at ``url`` and add up its engines. Raises ``httpx.HTTPError``."""
+    answer = httpx.get(f"{url}/metrics", headers=headers, timeout=10.0, trust_env=False)
+    answer.raise_for_status()
+    return parse_counts(answer.text)
+
+
+def parse_counts(text: str) -> EngineCounts:
+    """Add up the series we know; lines that are something else are skipped."""
+    sums = dict.fromkeys(_SERIES.values(), 0.0)
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _SERIES:
+            sums[_SERIES[name]] += float(line.rpartition(" ")[2])
+    return EngineCounts(**sums)
