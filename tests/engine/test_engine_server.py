@@ -94,7 +94,7 @@ def test_an_id_beyond_the_vocabulary_does_not_take_the_engine_down(server):
     assert post(server, messages=messages, max_tokens=1).status_code == 200
 
 
-def test_stock_has_none_of_our_code_in_any_process(server):
+def test_stock_has_neither_our_scheduler_nor_our_routes(server):
     group = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _group(pid) == server.pid]
     assert len(group) >= 3  # the API server, the engine core, the worker
     for pid in group:
