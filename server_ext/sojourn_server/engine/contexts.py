@@ -40,7 +40,9 @@ class ContextStore:
         if old is not None:
             self.hashes -= len(old)
 
-    def clear(self) -> None:
-        """Forget all."""
+    def clear(self) -> list[ProgramId]:
+        """Forget all; returns whose contexts they were."""
+        programs = list(self._contexts)
         self._contexts.clear()
         self.hashes = 0
+        return programs

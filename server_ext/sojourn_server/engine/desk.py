@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.ids import CallId, EmitterId, ProgramId
-from sojourn.wire import EventOutcome, Outcome, OutcomeBatch, WireError, decode_batch, decode_event
+from sojourn.ids import MAX_ID_BYTES, CallId, EmitterId, ProgramId
+from sojourn.wire import (
+    MAX_BATCH_EVENTS,
+    EventOutcome,
+    Outcome,
+    OutcomeBatch,
+    WireError,
+    decode_batch,
+    decode_event,
+)
 
 from ..policy.base import Reason
 from ..program.record import Program, RunningTool, SeenEvents
-from ..program.status import Signal
+from ..program.status import ProgramStatus, Signal
 from .facts import ActionKind
 from .identity import Identity
 from .steward import Steward
@@ -25,9 +34,9 @@ PROGRAM_OUTCOMES = ("ok", "error", "cancelled")
 class _Label(msgspec.Struct):
     """As much of a bad event as its outcome can name."""
 
-    type: str = "unknown"
-    program_id: str | None = None
-    seq: int | None = None
+    type: Any = None
+    program_id: Any = None
+    seq: Any = None
 
 
 _label_decoder = msgspec.json.Decoder(_Label)
@@ -57,7 +66,9 @@ class Desk:
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:
             return []
-        return self._fold(ours.emitter, ours.events[:MAX_TOOLS_PER_PROGRAM], now)
+        if len(ours.emitter.encode("utf-8", "replace")) > MAX_ID_BYTES:
+            return []
+        return self._fold(ours.emitter, ours.events[:MAX_BATCH_EVENTS], now)
 
     def _fold(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
         return [self._one(EmitterId(emitter), raw, now) for raw in events]
@@ -83,8 +94,7 @@ class Desk:
                 event, Outcome.MISSING, "unknown program; its next request or program_start opens it"
             )
         program, forgotten = steward.table.open(program_id, now)
-        for lost in forgotten:
-            steward.order(ActionKind.DROP, lost.id, Reason.SUPERSEDED, now)
+        steward.forget(forgotten, now)
         if not _first_time(program, emitter, event.seq):
             return _answer(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
         steward.leases.heard(program_id, now)
@@ -99,14 +109,21 @@ class Desk:
             program.parent_id = ProgramId(event.parent_program_id)
         if event.root_program_id:
             program.root_id = ProgramId(event.root_program_id)
-        program.heartbeats = program.heartbeats or event.heartbeat
+        if event.heartbeat:
+            self._promised(program, now)
         return Outcome.APPLIED, ""
 
     def _tool_start(self, program: Program, event: ToolStart, now: float) -> tuple[Outcome, str]:
+        if program.status is ProgramStatus.ENDED:
+            return Outcome.MISSING, "the program has ended; its next request opens it again"
         if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
             return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
         key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
         started_s = now - min(event.age_s, now)
+        inferred_s = program.gap_inferred_s
+        if program.live_requests and inferred_s is not None and started_s <= inferred_s:
+            # Its duration is in the history already, as the time between the two requests.
+            return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
         program.tools[CallId(event.call_id)] = RunningTool(key, started_s, event.expected_s)
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
@@ -134,13 +151,17 @@ class Desk:
         return Outcome.APPLIED, ""
 
     def _heartbeat(self, program: Program, event: Heartbeat, now: float) -> tuple[Outcome, str]:
-        program.heartbeats = True
+        self._promised(program, now)
         return Outcome.APPLIED, ""
 
     def _program_end(self, program: Program, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
         outcome = event.status if event.status in PROGRAM_OUTCOMES else "error"
         self._steward.program_over(program, Signal.END, outcome, now)
         return Outcome.APPLIED, ""
+
+    def _promised(self, program: Program, now: float) -> None:
+        self._steward.table.promise_heartbeats(program)
+        self._steward.leases.promised(program.id, now)
 
 
 def _first_time(program: Program, emitter: EmitterId, seq: int) -> bool:
@@ -157,12 +178,16 @@ def _undecodable(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
         label = _label_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         label = _Label()
-    known = label.type in EVENT_TYPES
-    outcome = Outcome.REJECTED if known else Outcome.UNSUPPORTED
-    reason = error if known else f"unknown event type {label.type[:64]!r}; expected {', '.join(EVENT_TYPES)}"
-    program_id = label.program_id if label.program_id is None else label.program_id[:256]
-    kind = label.type if known else "unknown"
-    return kind, EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=label.seq)
+    kind, outcome = "unknown", Outcome.REJECTED
+    if isinstance(label.type, str):
+        if label.type in EVENT_TYPES:
+            kind = label.type
+        else:
+            outcome = Outcome.UNSUPPORTED
+            error = f"unknown event type {label.type[:64]!r}; expected {', '.join(EVENT_TYPES)}"
+    program_id = label.program_id[:MAX_ID_BYTES] if isinstance(label.program_id, str) else None
+    seq = label.seq if isinstance(label.seq, int) and not isinstance(label.seq, bool) else None
+    return kind, EventOutcome(outcome=outcome, reason=error, program_id=program_id, seq=seq)
 
 
 def _answer(event: AnyEvent, outcome: Outcome, reason: str) -> EventOutcome:

@@ -89,6 +89,13 @@ class LeaseBook:
                 lease.silent_s = later
                 self._push(lease)
 
+    def promised(self, program_id: ProgramId, now: float) -> None:
+        """The client began to promise heartbeats: from now on silence ends its lease."""
+        lease = self._leases.get(program_id)
+        if lease is not None and lease.silent_s is None:
+            lease.silent_s = now + SILENCE_INITIAL_S
+            self._push(lease)
+
     def extend(self, program_id: ProgramId, expires_s: float) -> bool:
         """Move the expiry later; never earlier. True where it moved."""
         lease = self._leases.get(program_id)

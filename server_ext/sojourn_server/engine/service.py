@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from sojourn.ids import ProgramId
-from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_CONTEXT_BYTES, WIRE_VERSION, encode
+from sojourn.wire import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    MAX_CONTEXT_BYTES,
+    WIRE_VERSION,
+    WireError,
+    encode,
+)
 
 from ..program.record import Program
 from ..program.status import ProgramStatus
@@ -17,6 +25,8 @@ from .steward import Steward
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
+
+_arguments = msgspec.json.Decoder(dict[str, Any] | None)
 
 Gauges = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -60,12 +70,15 @@ class Service:
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation. Raises ``UnknownOperation`` or ``WireError``."""
         if operation == "events":
-            return encode(self._desk.batch(payload.encode(), now)).decode()
+            return encode(self._desk.batch(payload.encode("utf-8", "replace"), now)).decode()
         handler = self._operations.get(operation)
         if handler is None:
             expected = ", ".join(["events", *self._operations])
             raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
-        arguments = msgspec.json.decode(payload) if payload else {}
+        try:
+            arguments = _arguments.decode(payload) if payload else None
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise WireError(f"{operation}: arguments are not a JSON object: {error}") from error
         return encode(handler(arguments or {}, now)).decode()
 
     def _capabilities(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
@@ -86,7 +99,7 @@ class Service:
         }
 
     def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        limit = max(1, min(int(arguments.get("limit") or 100), MAX_PROGRAMS_SHOWN))
+        limit = _whole(arguments, "limit", 100, 1, MAX_PROGRAMS_SHOWN)
         status = arguments.get("status")
         table = self._steward.table
         chosen = [p for p in table if status is None or p.status.value == status]
@@ -124,8 +137,9 @@ class Service:
         }
 
     def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        limit = max(1, min(int(arguments.get("limit") or 1000), MAX_DECISIONS_SHOWN))
-        chosen, following = self._steward.decisions.since(int(arguments.get("since") or 0), limit)
+        limit = _whole(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)
+        since = _whole(arguments, "since", 0, 0, sys.maxsize)
+        chosen, following = self._steward.decisions.since(since, limit)
         return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
 
     def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
@@ -174,3 +188,13 @@ class Service:
                 "waiting": lease.waiting,
             },
         }
+
+
+def _whole(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+    """The argument, clipped to ``least``..``most``; ``default`` where it is absent. Raises ``WireError``."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WireError(f"{name} is {value!r}; expected a whole number")
+    return max(least, min(value, most))

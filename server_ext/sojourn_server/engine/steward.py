@@ -30,6 +30,9 @@ from .contexts import ContextStore
 from .facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from .leases import SILENCE_INITIAL_S, Lease, LeaseBook
 
+MAX_NAME_CHARS = 256
+"""Longest agent type or graph node kept of a hint, in characters."""
+
 _CAUSE_OF_LEASE_END = {
     Reason.TTL: Lost.EXPIRED,
     Reason.SILENT: Lost.SILENT,
@@ -122,7 +125,8 @@ class Steward:
         """Orders not yet carried out, oldest first; the adapter takes them with ``take_actions``."""
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
-        self._last_lease_end: dict[ProgramId, Reason] = {}
+        self._let_go: dict[ProgramId, Reason] = {}
+        """Why KV of a known program was let go since it was last admitted."""
 
     # -- requests -----------------------------------------------------------
 
@@ -139,9 +143,13 @@ class Steward:
             now,
         )
         self.tickets[fact.request_id] = ticket
+        outcome = fact.identity.outcome
+        if program is not None and self._read_hint(fact, ticket, program):
+            outcome = Outcome.CLIPPED
+        if outcome is not None:
+            self.recorder.count("sojourn_hints_total", outcome=outcome.value)
         if program is None:
             return ticket
-        self._read_hint(fact, ticket, program)
         gap_s = self._close_gap(program, now)
         tool = program.pending_tool
         program.pending_tool = None
@@ -170,13 +178,13 @@ class Steward:
         record.admitted_s = now
         self._awaiting_first_token[fact.request_id] = record
         before = self.contexts.get(program.id)
-        shared = common_prefix(before, fact.block_hashes) if before is not None else 0
+        shared = common_prefix(before, fact.block_hashes) if before is not None else None
         cause, record.evictor = self._cause(program, before, fact)
         record.tokens = split_tokens(
             prompt=fact.tokens,
             device=fact.cached_tokens,
             block_size=self.pool.block_size,
-            before_tokens=program.context_tokens if before is not None else 0,
+            before_tokens=program.context_tokens,
             before_full_blocks=len(before) if before is not None else 0,
             shared_blocks=shared,
             cause=cause,
@@ -185,7 +193,7 @@ class Steward:
         if program.turns and any(cause is not Lost.CHANGED for cause in record.tokens.lost):
             self.histories.evicted_waits.observe(wait_s)
         self._end_lease(program.id, Reason.RETURN, now)
-        self._last_lease_end.pop(program.id, None)
+        self._let_go.pop(program.id, None)
 
     def has_unstarted(self) -> bool:
         """Whether any admitted request of a program still waits for its first token."""
@@ -237,6 +245,7 @@ class Steward:
         program.turn_over_s = now
         program.gap_reported = False
         program.pending_tool = self._slowest(fact)
+        program.hinted_ttl_s = ticket.hinted_ttl_s
         self.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
         if ticket.final:
             self._log_keep(program, Keep(0.0, Reason.FINAL_TURN), fact.cached_blocks, now)
@@ -254,10 +263,10 @@ class Steward:
             for lease, reason in self.leases.due(now, self.limits.max_ends_per_tick):
                 self._after_lease(lease, reason, now)
         for _ in range(8):
-            program = self.table.silent(now, self.limits.silent_program_s)
+            program = self.table.silent(
+                now, idle_s=self.limits.idle_program_s, promised_s=self.limits.silent_program_s
+            )
             if program is None:
-                break
-            if not program.heartbeats and now - program.last_contact_s <= self.limits.idle_program_s:
                 break
             self.program_over(program, Signal.SILENCE, "silent", now)
 
@@ -274,9 +283,12 @@ class Steward:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
         if not self.table.signal(program, signal):
             return
-        self.histories.turns.observe(program.turns)
-        self.recorder.count("sojourn_programs_finished_total", outcome=outcome)
-        self.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
+        program.tools.clear()
+        if program.turns != program.turns_when_over:
+            program.turns_when_over = program.turns
+            self.histories.turns.observe(program.turns)
+            self.recorder.count("sojourn_programs_finished_total", outcome=outcome)
+            self.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
         if signal is Signal.END:
             self.order(ActionKind.DROP, program.id, Reason.END, now)
         else:
@@ -302,13 +314,22 @@ class Steward:
         program = self.table.get(program_id)
         if program is None or program.live_requests or program.id in self.leases or not blocks:
             return None
-        return self._grant(program, program.tool_now(), blocks, None, now)
+        if program.status in OVER:  # it ended between the order and its execution
+            return None
+        return self._grant(program, program.tool_now(), blocks, program.hinted_ttl_s, now, "late_keep")
 
     def cache_reset(self, now: float) -> None:
         """The engine's prefix cache is about to be cleared."""
         for lease in list(self.leases):
             self._end_lease(lease.program_id, Reason.RESET, now)
-        self.contexts.clear()
+        for program_id in self.contexts.clear():
+            self._note_let_go(program_id, Reason.RESET)
+
+    def forget(self, programs: Sequence[Program], now: float) -> None:
+        """Programs that had to leave the table for others: nothing of them stays, least of all KV."""
+        for program in programs:
+            self.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
+            self._let_go.pop(program.id, None)
 
     def order(self, kind: ActionKind, program_id: ProgramId, reason: Reason, now: float) -> None:
         """Put an order for the engine on the list, ending the program's lease with it."""
@@ -318,27 +339,29 @@ class Steward:
         elif kind is not ActionKind.RELEASE:
             self.actions.append(Action(kind, program_id, reason))
         if kind is ActionKind.DROP:
+            # A program that left nothing behind is no decision: a flood of invented ids would fill the log.
+            if lease is not None or self.contexts.get(program_id) is not None:
+                self.decisions.add(now, "drop", program_id, reason.value)
+                self._note_let_go(program_id, reason)
             self.contexts.drop(program_id)
-            self.decisions.add(now, "drop", program_id, reason.value)
 
     # -- inside ---------------------------------------------------------------
 
     def _open(self, fact: Arrival, now: float) -> Program | None:
         identity = fact.identity
-        if identity.outcome is not None:
-            self.recorder.count("sojourn_hints_total", outcome=identity.outcome.value)
         if identity.program_id is None:
             return None
         program, forgotten = self.table.open(identity.program_id, now)
-        for lost in forgotten:
-            self.order(ActionKind.DROP, lost.id, Reason.SUPERSEDED, now)
+        self.forget(forgotten, now)
         self.leases.heard(program.id, now)
         return program
 
-    def _read_hint(self, fact: Arrival, ticket: Ticket, program: Program) -> None:
+    def _read_hint(self, fact: Arrival, ticket: Ticket, program: Program) -> bool:
+        """Take in what the request advises. True where a part of it was clipped."""
         context = fact.identity.context
+        clipped = False
         if context is None:
-            return
+            return clipped
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
         if context.root_program_id:
@@ -346,16 +369,18 @@ class Steward:
         ttl_s = context.kv_retention_ttl_seconds
         if ttl_s is not None:
             bounded = min(max(0.0, ttl_s), self.limits.max_hinted_ttl_s)
-            if bounded != ttl_s:
-                self.recorder.count("sojourn_hints_total", outcome=Outcome.CLIPPED.value)
+            clipped = bounded != ttl_s
             ticket.hinted_ttl_s = bounded
         ticket.final = context.expected_resume is False
         ours = context.sojourn
         if ours is not None:
-            program.heartbeats = program.heartbeats or ours.heartbeat
-            program.agent_type = ours.agent_type or program.agent_type
-            program.node = ours.node or program.node
+            if ours.heartbeat:
+                self.table.promise_heartbeats(program)
+            # Kept for as long as the program is: a context may hold a name of 16 KiB.
+            program.agent_type = (ours.agent_type or "")[:MAX_NAME_CHARS] or program.agent_type
+            program.node = (ours.node or "")[:MAX_NAME_CHARS] or program.node
             ticket.final = ticket.final or ours.final
+        return clipped
 
     def _close_gap(self, program: Program, now: float) -> float | None:
         """The program is back: what its tools took is known now, unless the client told it already."""
@@ -369,6 +394,7 @@ class Steward:
             self.recorder.observe("sojourn_tool_gap_seconds", gap_s, tool=program.pending_tool)
             if not program.gap_reported:
                 self.histories.tools.observe(program.pending_tool, gap_s)
+                program.gap_inferred_s = now
         program.turn_over_s = None
         return gap_s
 
@@ -384,7 +410,13 @@ class Steward:
         return durations[len(durations) // 2] if durations else 0.0
 
     def _grant(
-        self, program: Program, tool: str | None, blocks: int, hinted_ttl_s: float | None, now: float
+        self,
+        program: Program,
+        tool: str | None,
+        blocks: int,
+        hinted_ttl_s: float | None,
+        now: float,
+        kind: str = "keep",
     ) -> Lease | None:
         reload_s = self.reload.seconds(program.context_tokens)
         keep = self.preset.retention.keep(
@@ -405,7 +437,7 @@ class Steward:
             keep = Keep(0.0, Reason.NOTHING_CACHED)
         if keep.ttl_s > 0 and not self.leases.fits(blocks):
             keep = Keep(0.0, Reason.OVER_BUDGET)
-        self._log_keep(program, keep, blocks, now)
+        self._log_keep(program, keep, blocks, now, kind)
         if keep.ttl_s <= 0:
             return None
         silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
@@ -416,9 +448,9 @@ class Steward:
         self.leases.grant(lease)
         return lease
 
-    def _log_keep(self, program: Program, keep: Keep, blocks: int, now: float) -> None:
+    def _log_keep(self, program: Program, keep: Keep, blocks: int, now: float, kind: str = "keep") -> None:
         self.decisions.add(
-            now, "keep", program.id, keep.reason.value, ttl_s=keep.ttl_s, blocks=blocks, turn=program.turns
+            now, kind, program.id, keep.reason.value, ttl_s=keep.ttl_s, blocks=blocks, turn=program.turns
         )
         if keep.ttl_s > 0:
             tool = program.pending_tool or "none"
@@ -433,9 +465,7 @@ class Steward:
         self, lease: Lease, reason: Reason, now: float, kind: ActionKind = ActionKind.RELEASE
     ) -> None:
         self.actions.append(Action(kind, lease.program_id, reason))
-        self._last_lease_end[lease.program_id] = reason
-        if len(self._last_lease_end) > 2 * self.limits.max_programs:
-            self._last_lease_end.clear()
+        self._note_let_go(lease.program_id, reason)
         self.recorder.count("sojourn_lease_ends_total", reason=reason.value)
         if reason is Reason.SILENT:
             self.recorder.count("sojourn_client_silent_total")
@@ -449,15 +479,21 @@ class Steward:
         self, program: Program, before: Sequence[Any] | None, fact: Admission
     ) -> tuple[Lost, str | None]:
         """Why the first block that is missing is missing, and who took its place."""
+        ended = self._let_go.get(program.id)
+        cause = _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
         missing = fact.cached_tokens // self.pool.block_size
-        if before is None or missing >= len(before):
+        if before is None:  # what was dropped is dropped; of what was merely forgotten nothing is known
+            return (cause if cause is Lost.DROPPED else Lost.UNKNOWN), None
+        if missing >= len(before):
             return Lost.UNKNOWN, None
         stone = self.graveyard.find(before[missing])
-        ended = self._last_lease_end.get(program.id)
-        cause = _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
         if stone is None:
             return cause or Lost.UNKNOWN, None
         return (cause or stone.cause), stone.evictor
+
+    def _note_let_go(self, program_id: ProgramId, reason: Reason) -> None:
+        if program_id in self.table:  # so that the notes are bounded by the table
+            self._let_go[program_id] = reason
 
     def _close_record(self, ticket: Ticket, fact: TurnEnd, now: float) -> None:
         self._awaiting_first_token.pop(fact.request_id, None)
@@ -469,6 +505,10 @@ class Steward:
         record.outcome = fact.outcome.value
         self.ledger.close(record)
         self.recorder.count("sojourn_program_turns_total", outcome=fact.outcome.value)
+        if record.recomputed_after_preemption:
+            self.recorder.count(
+                "sojourn_lost_tokens_total", record.recomputed_after_preemption, cause=Lost.PREEMPTED.value
+            )
         split = record.tokens
         if split is not None:
             for result, tokens in (("device", split.device), ("new", split.new), ("tail", split.tail)):

@@ -138,7 +138,7 @@ _ALL = (
     ),
     _counter(
         "sojourn_lost_tokens_total",
-        "Prompt tokens computed again, by why their KV was gone.",
+        "Tokens computed again, by why their KV was gone; those of preempted requests include their output.",
         cause=LOST_CAUSES,
     ),
     _counter(

@@ -48,8 +48,12 @@ class DecisionLog:
         return decision
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
-        """Decisions from ``seq`` on, at most ``limit``, and the number to ask from next time."""
+        """Decisions from ``seq`` on, at most ``limit``, and the number to ask from next time.
+
+        A number from the future is one of an engine that has restarted since: the
+        answer leads back to this engine's own numbers.
+        """
         first = self._ring[0].seq if self._ring else self._next
         start = max(0, seq - first)
         chosen = list(islice(self._ring, start, start + limit))
-        return chosen, (chosen[-1].seq + 1 if chosen else max(seq, self._next))
+        return chosen, (chosen[-1].seq + 1 if chosen else self._next)

@@ -113,7 +113,7 @@ def split_tokens(
     block_size: int,
     before_tokens: int,
     before_full_blocks: int,
-    shared_blocks: int,
+    shared_blocks: int | None,
     cause: Lost,
 ) -> TokenSplit:
     """Split a prompt of ``prompt`` tokens of which ``device`` were found in the cache.
@@ -122,8 +122,12 @@ def split_tokens(
     first), ``before_full_blocks`` how many full blocks that had, ``shared_blocks``
     how many of them the new prompt begins with, ``cause`` why the first of these
     that is missing is missing. The last prompt token is always computed, so a
-    full hit stops one block short.
+    full hit stops one block short. ``shared_blocks`` None: the previous context
+    itself is no longer known, and all that it may have held is lost by ``cause``.
     """
+    if shared_blocks is None:
+        again = max(0, min(before_tokens, prompt) - device)
+        return TokenSplit(prompt, device, prompt - device - again, 0, {cause: again} if again else {})
     usable = min(shared_blocks, max(0, prompt - 1) // block_size) * block_size
     lost: dict[Lost, int] = {}
     if usable > device:

@@ -10,6 +10,7 @@ from .status import ProgramStatus
 
 SEQ_WINDOW = 1024
 """How far a sequence number may lag behind the newest before it counts as seen."""
+_FULL = (1 << SEQ_WINDOW) - 1
 
 
 @dataclass(slots=True)
@@ -28,18 +29,20 @@ class SeenEvents:
     """Which sequence numbers of one emitter were seen, in bounded memory."""
 
     newest: int = -1
-    recent: set[int] = field(default_factory=set)
+    mask: int = 0
+    """Bit i is set where ``newest - i`` was seen: a few hundred bytes, whatever a client numbers."""
 
     def admit(self, seq: int) -> bool:
         """True the first time ``seq`` is shown; False for repeats and for what is too old to tell."""
-        if seq in self.recent or seq <= self.newest - SEQ_WINDOW:
+        ahead = seq - self.newest
+        if ahead > 0:
+            kept = (self.mask << ahead) & _FULL if ahead < SEQ_WINDOW else 0
+            self.newest, self.mask = seq, kept | 1
+            return True
+        bit = 1 << -ahead if -ahead < SEQ_WINDOW else 0
+        if not bit or self.mask & bit:
             return False
-        self.recent.add(seq)
-        if seq > self.newest:
-            self.newest = seq
-            if len(self.recent) > 2 * SEQ_WINDOW:
-                floor = seq - SEQ_WINDOW
-                self.recent = {s for s in self.recent if s > floor}
+        self.mask |= bit
         return True
 
 
@@ -68,11 +71,15 @@ class Program:
     gap_reported: bool = False
     """The client reported this gap's durations, so the inferred one is not recorded."""
     turn_over_s: float | None = None
+    gap_inferred_s: float | None = None
+    """When a request last closed a gap that no event had reported: later news of that gap count no more."""
+    hinted_ttl_s: float | None = None
+    """What the client asked for its last turn, bounded."""
+    turns_when_over: int | None = None
+    """Turns at the last end that was learned from, so that one end is not learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """The client promised heartbeats, so its silence means something."""
-    evicted_since_turn: bool = False
-    """Blocks of its context were reused by others since its last turn."""
     seen: dict[EmitterId, SeenEvents] = field(default_factory=dict)
 
     def tool_now(self) -> str | None:

@@ -14,9 +14,9 @@ from .status import OVER, ProgramStatus, Signal, after
 class ProgramTable:
     """At most ``max_programs`` programs; the longest-over are forgotten first.
 
-    Where all are alive, the one heard of least recently without a request in
-    the engine goes: a flood of invented ids costs its sender's ids first,
-    since real programs keep talking.
+    Then go those that never sent a request, oldest first: they own nothing, so
+    a flood of invented ids costs no real program its KV. Then the one heard of
+    least recently without a request in the engine.
     """
 
     def __init__(self, max_programs: int = 20_000) -> None:
@@ -27,8 +27,13 @@ class ProgramTable:
         self.forgotten = 0
         self._programs: OrderedDict[ProgramId, Program] = OrderedDict()
         self._over: OrderedDict[ProgramId, None] = OrderedDict()
-        self._acting: OrderedDict[ProgramId, None] = OrderedDict()
-        """Programs between turns, the one heard of least recently first."""
+        self._unproven: OrderedDict[ProgramId, None] = OrderedDict()
+        """Programs known from events alone, the oldest first."""
+        self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
+        """Programs between turns, the one heard of least recently first; with heartbeats in the second.
+
+        Two, since the two kinds may be silent for different times.
+        """
         self._next_rank = 0
 
     def __len__(self) -> int:
@@ -57,15 +62,17 @@ class ProgramTable:
         program = self._programs.get(program_id)
         if program is not None:
             self._programs.move_to_end(program_id)
-            if program_id in self._acting:
-                self._acting.move_to_end(program_id)
+            acting = self._acting[program.heartbeats]
+            if program_id in acting:
+                acting.move_to_end(program_id)
             program.last_contact_s = now
             return program, []
         forgotten = self._make_room()
         program = Program(program_id, self.next_rank(), now, last_contact_s=now)
         self._programs[program_id] = program
         self.counts[program.status] += 1
-        self._acting[program_id] = None
+        self._unproven[program_id] = None
+        self._acting[False][program_id] = None
         return program, forgotten
 
     def signal(self, program: Program, signal: Signal) -> bool:
@@ -80,30 +87,47 @@ class ProgramTable:
         elif program.status in OVER:
             self._over.pop(program.id, None)
         if new is ProgramStatus.ACTING:
-            self._acting[program.id] = None
+            self._acting[program.heartbeats][program.id] = None
         else:
-            self._acting.pop(program.id, None)
+            self._acting[program.heartbeats].pop(program.id, None)
+        if signal is Signal.REQUEST_ARRIVED:
+            self._unproven.pop(program.id, None)
         program.status = new
         return True
 
-    def silent(self, now: float, silence_s: float) -> Program | None:
-        """A program between turns that has not been heard of for ``silence_s`` seconds, if there is one."""
-        for program_id in self._acting:
-            program = self._programs[program_id]
-            return program if now - program.last_contact_s > silence_s else None
+    def promise_heartbeats(self, program: Program) -> None:
+        """Its client will send heartbeats from now on. Call it after ``open``, at the same ``now``."""
+        if program.heartbeats:
+            return
+        was_acting = self._acting[False].pop(program.id, 0) is None
+        program.heartbeats = True
+        if was_acting:
+            self._acting[True][program.id] = None
+
+    def silent(self, now: float, *, idle_s: float, promised_s: float) -> Program | None:
+        """A program between turns not heard of for too long, if there is one.
+
+        Too long is more than ``promised_s`` seconds for one that promised
+        heartbeats, ``idle_s`` for the others.
+        """
+        for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
+            program_id = next(iter(acting), None)
+            if program_id is not None:
+                program = self._programs[program_id]
+                if now - program.last_contact_s > silence_s:
+                    return program
         return None
 
     def _make_room(self) -> list[Program]:
         forgotten: list[Program] = []
         while len(self._programs) >= self.max_programs:
             victim = self._oldest_forgettable()
-            if (
-                victim is None
-            ):  # all have requests in the engine: their number is the engine's bound, not ours
-                break
+            if victim is None:
+                break  # all have requests in the engine: their number is the engine's bound, not ours
             del self._programs[victim.id]
             self._over.pop(victim.id, None)
-            self._acting.pop(victim.id, None)
+            self._unproven.pop(victim.id, None)
+            self._acting[victim.heartbeats].pop(victim.id, None)
             self.counts[victim.status] -= 1
             self.forgotten += 1
             forgotten.append(victim)
@@ -114,6 +138,8 @@ class ProgramTable:
             program = self._programs[program_id]
             if not program.live_requests:
                 return program
+        for program_id in self._unproven:
+            return self._programs[program_id]
         for program in self._programs.values():
             if not program.live_requests:
                 return program

@@ -1,0 +1,267 @@
+"""A scripted engine around the real steward, desk and service, in virtual time.
+
+It has a prefix cache of chained block hashes and nothing else: no scheduler.
+A test says when requests arrive, get their blocks and finish, when blocks are
+evicted, and how much time passes. Orders are carried out at once and kept in
+``done`` for the test to look at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sojourn.events import Event
+from sojourn.ids import ProgramId
+from sojourn.wire import WIRE_VERSION, EventOutcome, decode_outcomes
+from sojourn_server.engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
+from sojourn_server.engine.identity import CONTEXT_KEY, read_identity
+from sojourn_server.engine.leases import Lease
+from sojourn_server.engine.service import Service
+from sojourn_server.engine.steward import Histories, Pool, Steward, StewardLimits, Ticket
+from sojourn_server.metrics.ledger import Lost, Tombstone
+from sojourn_server.metrics.recorder import Recorder
+from sojourn_server.policy.costs import PrefillCurve
+from sojourn_server.policy.preset import Preset, load_preset
+from sojourn_server.program.record import Program
+from sojourn_server.program.toolcalls import parse_tool_calls
+
+BLOCK_TOKENS = 4
+BASH = "Let us see.\n```bash\npytest -q\n```"
+"""An output that calls a tool, whose key is ``bash:pytest``."""
+TOOL = "bash:pytest"
+
+
+class VirtualEngine:
+    """One engine with ``blocks`` blocks of four tokens; ``recorder`` refuses what the catalogue lacks."""
+
+    def __init__(
+        self,
+        preset: str | Preset = "static-ttl",
+        *,
+        blocks: int = 1000,
+        limits: StewardLimits | None = None,
+        curve: PrefillCurve | None = None,
+        histories: Histories | None = None,
+    ) -> None:
+        self.now = 1000.0
+        self.steward = Steward(
+            load_preset(preset) if isinstance(preset, str) else preset,
+            Pool(blocks=blocks, block_size=BLOCK_TOKENS, block_bytes=64),
+            limits=limits,
+            curve=curve,
+            histories=histories,
+        )
+        self.steward.recorder = Recorder(strict=True)
+        self.service = Service(self.steward, engine={"virtual": "1"}, pool_state=self.pool_state)
+        self.cached: set[int] = set()
+        self.held: dict[ProgramId, Sequence[int]] = {}
+        self.done: list[Action] = []
+        self._prompts: dict[str, list[int]] = {}
+        self._requests = 0
+        self._seq = 0
+
+    # -- time ---------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, then begin a step."""
+        self.now += seconds
+        self.step()
+
+    def step(self) -> None:
+        """Begin an engine step."""
+        self.steward.tick(self.now)
+        self.carry_out()
+
+    # -- requests -------------------------------------------------------------------
+
+    def arrive(self, program: str | None, tokens: Sequence[int], **hint: Any) -> str:
+        """A request arrives; ``hint`` are fields of its agentic context. Returns the request's id."""
+        self._requests += 1
+        request_id = f"r{self._requests}"
+        context = {"program_id": program, **hint}
+        xargs = {CONTEXT_KEY: json.dumps(context)} if program and hint else None
+        identity = read_identity(program, xargs)
+        self.service.desk.riding_along(identity, self.now)
+        self._prompts[request_id] = list(tokens)
+        self.steward.arrived(
+            Arrival(request_id=request_id, identity=identity, prompt_tokens=len(tokens)), self.now
+        )
+        self.carry_out()
+        return request_id
+
+    def admit(self, request_id: str, *, resumed: bool = False) -> int:
+        """The request gets its blocks; returns the tokens found in the cache."""
+        prompt = self._prompts[request_id]
+        hashes = chain(prompt)
+        hit = 0
+        for block in hashes[: (len(prompt) - 1) // BLOCK_TOKENS]:
+            if block not in self.cached:
+                break
+            hit += BLOCK_TOKENS
+        self.steward.admitted(
+            Admission(
+                request_id=request_id,
+                cached_tokens=hit,
+                tokens=len(prompt),
+                block_hashes=hashes,
+                resumed=resumed,
+            ),
+            self.now,
+        )
+        self.cached.update(hashes)
+        self.carry_out()
+        return hit
+
+    def finish(
+        self,
+        request_id: str,
+        text: str = BASH,
+        *,
+        output: Sequence[int] = (7, 7),
+        outcome: TurnOutcome = TurnOutcome.STOPPED,
+    ) -> Lease | None:
+        """The request leaves the engine having written ``text``, which is the tokens ``output``."""
+        prompt = self._prompts.pop(request_id)
+        hashes = chain([*prompt, *output])
+        failed = outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
+        if not failed:
+            self.cached.update(hashes)
+        lease = self.steward.finished(
+            TurnEnd(
+                request_id=request_id,
+                outcome=outcome,
+                tool_calls=() if failed else parse_tool_calls(text),
+                prompt_tokens=len(prompt),
+                output_tokens=len(output),
+                cached_blocks=len(hashes),
+                block_hashes=hashes,
+            ),
+            self.now,
+        )
+        self.carry_out()
+        if lease is not None:
+            self.held[lease.program_id] = hashes
+        return lease
+
+    def turn(self, program: str | None, tokens: Sequence[int], text: str = BASH, **hint: Any) -> Lease | None:
+        """A whole turn in no time."""
+        request_id = self.arrive(program, tokens, **hint)
+        self.admit(request_id)
+        self.steward.first_token(request_id, self.now)
+        return self.finish(request_id, text)
+
+    def evict(self, tokens: Sequence[int], *, by: str | None = None, keep: int = 0) -> None:
+        """Somebody takes the places of the cached blocks of ``tokens``, all but the first ``keep``."""
+        for block in chain(tokens)[keep:]:
+            if block in self.cached:
+                self.cached.discard(block)
+                self.steward.graveyard.bury(block, Tombstone(Lost.EVICTED, None, by, self.now))
+
+    # -- clients --------------------------------------------------------------------
+
+    def send(self, *events: Event, emitter: str = "e") -> list[EventOutcome]:
+        """Post a batch of events; their sequence numbers are given here unless they are ≥ 0 already."""
+        numbered = []
+        for event in events:
+            if event.seq < 0:
+                event = msgspec.structs.replace(event, seq=self.next_seq())
+            numbered.append(json.loads(msgspec.json.encode(event)))
+        return self.post({"v": WIRE_VERSION, "emitter": emitter, "events": numbered})
+
+    def post(self, batch: dict[str, Any]) -> list[EventOutcome]:
+        """Post a batch as it is."""
+        answer = self.service.call("events", json.dumps(batch), self.now)
+        self.carry_out()
+        return decode_outcomes(answer.encode()).outcomes
+
+    def next_seq(self) -> int:
+        """A sequence number not used before."""
+        self._seq += 1
+        return self._seq
+
+    def ask(self, operation: str, **arguments: Any) -> Any:
+        """What the HTTP side would get."""
+        return json.loads(self.service.call(operation, json.dumps(arguments), self.now))
+
+    # -- the engine's side -----------------------------------------------------------
+
+    def carry_out(self) -> None:
+        """Do what the steward ordered."""
+        while self.steward.actions:
+            for action in self.steward.take_actions():
+                self.done.append(action)
+                hashes = self.steward.contexts.get(action.program_id) or ()
+                if action.kind is ActionKind.PIN_CACHED:
+                    found = [block for block in hashes if block in self.cached]
+                    if self.steward.pinned(action.program_id, len(found), self.now) is not None:
+                        self.held[action.program_id] = found
+                    continue
+                held = self.held.pop(action.program_id, ())
+                if action.kind is ActionKind.DROP:
+                    self.cached.difference_update(held)
+
+    def pool_state(self) -> dict[str, int]:
+        """Blocks by state, as the real engine tells them."""
+        leased = sum(len(blocks) for blocks in self.held.values())
+        cached = len(self.cached) - leased
+        total = self.steward.pool.blocks
+        return {
+            "total": total,
+            "running": 0,
+            "leased": leased,
+            "cached": cached,
+            "free": total - leased - cached,
+        }
+
+    # -- for assertions ---------------------------------------------------------------
+
+    def program(self, program_id: str) -> Program:
+        """What is known of a program that must be known."""
+        program = self.steward.table.get(ProgramId(program_id))
+        assert program is not None
+        return program
+
+    def ticket(self, request_id: str) -> Ticket:
+        """What is known of a request in the engine."""
+        return self.steward.tickets[request_id]
+
+    def queue(self) -> list[str]:
+        """Requests in the order in which the preset would admit them."""
+        tickets = self.steward.tickets.values()
+        order = self.steward.preset.order
+        return [t.request_id for t in sorted(tickets, key=lambda t: order.key(self.steward.waiting_view(t)))]
+
+    def reasons(self, kind: str) -> list[str]:
+        """Reasons of the decisions of one kind so far, oldest first."""
+        chosen, _ = self.steward.decisions.since(0, 100_000)
+        return [decision.reason for decision in chosen if decision.kind == kind]
+
+    def counter(self, name: str, **labels: str) -> float:
+        """What a counter has come to, read without draining it for good."""
+        rows = self.drained().get(name, [])
+        return sum(n for found, n in rows if found.items() >= labels.items())
+
+    def drained(self) -> dict[str, Any]:
+        """All counters so far; each call adds what came since the one before."""
+        total: dict[str, Any] = self.__dict__.setdefault("_drained", {})
+        for name, rows in self.steward.recorder.drain()["counters"].items():
+            total.setdefault(name, []).extend(rows)
+        return total
+
+
+def chain(tokens: Sequence[int]) -> list[int]:
+    """Chained hashes of the full blocks of ``tokens``."""
+    hashes: list[int] = []
+    previous = 0
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        previous = hash((previous, *tokens[start : start + BLOCK_TOKENS]))
+        hashes.append(previous)
+    return hashes
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    """``n`` tokens that share no prefix with those of another ``seed``."""
+    return [seed * 1_000_003 + i for i in range(n)]
