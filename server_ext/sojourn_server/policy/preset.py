@@ -65,7 +65,10 @@ def load_preset(name: str) -> Preset:
 
 
 def parse_preset(text: str, *, source: str) -> Preset:
-    """Build a preset from TOML. ``extends = "NAME"`` starts from a shipped one, so an ablation is one line."""
+    """Build a preset from TOML; ``extends = "NAME"`` starts from a shipped one: an ablation is one line.
+
+    Raises ``PresetError``.
+    """
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -108,5 +111,5 @@ def _build(question: str, document: dict[str, Any], source: str) -> Any:
     policy = getattr(import_module(f".{module}", __package__), name)
     try:
         return policy(**options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise PresetError(f"{source}: {question}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .base import Keep, Reason
@@ -25,9 +26,16 @@ class NoRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRetention:
-    """The same time for every tool call (Continuum's "static TTL" ablation, Figure 15)."""
+    """The same time for every tool call (Continuum's "static TTL" ablation, Figure 15).
+
+    Raises ``ValueError`` for a time that is not finite seconds ≥ 0.
+    """
 
     ttl_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttl_s) and self.ttl_s >= 0):
+            raise ValueError(f"ttl_s is {self.ttl_s}; expected finite seconds ≥ 0")
 
     def keep(self, turn: TurnView, now: float) -> Keep:
         if turn.tool is None:

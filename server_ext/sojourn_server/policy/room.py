@@ -65,7 +65,10 @@ class LatestProgramFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyLease:
-    """Whoever needs room takes it, soonest-expiring leases first. Leases then never delay anybody."""
+    """Whoever needs room takes it, soonest-expiring leases first, as many as the need asks for.
+
+    Where all are too few, all go. Leases then never delay anybody.
+    """
 
     def release(
         self, need: RoomNeed, leases: Sequence[LeaseView], now: float
@@ -74,4 +77,11 @@ class AnyLease:
             (lease for lease in leases if lease.program_id != need.program_id),
             key=lambda lease: (lease.expires_s, lease.program_id),
         )
-        return tuple(lease.program_id for lease in victims) or None
+        chosen: list[ProgramId] = []
+        gained = 0
+        for lease in victims:
+            if gained >= need.blocks:
+                break
+            chosen.append(lease.program_id)
+            gained += lease.blocks
+        return tuple(chosen) or None
