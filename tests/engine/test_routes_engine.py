@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +27,11 @@ KEY = "k-9d1f"
 GETS = ("capabilities", "programs", "programs/p", "stats", "decisions")
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
 # The in-process engine of the other tests in this directory is not wanted here.
-ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+ENGINE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-api-server", "two-api-servers"])
@@ -34,16 +43,21 @@ def server(
     if request.param > 1:
         args += ["--api-server-count", str(request.param)]
         env["PYTHONPATH"] = str(vllm_metadata(tmp_path_factory.mktemp("metadata")))
-    with EngineServer("tiny", api_key=KEY, serve_args=args, env=env) as server:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with EngineServer("tiny", api_key=KEY, serve_args=args, env=env, log_path=log) as server:
+        loaded = re.findall(r"\((\w+) pid=\d+\).*Loaded endpoint plugin sojourn", log.read_text())
+        assert len(set(loaded)) == request.param
         yield server
 
 
 def vllm_metadata(directory: Path) -> Path:
     """Metadata of the name ``vllm``: without it the CPU build has no ``vllm serve``, the only way to
     several API servers."""
-    info = directory / f"vllm-{installed_vllm()}.dist-info"
+    release = (installed_vllm() or "").split("+")[0]
+    version = f"{release}+cpu"  # where vLLM finds a version of this name, that is how it knows its platform
+    info = directory / f"vllm-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed_vllm()}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return directory
 
 
@@ -238,6 +252,34 @@ def test_bad_input_is_answered_and_harms_nothing(server: EngineServer) -> None:
     ask_model(server, "after-bad", "still here " * 20)
 
 
+def test_a_hung_engine_is_answered_for_and_loses_no_event(server: EngineServer) -> None:
+    batch = {"v": 1, "emitter": "e", "events": [{"type": "program_start", "program_id": "late", "seq": 0}]}
+    engine = engine_pid(server)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        response = call(server, "POST", "/sojourn/v1/events", json=batch)
+        assert response.status_code == 503
+        assert 4 < time.monotonic() - started < 15
+        assert int(response.headers["retry-after"]) > 0
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    repeated = call(server, "POST", "/sojourn/v1/events", json=batch)
+    assert repeated.json()["outcomes"][0]["outcome"] == "duplicate"
+
+
+def engine_pid(server: EngineServer) -> int:
+    """The engine core's process; the server is the leader of its group."""
+    shown = subprocess.run(
+        ["ps", "-eo", "pid=,pgid=,comm="], capture_output=True, text=True, check=True
+    ).stdout
+    for line in shown.splitlines():
+        pid, group, name = line.split(None, 2)
+        if int(group) == server.pid and name.startswith("VLLM::EngineCor"):
+            return int(pid)
+    raise AssertionError(f"no engine core in\n{shown}")
+
+
 def test_a_stock_scheduler_with_the_plugin_says_so(tmp_path: Path) -> None:
     # Somebody sets VLLM_PLUGINS for plain vllm; `sojourn serve --policy stock` would not load us.
     from sojourn_server.models import resolve_model
@@ -262,8 +304,6 @@ class PlainServer(EngineServer):
         return self.url
 
     def _command(self) -> list[str]:
-        import sys
-
         return [
             sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server",
             "--model", self._model_path, "--host", "127.0.0.1", "--port", str(self.port),
