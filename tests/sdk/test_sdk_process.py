@@ -64,7 +64,6 @@ def test_a_hanging_server_delays_the_exit_by_a_second_at_most(python, server):
         with sojourn.program("p"):
             pass
         started = time.monotonic()
-        import atexit
         atexit._run_exitfuncs()
         print(time.monotonic() - started)
         """,
@@ -168,13 +167,15 @@ def test_forked_workers_deliver_though_they_skip_atexit(python, server, kind):
         def work(n):
             with sojourn.tool_call(f"w{n}"):
                 return n
+        from multiprocessing import util
+        util.register_after_fork(util, lambda _: util.Finalize(None, lambda: print(sojourn.stats()), exitpriority=0))
         with sojourn.program("parent"):
         """
         + use,
     )
-    python(code)
+    said = python(code)
     tools = sorted(e.tool for e in server.events() if isinstance(e, ToolStart))
-    assert tools == ["w0", "w1", "w2"]
+    assert tools == ["w0", "w1", "w2"], f"{server.events()}\n{said.stdout}\n{said.stderr}"
     seen = numbers(server)
     assert len(seen) == len(set(seen))
 
