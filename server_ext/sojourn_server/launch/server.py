@@ -7,7 +7,6 @@ process group of its own, on a port nobody else had.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import socket
@@ -23,13 +22,23 @@ from types import TracebackType
 import httpx
 
 Progress = Callable[[float, str], None]
-"""Called about once a second while the server starts, with seconds so far and the last line of its log."""
+"""Called about once a second while the server starts, with seconds so far and what it is doing."""
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
 """What a server gets to end by itself after SIGINT before its group is killed."""
 
-_LOG_PREFIX = re.compile(r"^\(\w+ pid=\d+\)\s*|\b(INFO|WARNING) \d\d-\d\d [\d:]+ \[[^\]]*\]\s*")
+_STAGES = (
+    ("Waiting for application startup", "opening the port"),
+    ("KV cache size", "preparing the KV cache"),
+    ("Loading weights took", "preparing the KV cache"),
+    ("Starting to load model", "loading the weights"),
+    ("Initializing a V1 LLM engine", "starting the worker"),
+    ("Resolved architecture", "starting the engine"),
+    ("making the model", "making the model (first use only)"),
+    ("policy ", "importing vLLM"),
+)
+"""Signs in the log, latest first, and what they mean. A sign that a release drops only makes this coarser."""
 
 
 class ServerFailed(RuntimeError):
@@ -171,7 +180,7 @@ class EngineServer:
                 elapsed_s = time.monotonic() - start
                 if self._progress is not None and elapsed_s >= next_report:
                     next_report = elapsed_s + 1.0
-                    self._progress(elapsed_s, self._last_line())
+                    self._progress(elapsed_s, self._stage())
                 code = self._process.poll()
                 if code is not None:
                     raise ServerFailed(
@@ -201,12 +210,10 @@ class EngineServer:
             return True
         raise ServerFailed(f"port {self.port} is answered by another server, of {', '.join(sorted(served))}")
 
-    def _last_line(self) -> str:
-        for line in reversed(self.log_tail(5).splitlines()):
-            text = _LOG_PREFIX.sub("", line).strip()
-            if text:
-                return text[:160]
-        return "starting"
+    def _stage(self) -> str:
+        """What the server was last seen doing, in our words: its log lines are for its developers."""
+        log = self.log_tail(400)
+        return next((stage for sign, stage in _STAGES if sign in log), "starting the process")
 
 
 def _free_port() -> int:

@@ -50,7 +50,8 @@ def import_transformers() -> Any:
 
         # The lazy module imports the rest only when touched; touch it here, where it can be explained.
         transformers.LlamaConfig  # noqa: B018
-        transformers.utils.logging.disable_progress_bar()  # ours says the same in one line
+        logging: Any = transformers.utils.logging
+        logging.disable_progress_bar()  # ours says the same in one line
     except Exception as error:
         raise ModelError(
             f"transformers does not import ({_root_cause(error)})",
