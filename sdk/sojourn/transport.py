@@ -39,8 +39,11 @@ class HttpTransport:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._client: httpx.Client | None = None
         self._inherited: list[httpx.Client] = []
+        # Now, on the caller's thread, since it imports: a fork while the sender imported would leave the
+        # child with half a module for good. The codec is imported by the first look-up of a host's address.
+        self._client: httpx.Client | None = self._new()
+        "x".encode("idna")
 
     def post(self, path: str, body: bytes) -> Answer:
         response = self._open().post(self._url + path, content=body)
@@ -63,11 +66,14 @@ class HttpTransport:
 
     def _open(self) -> httpx.Client:
         if self._client is None:
-            # Loading certificates takes tens of milliseconds and serves nothing on plain HTTP.
-            self._client = httpx.Client(
-                headers=self._headers,
-                timeout=self._timeout_s,
-                verify=self._url.startswith("https"),
-                limits=httpx.Limits(max_connections=2, max_keepalive_connections=1),
-            )
+            self._client = self._new()
         return self._client
+
+    def _new(self) -> httpx.Client:
+        return httpx.Client(
+            headers=self._headers,
+            timeout=self._timeout_s,
+            # Loading certificates takes tens of milliseconds and serves nothing on plain HTTP.
+            verify=self._url.startswith("https"),
+            limits=httpx.Limits(max_connections=2, max_keepalive_connections=1),
+        )

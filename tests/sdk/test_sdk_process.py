@@ -63,6 +63,7 @@ def test_a_hanging_server_delays_the_exit_by_a_second_at_most(python, server):
         """
         with sojourn.program("p"):
             pass
+        import atexit
         started = time.monotonic()
         atexit._run_exitfuncs()
         print(time.monotonic() - started)
@@ -168,7 +169,8 @@ def test_forked_workers_deliver_though_they_skip_atexit(python, server, kind):
             with sojourn.tool_call(f"w{n}"):
                 return n
         from multiprocessing import util
-        util.register_after_fork(util, lambda _: util.Finalize(None, lambda: print(sojourn.stats()), exitpriority=0))
+        def tell(_): util.Finalize(None, lambda: print(sojourn.stats()), exitpriority=0)
+        util.register_after_fork(util, tell)
         with sojourn.program("parent"):
         """
         + use,
@@ -226,3 +228,16 @@ def test_a_child_does_not_beat_for_its_parents_programs(python, server):
         """,
     )
     assert python(code).stdout.split() == ["0", "1"]
+
+
+def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, server):
+    code = f"""
+    import sys, sojourn
+    sojourn.init({server.url!r}, probe_timeout_s=0)
+    before = set(sys.modules)
+    with sojourn.program("p"), sojourn.tool_call("t"):
+        sojourn.request_parts()
+    assert sojourn.flush(5) and sojourn.stats()["events_sent"]
+    print(sorted(set(sys.modules) - before))
+    """
+    assert python(code).stdout.strip() == "[]"

@@ -1,0 +1,228 @@
+"""What the SDK costs an agent: microseconds a turn on the agent's own thread, and how often it had to wait.
+
+    python benchmarks/sdk_overhead.py [--turns 2000] [--json FILE]
+
+A turn is one ``request_parts()`` and one tool call's start and stop inside an open
+program. It is measured with a server that answers, one that never answers, one that
+is not there, and without ``init()``. Also: the cost of the openai patch per call
+against a mock transport, and the time ``import sojourn`` takes in a fresh interpreter.
+Nothing leaves this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sojourn
+from rich.console import Console
+from rich.table import Table
+from sojourn.testing import refusing_url
+
+TARGET_TURN_US = 50.0
+"""Agreed bound on the median turn."""
+BLOCKED_US = 5000.0
+"""A turn this long has waited for something."""
+TARGET_IMPORT_MS = 150.0
+
+
+def main() -> None:
+    """Measure and print; exit code 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=2000, help="turns per sink")
+    parser.add_argument("--calls", type=int, default=300, help="openai calls per variant")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
+    options = parser.parse_args()
+    report = measure(options.turns, options.calls)
+    show(report)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(0 if report["passed"] else 1)
+
+
+def measure(turns: int, calls: int) -> dict[str, Any]:
+    """All numbers, as plain data."""
+    sinks = {name: sink(turns) for name, sink in SINKS.items()}
+    patch = openai_patch(calls)
+    imports = import_ms()
+    online = [sinks[name] for name in ("answers", "hangs", "refuses")]
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "turns": sinks,
+        "openai_patch_us": patch,
+        "import_ms": imports,
+        "targets": {"turn_us": TARGET_TURN_US, "blocked": 0, "import_ms": TARGET_IMPORT_MS},
+        "passed": all(s["median_us"] <= TARGET_TURN_US for s in online)
+        and sinks["hangs"]["blocked"] == 0
+        and imports["median"] <= TARGET_IMPORT_MS,
+    }
+
+
+def with_answering_server(turns: int) -> dict[str, Any]:
+    """The usual case, the sender busy in the background."""
+    # Its own process: else its work for each batch would be measured as ours.
+    with ServerProcess("ok") as url:
+        return turns_against(url, turns)
+
+
+def with_hanging_server(turns: int) -> dict[str, Any]:
+    """The connection stands, no answer ever comes."""
+    with ServerProcess("hang") as url:
+        return turns_against(url, turns)
+
+
+def with_nobody_there(turns: int) -> dict[str, Any]:
+    """Connections are refused."""
+    return turns_against(refusing_url(), turns)
+
+
+def without_init(turns: int) -> dict[str, Any]:
+    """What a library that uses the SDK costs those who do not."""
+    return turns_against(None, turns)
+
+
+SINKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "answers": with_answering_server,
+    "hangs": with_hanging_server,
+    "refuses": with_nobody_there,
+    "no init": without_init,
+}
+
+
+def turns_against(url: str | None, turns: int) -> dict[str, Any]:
+    """Time single turns. Agents think between turns, so the sender gets a moment every few of them."""
+    if url is not None:
+        sojourn.init(url, dialect="sojourn")
+    took_us = []
+    with sojourn.program("bench", agent_type="bench"):
+        for n in range(turns + 100):
+            before = time.perf_counter_ns()
+            sojourn.request_parts()
+            with sojourn.tool_call("bash", f"call-{n}", tool_class="pytest"):
+                pass
+            took_us.append((time.perf_counter_ns() - before) / 1000)
+            if n % 10 == 0:
+                time.sleep(0.002)
+    stats = sojourn.stats()
+    sojourn.shutdown()
+    return {**summary(took_us[100:]), "dropped": stats["dropped_full"] + stats["dropped_send"]}
+
+
+def openai_patch(calls: int) -> dict[str, float]:
+    """Median microseconds of a chat call over a mock transport, without and with the patch."""
+    import httpx
+    from openai import OpenAI
+
+    answer = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "ok"}}],
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
+    client = OpenAI(
+        api_key="k", base_url="http://127.0.0.1:9/v1", http_client=httpx.Client(transport=transport)
+    )
+
+    def once() -> float:
+        before = time.perf_counter_ns()
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return (time.perf_counter_ns() - before) / 1000
+
+    with ServerProcess("ok") as url:
+        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"])
+        took: dict[bool, list[float]] = {True: [], False: []}
+        with sojourn.program("bench"):
+            for n in range(2 * calls + 100):
+                # Interleaved, so that both variants meet the same machine.
+                if n % 2:
+                    sojourn.instrument("openai")
+                else:
+                    sojourn.uninstrument("openai")
+                took[bool(n % 2)].append(once())
+        sojourn.shutdown()
+    bare, patched = (statistics.median(took[on][50:]) for on in (False, True))
+    return {"bare": round(bare, 1), "patched": round(patched, 1), "added": round(patched - bare, 1)}
+
+
+def import_ms(repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of ``import sojourn`` in fresh interpreters. Allow twice the median on a busy machine."""
+    code = "import time; t = time.perf_counter(); import sojourn; print((time.perf_counter() - t) * 1000)"
+    took = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(repeats)
+    ]
+    return {"median": round(statistics.median(took), 1), "worst": round(max(took), 1)}
+
+
+def summary(took_us: list[float]) -> dict[str, Any]:
+    """Median, p99, the worst, and how many waited."""
+    ordered = sorted(took_us)
+    return {
+        "turns": len(ordered),
+        "median_us": round(statistics.median(ordered), 1),
+        "p99_us": round(ordered[int(len(ordered) * 0.99)], 1),
+        "max_us": round(ordered[-1], 1),
+        "blocked": sum(us > BLOCKED_US for us in ordered),
+    }
+
+
+class ServerProcess:
+    """A ``FakeServer`` of its own process; the ``with`` block gets its URL."""
+
+    def __init__(self, mode: str) -> None:
+        code = (
+            "import sys\nfrom sojourn.testing import FakeServer\n"
+            f"with FakeServer(mode={mode!r}) as server:\n"
+            "    print(server.url, flush=True)\n    sys.stdin.read()"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=10)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table."""
+    console = Console()
+    where = f"Python {report['python']}, {report['machine']}, load {report['load_1min']}"
+    table = Table(title=f"One turn on the agent's thread ({where})")
+    for column in ("server", "median µs", "p99 µs", "max µs", "over 5 ms", "events dropped"):
+        table.add_column(column, justify="left" if column == "server" else "right")
+    for name, row in report["turns"].items():
+        cells = (row["median_us"], row["p99_us"], row["max_us"], row["blocked"], row["dropped"])
+        table.add_row(name, *map(str, cells))
+    console.print(table)
+    patch, imports = report["openai_patch_us"], report["import_ms"]
+    console.print(
+        f"openai call: {patch['bare']} µs bare, {patch['patched']} µs patched, {patch['added']} µs added"
+    )
+    console.print(f"import sojourn: {imports['median']} ms median, {imports['worst']} ms worst of 5")
+    verdict = "[green]met[/]" if report["passed"] else "[red]missed[/]"
+    console.print(
+        f"targets: ≤ {TARGET_TURN_US:.0f} µs a turn, 0 waits, ≤ {TARGET_IMPORT_MS:.0f} ms import: {verdict}"
+    )
+
+
+if __name__ == "__main__":
+    gc.collect()
+    main()
