@@ -1,0 +1,164 @@
+"""Each operation the HTTP side may ask for: JSON in, JSON out, limits clipped, nonsense refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
+from sojourn_server.engine.service import MAX_DECISIONS_SHOWN, MAX_PROGRAMS_SHOWN, UnknownOperation
+from sojourn_server.metrics.catalog import CATALOG, METRICS_DROPPED
+from sojourn_server.metrics.recorder import Recorder
+from virtual_engine import TOOL, VirtualEngine, prompt
+
+
+@pytest.fixture
+def engine() -> VirtualEngine:
+    """Three programs: ``a`` leased and running a tool, ``b`` with a request in the engine, ``c`` ended."""
+    engine = VirtualEngine()
+    engine.send(
+        ProgramStart(program_id="a", seq=-1, name="fixer", parent_program_id="b", root_program_id="b")
+    )
+    engine.turn("a", prompt(40))
+    engine.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash", tool_class="pytest"))
+    engine.arrive("b", prompt(8, seed=1))
+    engine.turn("c", prompt(8, seed=2), "done")
+    engine.send(ProgramEnd(program_id="c", seq=-1))
+    engine.now += 2.0
+    return engine
+
+
+def test_capabilities(engine: VirtualEngine) -> None:
+    told = engine.ask("capabilities")
+    assert (told["name"], told["wire"], told["policy"]) == ("sojourn", [WIRE_VERSION], "static-ttl")
+    assert told["limits"]["batch_events"] == MAX_BATCH_EVENTS
+    assert told["limits"]["hinted_ttl_s"] == 300.0
+    assert told["engine"] == {"virtual": "1"}
+
+
+def test_programs_latest_first(engine: VirtualEngine) -> None:
+    told = engine.ask("programs")
+    assert [p["program_id"] for p in told["programs"]] == ["c", "b", "a"]
+    assert (told["shown"], told["total"], told["forgotten"]) == (3, 3, 0)
+    a = told["programs"][-1]
+    assert a["name"] == "fixer"
+    assert (a["parent_program_id"], a["root_program_id"]) == ("b", "b")
+    assert (a["status"], a["turns"], a["context_tokens"], a["requests"]) == ("acting", 1, 42, 0)
+    assert (a["tool"], a["tools_running"], a["age_s"], a["silent_s"]) == (TOOL, 1, 2.0, 2.0)
+    assert a["lease"] == {"blocks": 10, "ttl_s": 10.0, "left_s": 8.0, "reason": "fixed", "waiting": False}
+
+
+@pytest.mark.parametrize(("status", "found"), [("acting", ["a"]), ("ended", ["c"]), ("gated", [])])
+def test_programs_by_status(engine: VirtualEngine, status: str, found: list[str]) -> None:
+    told = engine.ask("programs", status=status)
+    assert [p["program_id"] for p in told["programs"]] == found
+    assert told["total"] == len(found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"), [(None, 100), (1, 1), (0, 1), (-5, 1), (10**9, MAX_PROGRAMS_SHOWN), (10**30, 1000)]
+)
+def test_the_number_of_programs_is_clipped(limit: int | None, shown: int) -> None:
+    engine = VirtualEngine()
+    for i in range(1200):
+        engine.send(ProgramStart(program_id=f"p{i}", seq=-1))
+    told = engine.ask("programs", limit=limit)
+    assert told["shown"] == len(told["programs"]) == shown
+    assert told["total"] == 1200
+
+
+def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
+    told = engine.ask("program", program_id="a")
+    [turn] = told["ledger"]
+    assert told["program_id"] == turn["program_id"] == "a"
+    assert turn["tokens"] == {"prompt": 40, "device": 0, "new": 40, "tail": 0, "lost": {}}
+    assert turn["outcome"] == "stopped"
+    assert engine.ask("program", program_id="nobody") is None
+    assert engine.ask("program") is None
+
+
+def test_stats(engine: VirtualEngine) -> None:
+    told = engine.ask("stats")
+    assert told["programs"] == {"reasoning": 1, "acting": 1, "gated": 0, "ended": 1, "expired": 0}
+    assert told["requests"] == 1
+    assert told["leases"] == {"count": 1, "blocks": 10, "budget_blocks": 950}
+    assert told["pool"]["block_size"] == 4
+    assert told["pool"]["leased"] == 10
+    assert told["ledger"]["turns"] == 2
+    assert told["ledger"]["new_tokens"] == 48
+    assert told["history"]["programs"] == 1
+
+
+def test_decisions_page_by_page(engine: VirtualEngine) -> None:
+    seen, since = [], 0
+    while True:
+        told = engine.ask("decisions", since=since, limit=1)
+        if not told["decisions"]:
+            break
+        [decision] = told["decisions"]
+        seen.append((decision["kind"], decision["program_id"]))
+        since = told["next"]
+    assert seen == [("keep", "a"), ("keep", "c"), ("drop", "c")]
+    assert since == told["next"] == 3
+    assert engine.ask("decisions", limit=0)["next"] == 1
+    assert len(engine.ask("decisions", limit=10**9)["decisions"]) == 3 < MAX_DECISIONS_SHOWN
+
+
+def test_metrics_are_handed_out_once_and_the_catalogue_knows_them_all(engine: VirtualEngine) -> None:
+    told = engine.ask("drain_metrics")
+    assert {*told["counters"], *told["histograms"], *told["gauges"]} <= CATALOG.keys()
+    assert METRICS_DROPPED not in told["counters"]
+    assert [[{}, 1]] == told["gauges"]["sojourn_leases"]
+    assert [{"tier": "device", "state": "leased"}, 640] in told["gauges"]["sojourn_kv_bytes"]
+    again = engine.ask("drain_metrics")
+    assert again["counters"] == again["histograms"] == {}
+    assert again["gauges"].keys() == told["gauges"].keys()
+
+
+def test_a_state_the_catalogue_does_not_know_would_be_noticed(engine: VirtualEngine) -> None:
+    state = engine.pool_state()
+    engine.service._pool_state = lambda: {**state, "borrowed": 1}
+    with pytest.raises(AssertionError, match="borrowed"):
+        engine.ask("drain_metrics")
+    engine.steward.recorder = Recorder()
+    assert METRICS_DROPPED in {
+        **engine.ask("drain_metrics")["counters"],
+        **engine.ask("drain_metrics")["counters"],
+    }
+
+
+@pytest.mark.parametrize("operation", ["", "shutdown", "Events", "__class__"])
+def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) -> None:
+    with pytest.raises(UnknownOperation, match="expected one of events, capabilities"):
+        engine.ask(operation)
+
+
+@pytest.mark.parametrize("payload", ["[]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000])
+@pytest.mark.parametrize("operation", ["events", "programs", "stats"])
+def test_arguments_that_are_no_object_are_refused(
+    engine: VirtualEngine, operation: str, payload: str
+) -> None:
+    with pytest.raises(WireError):
+        engine.service.call(operation, payload, engine.now)
+
+
+@pytest.mark.parametrize("arguments", [{"limit": "ten"}, {"limit": 1.5}, {"limit": True}, {"limit": []}])
+def test_limits_that_are_no_numbers_are_refused(engine: VirtualEngine, arguments: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="limit is"):
+        engine.service.call("programs", json.dumps(arguments), engine.now)
+    with pytest.raises(WireError, match="since is"):
+        engine.service.call("decisions", json.dumps({"since": arguments["limit"]}), engine.now)
+
+
+@pytest.mark.parametrize("payload", ["", "{}", "null"])
+def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
+    assert json.loads(engine.service.call("programs", payload, engine.now))["total"] == 3
+
+
+def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:
+    before = (engine.steward.decisions._next, len(engine.steward.leases), len(engine.done))
+    for operation in ("capabilities", "programs", "program", "stats", "decisions", "drain_metrics"):
+        engine.ask(operation)
+    assert (engine.steward.decisions._next, len(engine.steward.leases), len(engine.done)) == before
