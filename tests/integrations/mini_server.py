@@ -29,7 +29,7 @@ class MiniServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self._answer(200, {"v": 1}) if sojourn else self._answer(404, {})
+                self._answer(200, {"name": "sojourn", "wire": [1]}) if sojourn else self._answer(404, {})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

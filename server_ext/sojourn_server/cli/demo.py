@@ -189,6 +189,8 @@ def _run_one(
     except httpx.HTTPError as error:
         remedy = f"check that `sojourn serve {model}` runs there"
         raise CliError(f"the server at {url} does not answer: {error}", remedy) from error
+    except RuntimeError as error:
+        raise CliError(str(error), "see the server's log; --keep keeps it") from error
 
 
 def _checked_arms(text: str, url: str | None) -> list[str]:

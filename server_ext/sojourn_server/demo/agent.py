@@ -50,7 +50,7 @@ class ScriptBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """One LLM request and the command it led to. Times are seconds since the arm's first arrival."""
+    """One LLM request and the command it led to. Times are seconds since the arm began."""
 
     start_s: float
     first_tool_s: float
@@ -70,8 +70,9 @@ class ProgramRecord:
     arrived_s: float
     ended_s: float
     turns: tuple[TurnRecord, ...]
-    fixed: bool
     error: str | None = None
+    fixed: bool = False
+    """Settled by the arm once all programs are done, so that nobody's tests disturb another's turns."""
 
     @property
     def completion_s(self) -> float:
@@ -80,13 +81,24 @@ class ProgramRecord:
 
 
 Watch = Callable[[str, int, str], None]
-"""Called with ``thinking``, ``tool`` or ``done``, the turn's number from 1, and a text to show."""
+"""Called with ``thinking``, ``tool``, ``done`` or ``failed``, the turn's number from 1 and a text."""
 
 
 def prepare_environment() -> None:
     """Set what mini reads when imported; call before anything imports it."""
     for name, value in SETTINGS.items():
         os.environ[name] = value
+
+
+def connection(base_url: str) -> dict[str, Any]:
+    """litellm's settings for the server; a request is tried once, since a retry would hide a fault."""
+    return {
+        "api_base": base_url,
+        "api_key": os.environ.get("VLLM_API_KEY", "none"),
+        "timeout": REQUEST_TIMEOUT_S,
+        "max_retries": 0,
+        "temperature": 0.0,
+    }
 
 
 def make_agent(
@@ -96,15 +108,10 @@ def make_agent(
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment
 
-    settings = {
-        "api_base": base_url,
-        "api_key": os.environ.get("VLLM_API_KEY", "none"),
-        "timeout": REQUEST_TIMEOUT_S,
-        "max_retries": 0,
-        "temperature": 0.0,
-    }
     return DefaultAgent(
-        scripted_model(task, tokenizer, watch)(model_name=f"openai/{model}", model_kwargs=settings),
+        scripted_model(task, tokenizer, watch)(
+            model_name=f"openai/{model}", model_kwargs=connection(base_url)
+        ),
         LocalEnvironment(cwd=str(repository), timeout=COMMAND_TIMEOUT_S, env=shell_environment()),
         system_template=SYSTEM,
         instance_template=INSTANCE,
@@ -164,7 +171,7 @@ def scripted_model(task: Task, tokenizer: Tokenizer, watch: Watch) -> Any:
 
 def run_program(
     task: Task,
-    directory: Path,
+    repository: Path,
     base_url: str,
     model: str,
     tokenizer: Tokenizer,
@@ -173,11 +180,10 @@ def run_program(
     prepare: Callable[[Any], Any],
     watch: Watch,
 ) -> ProgramRecord:
-    """Mend one repository. Times are seconds after ``origin_s`` on the monotonic clock. Never raises.
+    """Let one agent work in ``repository``; never raises. Times are seconds after ``origin_s``, monotonic.
 
     ``prepare`` gets the agent before it runs: the arm attaches the integration there, or does nothing.
     """
-    repository = task.copy_to(directory)
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s
     error: str | None = None
@@ -190,14 +196,15 @@ def run_program(
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     ended_s = time.monotonic() - origin_s
-    fixed = error is None and task.is_fixed(repository)
-    watch("done", len(agent.model.notes), error or ("fixed" if fixed else "not fixed"))
+    if error is None:
+        watch("done", len(agent.model.notes), "submitted")
+    else:
+        watch("failed", len(agent.model.notes), error)
     return ProgramRecord(
         task=task.name,
         arrived_s=arrived_s,
         ended_s=ended_s,
         turns=_turns(agent.model.notes, origin_s, ended_s),
-        fixed=fixed,
         error=error,
     )
 

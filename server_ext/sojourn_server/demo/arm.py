@@ -6,20 +6,22 @@ arrival times, same flags, a fresh server and one uncounted request to warm it u
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ..launch.command import FORCED_TOKENS
-from .agent import ProgramRecord, run_program
+from .agent import ProgramRecord, connection, run_program
 from .exposition import EngineCounts, read_counts
 from .script import Tokenizer
 from .tasks import Task
@@ -46,6 +48,7 @@ class ArmRecord:
     engine: EngineCounts
     """What the engine counted during the arm alone."""
     wall_s: float
+    """Seconds from the first arrival to the last agent's end."""
 
 
 def serve_args(blocks: int, max_model_len: int) -> tuple[str, ...]:
@@ -82,9 +85,14 @@ def run_arm(
 ) -> ArmRecord:
     """Run all ``tasks`` against the server at ``url``; repositories are made below ``directory``.
 
-    The SDK is attached unless the arm is ``stock``. Raises ``httpx.HTTPError`` where the server does not
-    even answer the first request; failures of single programs are in their records.
+    The SDK is attached unless the arm is ``stock``. Raises ``RuntimeError`` for a repository that is not
+    broken to begin with, ``httpx.HTTPError`` for a server that does not answer the first request; failures
+    of single programs are in their records.
     """
+    places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
+    repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
+    if any(_judge(tasks, repositories)):
+        raise RuntimeError("the tests of a repository pass before any agent has worked on it")
     warm_up(url, model, headers)
     before = read_counts(url, headers)
     records: list[ProgramRecord | None] = [None] * len(tasks)
@@ -95,7 +103,7 @@ def run_arm(
             time.sleep(max(0.0, origin_s + arrival_s - time.monotonic()))
             records[index] = run_program(
                 task,
-                Path(tempfile.mkdtemp(prefix="p", dir=directory)),
+                repositories[index],
                 f"{url}/v1",
                 model,
                 tokenizer,
@@ -113,20 +121,38 @@ def run_arm(
             thread.start()
         for thread in threads:
             thread.join()
-        wall_s = time.monotonic() - origin_s
-    finished = tuple(record for record in records if record is not None)
-    if len(finished) < len(tasks):
-        raise RuntimeError(f"{len(tasks) - len(finished)} programs broke off without a record")
+    counts = read_counts(url, headers).since(before)
+    ended = [record for record in records if record is not None]
+    if len(ended) < len(tasks):
+        raise RuntimeError(f"{len(tasks) - len(ended)} programs broke off without a record")
+    fixed = _judge(tasks, repositories)
     return ArmRecord(
-        name=name, programs=finished, engine=read_counts(url, headers).since(before), wall_s=wall_s
+        name=name,
+        programs=tuple(replace(record, fixed=good) for record, good in zip(ended, fixed, strict=True)),
+        engine=counts,
+        wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
     )
 
 
 def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
-    """One short request that shares no prefix with the programs. Raises ``httpx.HTTPError``."""
-    body = {"model": model, "prompt": "0 1 2 3 4 5 6 7 8 9 " * 8, "max_tokens": 4}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120.0, trust_env=False)
-    answer.raise_for_status()
+    """One short request by the agents' own way, so that no arm pays for first uses, the client's included.
+
+    It shares no prefix with the programs. Raises ``httpx.HTTPError`` where nobody answers.
+    """
+    httpx.get(f"{url}/health", headers=headers, timeout=30.0, trust_env=False).raise_for_status()
+    from minisweagent.models.litellm_model import LitellmModel
+
+    settings = {**connection(f"{url}/v1"), "max_tokens": 8}
+    # The model says what it likes here, which is no call of the tool; only the request is of interest.
+    LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)._query(
+        [{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}]
+    )
+
+
+def _judge(tasks: Sequence[Task], repositories: Sequence[Path]) -> list[bool]:
+    """Whether each repository's tests pass. They mostly wait, so they are run side by side."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda pair: pair[0].is_fixed(pair[1]), zip(tasks, repositories, strict=True)))
 
 
 @contextmanager
@@ -138,8 +164,12 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
     import sojourn
     from sojourn_integrations import mini_swe_agent
 
-    sojourn.init(url, probe_timeout_s=5.0)
+    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0)
     try:
+        if sojourn.stats().dialect != "sojourn":
+            raise RuntimeError(
+                f"the server at {url} does not run the sojourn plugin; this arm would measure nothing"
+            )
         yield mini_swe_agent.attach
         sojourn.flush(2.0)
     finally:

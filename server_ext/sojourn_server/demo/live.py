@@ -62,15 +62,14 @@ class LiveView:
         self._say(self._totals())
 
     def update(self, index: int, state: str, turn: int, text: str) -> None:
-        """A program went on: ``thinking``, ``tool`` or ``done`` in turn ``turn``, counted from 1."""
+        """A program went on: ``thinking``, ``tool``, ``done`` or ``failed`` in its ``turn``, from 1."""
         with self._lock:
             row = self._rows[index]
-            row.state = "failed" if state == "done" and text != "fixed" else state
-            row.turn, row.text, row.since_s = turn, " ".join(text.split()), time.monotonic()
+            row.state, row.turn, row.text, row.since_s = state, turn, " ".join(text.split()), time.monotonic()
             plain = self._live is None
             due = time.monotonic() - self._said_s >= PLAIN_INTERVAL_S
-        if plain and state == "done":
-            self._say(f"{row.task}: {text} after {turn} turns")
+        if plain and state in ("done", "failed"):
+            self._say(f"{row.task}: {text}, turn {turn}")
         elif plain and due:
             self._said_s = time.monotonic()
             self._say(self._totals())
@@ -98,9 +97,10 @@ class LiveView:
         states = [row.state for row in self._rows]
         done = sum(row.turn - (row.state == "thinking") for row in self._rows)
         ended = states.count("done") + states.count("failed")
+        thinking, tools = states.count("thinking"), states.count("tool")
         return (
             f"{time.monotonic() - self._start_s:.0f} s, {done}/{sum(row.turns for row in self._rows)} turns, "
-            f"{states.count('thinking')} thinking, {states.count('tool')} in tools, {ended}/{len(states)} over"
+            f"{thinking} thinking, {tools} in tools, {ended}/{len(states)} ended"
         )
 
     def _say(self, text: str) -> None:

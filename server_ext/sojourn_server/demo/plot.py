@@ -33,7 +33,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         Patch(color=TOOL_COLOUR, label="running a tool"),
     ]
     axes[1][0].legend(handles=handles, loc="upper right", fontsize="small")
-    axes[-1][0].set_xlabel("seconds since the first arrival")
+    axes[-1][0].set_xlabel("seconds since the arm began")
     axes[-1][0].set_xlim(0, longest_s)
     figure.suptitle(f"The same coding agents in both arms; {result['pool']}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +50,7 @@ def _completions(axis: Any, arms: Mapping[str, Any], longest_s: float) -> None:
             label=f"{name}: mean {figures['completion_mean_s']:.0f} s",
         )  # fmt: skip
     axis.set_ylabel("programs done")
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left")
 

@@ -47,7 +47,8 @@ class Task:
         return Path(shutil.copytree(FOLDER / self.name / "repo", directory / self.name))
 
     def is_fixed(self, repository: Path) -> bool:
-        """Run the repository's tests, independently of what the agent believes."""
+        """Run the tests as they were shipped, independently of what the agent believes or changed."""
+        shutil.copytree(FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
         try:
             result = subprocess.run(
                 ["/bin/sh", "-c", self.test],

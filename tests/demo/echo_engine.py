@@ -1,0 +1,117 @@
+"""A server that says what it is forced to say, with tokens that are bytes, and counts like an engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from sojourn_server.demo.script import tool_call
+from sojourn_server.demo.tasks import Turn
+from sojourn_server.models.chat import END_OF_MESSAGE, assistant_text
+
+OURS = b'{"name": "sojourn", "wire": [1]}'
+
+
+class ByteTokenizer:
+    """Stands in for the model's: a token is a byte."""
+
+    def forced_ids(self, turn: Turn) -> list[int]:
+        return list((assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE).encode())
+
+
+class EchoEngine:
+    """``garble`` gets the number of a forced request and its command, and returns what is answered."""
+
+    def __init__(self, garble: Any = lambda number, command: command, *, capabilities: bytes = OURS) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.garble = garble
+        self.lock = threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._send(owner.metrics().encode(), "text/plain")
+                else:
+                    self._send(capabilities)
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if self.path.endswith("/events"):
+                    owner.events += body["events"]
+                    outcomes = [{"outcome": "applied"}] * len(body["events"])
+                    self._send(json.dumps({"v": 1, "outcomes": outcomes}).encode())
+                else:
+                    self._send(json.dumps(owner.answer(body)).encode())
+
+            def _send(self, data: bytes, kind: str = "application/json") -> None:
+                self.send_response(200)
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self._thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
+
+    def __enter__(self) -> EchoEngine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self._thread.join()
+        self.http.server_close()
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        return [body for body in self.bodies if "replay_ids" in body.get("vllm_xargs", {})]
+
+    def metrics(self) -> str:
+        count = len(self.bodies)
+        return (
+            "# HELP vllm:time_to_first_token_seconds …\n"
+            f'vllm:time_to_first_token_seconds_sum{{engine="0"}} {0.5 * count}\n'
+            f'vllm:time_to_first_token_seconds_count{{engine="0"}} {count}\n'
+            f'vllm:num_preemptions_total{{engine="0"}} {2 * count}\n'
+        )
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            self.bodies.append(body)
+            number = len(self.forced)
+        ids = body.get("vllm_xargs", {}).get("replay_ids")
+        message: dict[str, Any] = {"role": "assistant", "content": "free"}
+        if ids:
+            text = bytes(ids).decode()
+            found = re.fullmatch(r"(.*\n)<tool_call>\n(.*)\n</tool_call><\|im_end\|>", text, re.DOTALL)
+            assert found is not None, text
+            call = json.loads(found.group(2))
+            arguments = {"command": self.garble(number, call["arguments"]["command"])}
+            function = {"name": call["name"], "arguments": json.dumps(arguments)}
+            calls = [{"id": f"call-{number}", "type": "function", "function": function}]
+            message = {"role": "assistant", "content": found.group(1), "tool_calls": calls}
+        prompt = len(json.dumps(body["messages"]))
+        return {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": len(ids or [0]),
+                "total_tokens": prompt + len(ids or [0]),
+                "prompt_tokens_details": {"cached_tokens": prompt // 2},
+            },
+        }

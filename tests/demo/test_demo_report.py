@@ -1,0 +1,156 @@
+"""The figures of the demo, from records made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+
+from rich.console import Console
+from sojourn_server.demo.agent import ProgramRecord, TurnRecord
+from sojourn_server.demo.arm import ArmRecord
+from sojourn_server.demo.exposition import EngineCounts, parse_counts
+from sojourn_server.demo.live import LiveView
+from sojourn_server.demo.report import again_tokens, arm_figures, document, ratios, succeeded, table
+from sojourn_server.demo.tasks import load_tasks
+
+FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}
+
+
+def turn(prompt: int, cached: int, output: int = 10, start_s: float = 0.0) -> TurnRecord:
+    return TurnRecord(
+        start_s=start_s,
+        first_tool_s=start_s + 1,
+        end_s=start_s + 2,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        output_tokens=output,
+        command="true",
+    )
+
+
+def program(*turns: TurnRecord, ended_s: float = 10.0, **fields: Any) -> ProgramRecord:
+    return ProgramRecord(task="t", arrived_s=0.0, ended_s=ended_s, turns=turns, **{"fixed": True, **fields})
+
+
+def arm(name: str, *programs: ProgramRecord, ttft_s: float = 1.0) -> ArmRecord:
+    return ArmRecord(name=name, programs=programs, engine=EngineCounts(ttft_s * 4, 4, 3), wall_s=20.0)
+
+
+def test_again_is_what_was_there_before() -> None:
+    # The second turn adds 40 new tokens to 110 old ones: all of those 150 had to be computed.
+    assert again_tokens([turn(100, 0), turn(150, 0)]) == 110
+    assert again_tokens([turn(100, 0), turn(150, 110)]) == 0
+    assert again_tokens([turn(100, 0), turn(150, 96)]) == 14  # the rest of a block that was not full
+    assert again_tokens([turn(100, 0), turn(150, 140)]) == 0  # more than expected is no debt
+    assert again_tokens([turn(100, 32)]) == 0  # a first turn has no past of its own
+    assert again_tokens([]) == 0
+
+
+def test_figures_of_an_arm() -> None:
+    figures = arm_figures(
+        arm("stock", program(turn(100, 0), turn(150, 96)), program(turn(100, 64), ended_s=30.0))
+    )
+    assert figures["completions_s"] == [10.0, 30.0]
+    assert figures["completion_mean_s"] == figures["completion_p50_s"] == 20.0
+    assert figures["completion_p95_s"] == 29.0
+    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["prefill_tokens"]) == (350, 160, 190)
+    assert figures["prefill_again_tokens"] == 14
+    assert figures["hit_rate"] == pytest.approx(160 / 350, abs=1e-4)
+    assert (figures["ttft_mean_s"], figures["preemptions"], figures["wall_s"]) == (1.0, 3, 20.0)
+    assert (figures["programs"], figures["repositories_fixed"]) == (2, 2)
+
+
+def test_ratios_are_stock_over_sojourn_with_fixed_keys() -> None:
+    stock = arm("stock", program(turn(100, 0), turn(150, 0), ended_s=30.0), ttft_s=6.0)
+    ours = arm("sojourn", program(turn(100, 0), turn(150, 88), ended_s=10.0), ttft_s=2.0)
+    found = document([stock, ours], FACTS)
+    assert found["ratio"] == {
+        "completion_mean": 3.0,
+        "completion_p95": 3.0,
+        "ttft_mean": 3.0,
+        "prefill_again": 5.0,
+    }
+    assert list(found["arms"]) == ["stock", "sojourn"]
+    assert found["pool_blocks"] == 4
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_missing_arm_or_divisor_is_null_and_never_infinite() -> None:
+    assert set(ratios({"sojourn": arm_figures(arm("sojourn", program(turn(9, 0))))}).values()) == {None}
+    stock = arm_figures(arm("stock", program(turn(100, 0), turn(150, 0))))
+    ours = arm_figures(arm("sojourn", program(turn(100, 0), turn(150, 110))))
+    assert ratios({"stock": stock, "sojourn": ours})["prefill_again"] is None
+
+
+def test_an_arm_in_which_nothing_happened() -> None:
+    empty = ArmRecord(
+        name="stock", programs=(program(error="broke", fixed=False),), engine=EngineCounts(), wall_s=1.0
+    )
+    figures = arm_figures(empty)
+    assert figures["hit_rate"] is None
+    assert figures["ttft_mean_s"] is None
+    assert not succeeded([empty])
+    assert not succeeded([arm("stock", program(turn(1, 0), fixed=False))])
+
+
+def test_the_table_shows_both_arms() -> None:
+    stock = arm("stock", program(turn(100, 0), turn(150, 0), ended_s=30.0))
+    ours = arm("sojourn", program(turn(100, 0), turn(150, 96), ended_s=10.0))
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table(document([stock, ours], FACTS)))
+    text = console.export_text()
+    assert "3.00" in text
+    assert "1/1" in text
+    assert "KV for 100 tokens" in text
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from sojourn_server.demo.plot import draw
+
+    stock = arm("stock", program(turn(100, 0), turn(150, 0, start_s=5.0), ended_s=30.0))
+    target = tmp_path / "made" / "plot.png"
+    draw(document([stock, arm("sojourn", program(turn(9, 0)))], FACTS), target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+    draw(document([stock], FACTS), target)
+
+
+def test_reading_the_exposition() -> None:
+    text = (
+        "# TYPE vllm:num_preemptions_total counter\n"
+        'vllm:num_preemptions_total{engine="0",model_name="a b"} 2.0\n'
+        'vllm:num_preemptions_total{engine="1",model_name="a b"} 3.0\n'
+        'vllm:time_to_first_token_seconds_bucket{le="0.1"} 7.0\n'
+        'vllm:time_to_first_token_seconds_sum{engine="0"} 1.5\n'
+        'vllm:time_to_first_token_seconds_count{engine="0"} 3.0\n'
+    )
+    counts = parse_counts(text)
+    assert counts == EngineCounts(1.5, 3.0, 5.0)
+    assert counts.since(EngineCounts(0.5, 1.0, 5.0)) == EngineCounts(1.0, 2.0, 0.0)
+    assert counts.since(counts).ttft_mean_s is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_live_view_on_a_terminal_and_in_a_log(terminal: bool, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w+") as file:
+        console = Console(file=file, force_terminal=terminal, width=100)
+        with LiveView("stock", load_tasks(2), console) as view:
+            view.update(0, "thinking", 1, "hm [bold")
+            view.update(0, "tool", 1, "ls\n-la")
+            console.print(view.render())
+            view.update(0, "done", 10, "submitted")
+            view.update(1, "failed", 2, "went wrong")
+        file.seek(0)
+        text = file.read()
+    assert "ls -la" in text
+    assert "2/2 ended" in text
+    if not terminal:
+        assert "courier: submitted, turn 10" in text
+        assert "crontick: went wrong, turn 2" in text
+        assert "\x1b" not in text

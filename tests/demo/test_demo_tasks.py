@@ -1,0 +1,98 @@
+"""The repositories are broken, the scripts mend them in a real shell, and take the tokens they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+
+from rehearsal import rehearse
+from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
+from sojourn_server.demo.tasks import Task, load_tasks
+from sojourn_server.models import LOCAL_MODELS, is_cached, model_directory
+
+TASKS = load_tasks()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Both models made here have SmolLM2's tokenizer."""
+    for name in LOCAL_MODELS:
+        if is_cached(name):
+            return Tokenizer(model_directory(name))
+    pytest.skip("neither tiny nor smol has been made yet")
+
+
+WAITING = ("courier", "crontick", "larder", "turnstile")
+"""Their tests let real time pass."""
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, id=task.name, marks=[pytest.mark.slow] if task.name in WAITING else [])
+        for task in TASKS
+    ],
+)
+def test_the_script_mends_the_repository(task: Task, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    done = rehearse(task, tmp_path, tokenizer)
+    assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
+    # One turn sees the tests fail; everything else goes as the script expects.
+    assert sorted(done.returncodes) == [0] * (len(done.returncodes) - 1) + [1]
+    assert done.context_tokens == pytest.approx(task.context_tokens, rel=0.03)
+    assert 3_000 <= done.context_tokens <= 6_000
+    assert all(
+        later > earlier for earlier, later in zip(done.prompt_tokens, done.prompt_tokens[1:], strict=False)
+    )
+
+
+def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
+    assert len({task.name for task in TASKS}) == 8
+    assert all(8 <= len(task.turns) <= 12 for task in TASKS)
+
+
+def test_more_programs_than_tasks_start_again() -> None:
+    assert [task.name for task in load_tasks(10)][8:] == [task.name for task in TASKS[:2]]
+    with pytest.raises(ValueError, match="at least 1"):
+        load_tasks(0)
+
+
+def test_an_agent_that_edits_the_tests_fools_nobody(tmp_path: Path) -> None:
+    task = next(task for task in TASKS if task.name == "ledger")
+    repository = task.copy_to(tmp_path)
+    (repository / "tests" / "test_ledger.py").write_text("")
+    assert not task.is_fixed(repository)
+
+
+def test_forced_ids_are_the_message_and_its_end(tokenizer: Tokenizer) -> None:
+    for task in TASKS:
+        for turn in task.turns:
+            text = tokenizer.decode(tokenizer.forced_ids(turn))
+            assert text.startswith(turn.thought)
+            assert text.endswith("}}\n</tool_call><|im_end|>")
+
+
+def test_a_turns_prompt_begins_with_the_last_turns_prompt_and_answer(tokenizer: Tokenizer) -> None:
+    """What the demo measures: the server's rendering of a message is the tokens that were forced."""
+    turn = TASKS[0].turns[0]
+    user = {"role": "user", "content": "go"}
+    call = {"function": {"name": "bash", "arguments": {"command": turn.command}}}
+    answer = {"role": "assistant", "content": turn.thought + "\n", "tool_calls": [call]}
+    opening = len(tokenizer.encode("<|im_start|>assistant\n"))
+    before, after = tokenizer.count([user], []), tokenizer.count([user, answer], [])
+    newline = 1
+    assert after == before + opening + len(tokenizer.forced_ids(turn)) + newline
+
+
+def test_the_pool_holds_about_three_programs() -> None:
+    contexts = [task.context_tokens for task in TASKS]
+    blocks = pool_blocks(contexts, 32)
+    mean_blocks = sum(contexts) / len(contexts) / 32
+    assert 3.0 <= blocks / mean_blocks <= 3.2
+    assert blocks == pool_blocks(list(reversed(contexts)), 32)
+    assert pool_blocks([32, 32, 3200], 32) >= 100  # the largest fits alone
+    assert blocks * 32 >= model_length(contexts) >= max(contexts)
+    with pytest.raises(ValueError, match="no contexts"):
+        pool_blocks([], 32)
