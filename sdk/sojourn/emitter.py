@@ -54,6 +54,10 @@ class Source(Protocol):
     @property
     def id(self) -> str: ...
 
+    @property
+    def is_open(self) -> bool:
+        """Not ended: a beat may still be sent for it."""
+
     def next_seq(self) -> int:
         """The next number within this process."""
 
@@ -244,31 +248,34 @@ class Emitter:
 
     def _wait_for_events(self) -> bool:
         """Sleep until there is something to send. False once closed and empty."""
-        with self._lock:
-            while not self._pending:
+        while True:
+            due, wait_s = self._due()
+            with self._lock:
+                for source, kind in due:
+                    if source.is_open and self._size < self._queue_events:
+                        self._append(source, kind, {})
+                hurry = self._closed or self._hurry > 0
+                if self._pending:
+                    break
                 if self._closed:
                     return False
-                wait_s = self._beat()
-                if self._pending:
-                    return True
                 self._idle = True
                 try:
                     self._wake.wait(wait_s)
                 finally:
                     self._idle = False
-            linger = not self._closed and not self._hurry
-        if linger:
+        if not hurry:
             time.sleep(self._linger_s)
         return True
 
-    def _beat(self) -> float | None:
+    def _due(self) -> tuple[Iterable[tuple[Source, type[Event]]], float | None]:
         if self._beats is None or not self._supported:
-            return None
-        due, wait_s = self._beats(self._clock())
-        for source, kind in due:
-            if self._size < self._queue_events:
-                self._append(source, kind, {})
-        return wait_s
+            return (), None
+        try:
+            return self._beats(self._clock())
+        except Exception:
+            self.counters.add("internal_error")
+            return (), None
 
     def _append(self, source: Source, kind: type[Event], fields: dict[str, Any]) -> None:
         pending = Pending(source.id, kind, source.next_seq(), self._clock(), fields)

@@ -93,6 +93,11 @@ class Program:
         self._pid = os.getpid()
         self._seq = itertools.count()  # next() on it is atomic: no lock to be held across a fork
 
+    @property
+    def is_open(self) -> bool:
+        """Started and not ended."""
+        return self._state == "open"
+
     def next_seq(self) -> int:
         """The next event number; shared by all threads of the process."""
         return next(self._seq)
@@ -103,6 +108,9 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
+                if self.heartbeat and session.online:
+                    # First, so that the sender, woken by the event, knows when the first beat is due.
+                    session.heartbeats.opened(self, runtime.clock())
                 session.emit(
                     self,
                     ProgramStart,
@@ -113,8 +121,6 @@ class Program:
                     call_id=self.call_id,
                     heartbeat=self.heartbeat,
                 )
-                if self.heartbeat and session.online:
-                    session.heartbeats.opened(self, runtime.clock())
             except Exception:
                 session.counters.add("internal_error")
         return self

@@ -10,35 +10,40 @@ Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``dropped_ful
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from threading import get_ident
 
 
 class Counters:
-    """Thread-safe counts. ``add`` never raises and never waits on I/O."""
+    """Counts kept apart for each thread, so that ``add`` needs no lock.
+
+    A lock here could be waited for by a thread that holds the emitter's, while its own holder, in a garbage
+    collection that closes somebody's program, waits for the emitter's.
+    """
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        # Re-entrant: a garbage collection inside add() may close a generator whose end is counted here too.
-        self._lock = threading.RLock()
+        self._of_thread: dict[int, dict[str, int]] = {}
 
     def add(self, name: str, n: int = 1) -> None:
-        """Count ``n`` more of ``name``."""
-        with self._lock:
-            self._counts[name] += n
+        """Count ``n`` more of ``name``. Never waits."""
+        counts = self._of_thread.get(get_ident())
+        if counts is None:
+            counts = self._of_thread.setdefault(get_ident(), {})
+        counts[name] = counts.get(name, 0) + n
 
     def __getitem__(self, name: str) -> int:
-        return self._counts[name]
+        return sum(counts.get(name, 0) for counts in self._of_thread.copy().values())
 
     def snapshot(self) -> Counter[str]:
-        """A copy of all counts."""
-        with self._lock:
-            return Counter(self._counts)
+        """All counts."""
+        total: Counter[str] = Counter()
+        for counts in self._of_thread.copy().values():
+            total.update(counts.copy())
+        return total
 
     def after_fork(self) -> None:
-        """Start again in a forked child: the lock may be held by a thread that is not there."""
-        self._lock = threading.RLock()
-        self._counts = Counter()
+        """Start again in a forked child."""
+        self._of_thread = {}
 
 
 class Stats(Counter[str]):

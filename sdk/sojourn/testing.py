@@ -74,7 +74,7 @@ class FakeServer:
         self.sojourn = sojourn
         """False: a stock server, which has neither capabilities nor events."""
         self.api_key = api_key
-        """Answer 401 to events without this bearer key."""
+        """Answer 401 to the probe and to events without this bearer key."""
         self.fail_next = 0
         """Answer 500 to that many LLM requests."""
         self.reply = "hello from the fake"
@@ -169,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
         fake.probes += 1
         if fake.probe_delay_s:
             fake._released.wait(fake.probe_delay_s)
-        if self.path == CAPABILITIES_PATH and fake.sojourn:
+        if fake.sojourn and not self._allowed():
+            self._json(401, {"detail": "Unauthorized"})
+        elif self.path == CAPABILITIES_PATH and fake.sojourn:
             self._json(200, {"name": "sojourn", "wire": [WIRE_VERSION]})
         else:
             self._json(404, {"detail": "Not Found"})
@@ -188,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
             fake._released.wait(60)
             return
         fake.authorizations.append(self.headers.get("authorization"))
-        if fake.api_key is not None and self.headers.get("authorization") != f"Bearer {fake.api_key}":
+        if not self._allowed():
             self._json(401, {"detail": "Unauthorized"})
         elif mode == "500":
             self._json(500, {"detail": "broken"})
@@ -203,6 +205,10 @@ class _Handler(BaseHTTPRequestHandler):
             fake.batches.append(batch)
             outcomes = [EventOutcome(outcome=Outcome.APPLIED) for _ in batch.events]
             self._bytes(200, encode(OutcomeBatch(outcomes=outcomes)))
+
+    def _allowed(self) -> bool:
+        key = self.server.fake.api_key
+        return key is None or self.headers.get("authorization") == f"Bearer {key}"
 
     def _llm(self, data: bytes) -> None:
         fake = self.server.fake

@@ -75,5 +75,6 @@ class HttpTransport:
             timeout=self._timeout_s,
             # Loading certificates takes tens of milliseconds and serves nothing on plain HTTP.
             verify=self._url.startswith("https"),
-            limits=httpx.Limits(max_connections=2, max_keepalive_connections=1),
+            # vLLM's server closes a connection idle for 5 s; reusing it at that very moment loses a batch.
+            limits=httpx.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=4.0),
         )

@@ -379,3 +379,25 @@ def test_an_unreadable_answer_is_counted_and_nothing_else(emitters):
     emitter.put(Source(), Heartbeat)
     assert emitter.flush(5)
     assert emitter.counters["answer_unreadable"] == 1
+
+
+def test_no_beat_follows_the_end(emitters):
+    script = Script()
+    source = Source()
+    source.is_open = False
+    asked = threading.Event()
+
+    def beats(now):
+        asked.set()
+        return [(source, Heartbeat)], 0.01
+
+    emitter = emitters(script, beats=beats)
+    emitter.start()
+    assert asked.wait(5)
+    time.sleep(0.05)
+    assert script.events() == []
+    source.is_open = True
+    deadline = time.monotonic() + 5
+    while not script.events() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert isinstance(script.events()[0], Heartbeat)

@@ -98,6 +98,21 @@ def test_an_absent_server_costs_init_nothing_and_breaks_nothing():
     assert sojourn.stats()["net_ConnectError"] >= 1
 
 
+def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog):
+    with FakeServer(api_key="secret") as server:
+        sojourn.init(server.url)
+        assert sojourn.request_fields() == {}
+        assert "SOJOURN_API_KEY" in caplog.text
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")  # never used for events
+        sojourn.init(server.url, probe_timeout_s=0.31)
+        assert sojourn.request_fields() == {}
+        monkeypatch.setenv("SOJOURN_API_KEY", "secret")
+        sojourn.init(server.url)
+        assert sojourn.request_fields()
+        sojourn.init(server.url, api_key="secret", probe_timeout_s=0.32)
+        assert sojourn.request_fields()
+
+
 def test_an_explicit_dialect_asks_nothing(server):
     sojourn.init(server.url, dialect="sojourn")
     assert sojourn.request_fields()["vllm_xargs"]
