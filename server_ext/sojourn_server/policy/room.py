@@ -32,28 +32,19 @@ class LatestProgramFirst:
     def release(
         self, need: RoomNeed, leases: Sequence[LeaseView], now: float
     ) -> tuple[ProgramId, ...] | None:
-        victims = [lease for lease in leases if lease.program_id != need.program_id]
+        victims = sorted(
+            (lease for lease in leases if lease.program_id != need.program_id),
+            key=lambda lease: (-lease.program_rank, lease.program_id),
+        )
         if not need.running:
             later = [lease for lease in victims if lease.program_rank > need.program_rank]
-            chosen = self._enough(later, need.blocks)
-            if chosen is not None:
-                return chosen
+            if sum(lease.blocks for lease in later) >= need.blocks:
+                return _first_enough(later, need.blocks)
             if need.anything_running:
                 return None
             if self.patient and self._worth_waiting(victims, now):
                 return None
-        return self._enough(victims, need.blocks) or tuple(lease.program_id for lease in victims) or None
-
-    @staticmethod
-    def _enough(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
-        chosen: list[ProgramId] = []
-        gained = 0
-        for lease in sorted(leases, key=lambda lease: (-lease.program_rank, lease.program_id)):
-            if gained >= blocks:
-                break
-            chosen.append(lease.program_id)
-            gained += lease.blocks
-        return tuple(chosen) if chosen and gained >= blocks else None
+        return _first_enough(victims, need.blocks)
 
     @staticmethod
     def _worth_waiting(leases: Sequence[LeaseView], now: float) -> bool:
@@ -77,11 +68,16 @@ class AnyLease:
             (lease for lease in leases if lease.program_id != need.program_id),
             key=lambda lease: (lease.expires_s, lease.program_id),
         )
-        chosen: list[ProgramId] = []
-        gained = 0
-        for lease in victims:
-            if gained >= need.blocks:
-                break
-            chosen.append(lease.program_id)
-            gained += lease.blocks
-        return tuple(chosen) or None
+        return _first_enough(victims, need.blocks)
+
+
+def _first_enough(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
+    """As many of ``leases``, from the first on, as come to ``blocks``; all where they are too few."""
+    chosen: list[ProgramId] = []
+    gained = 0
+    for lease in leases:
+        if gained >= blocks:
+            break
+        chosen.append(lease.program_id)
+        gained += lease.blocks
+    return tuple(chosen) or None

@@ -1,0 +1,258 @@
+"""One suite for every registered policy and shipped preset, and what their rooms may import."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sojourn_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn.ids import ProgramId
+from sojourn_server.policy.base import Keep, Reason
+from sojourn_server.policy.eviction import LatestProgramsBlocks
+from sojourn_server.policy.preset import REGISTRY, Preset, load_preset, preset_names
+from sojourn_server.policy.views import LeaseView, OwnerView, RoomNeed, TurnView, VictimView, WaitingView
+from sojourn_server.program.history import ToolHistory
+
+SERVER = Path(sojourn_server.__file__).parent
+PURE_ROOMS = ("policy", "program")
+BANNED = {"time", "datetime", "os", "random", "secrets", "logging", "asyncio", "threading", "socket"}
+BANNED |= {"vllm", "torch", "ray", "numpy"}
+
+
+def registered(question: str) -> list[Any]:
+    """Each policy as registered and each as a preset has it set up."""
+    found = []
+    for name, place in REGISTRY[question].items():
+        module, _, cls = place.partition(":")
+        policy = getattr(import_module(f"sojourn_server.policy.{module}"), cls)()
+        found.append(pytest.param(policy, id=f"{question}:{name}"))
+    for preset in preset_names():
+        found.append(pytest.param(getattr(load_preset(preset), question), id=f"{question} of {preset}"))
+    return found
+
+
+def history(durations: list[float]) -> ToolHistory:
+    made = ToolHistory()
+    for i, duration_s in enumerate(durations):
+        made.observe(f"tool{i % 3}", duration_s)
+    return made
+
+
+ranks = st.integers(1, 5)
+times = st.floats(0, 100)
+names = st.sampled_from("abcdefgh").map(ProgramId)
+turns = st.builds(
+    TurnView,
+    program_id=names,
+    tool=st.none() | st.sampled_from(["tool0", "tool1", "never"]),
+    context_tokens=st.integers(0, 10**6),
+    kv_blocks=st.integers(0, 10**5),
+    reload_s=times,
+    mean_evicted_wait_s=times,
+    memoryfulness=st.floats(-1, 1),
+    history=st.tuples(st.lists(st.floats(0, 50), min_size=1, max_size=5), st.sampled_from([0, 20, 70])).map(
+        lambda made: history(made[0] * made[1])
+    ),
+    hinted_ttl_s=st.none() | st.floats(0, 300),
+)
+waiting = st.builds(WaitingView, st.booleans(), st.booleans(), ranks, st.integers(1, 50))
+leases = st.lists(
+    st.builds(LeaseView, names, ranks, times, st.integers(1, 20), times, st.booleans()),
+    max_size=8,
+    unique_by=lambda lease: lease.program_id,
+)
+needs = st.builds(
+    RoomNeed,
+    program_id=st.none() | names,
+    program_rank=ranks,
+    blocks=st.integers(1, 60),
+    running=st.booleans(),
+    anything_running=st.booleans(),
+)
+running = st.lists(st.tuples(ranks, st.integers(1, 20)), max_size=8).map(
+    lambda rows: [VictimView(f"r{i}", rank, i, blocks) for i, (rank, blocks) in enumerate(rows)]
+)
+owners = st.builds(OwnerView, ranks, st.booleans(), times)
+
+
+def told(history: ToolHistory) -> Any:
+    return history.snapshot()
+
+
+@pytest.mark.parametrize("policy", registered("retention"))
+@settings(max_examples=40, deadline=None)
+@given(turn=turns, now=times)
+def test_retention(policy: Any, turn: TurnView, now: float) -> None:
+    before = told(turn.history)
+    keep = policy.keep(turn, now)
+    assert isinstance(keep, Keep)
+    assert isinstance(keep.reason, Reason)
+    assert 0.0 <= keep.ttl_s <= 300.0, "every lease ends"
+    assert policy.keep(turn, now) == keep == copy.deepcopy(policy).keep(turn, now)
+    assert policy.keep(turn, now + 1000.0) == keep, "how long does not depend on the time of day"
+    assert told(turn.history) == before
+    if turn.tool is None and turn.hinted_ttl_s is None:
+        assert keep.ttl_s == 0.0, "a turn that calls no tool is not kept unasked"
+
+
+@pytest.mark.parametrize("policy", registered("order"))
+@given(requests=st.lists(waiting, max_size=8, unique_by=lambda request: request.arrival))
+def test_order(policy: Any, requests: list[WaitingView]) -> None:
+    keys = [policy.key(request) for request in requests]
+    assert keys == [policy.key(request) for request in requests]
+    assert len(set(keys)) == len(keys), "no ties: the own arrival tells two requests apart"
+    in_order = sorted(requests, key=policy.key)
+    assert in_order == sorted(reversed(requests), key=policy.key)
+    assert [r.preempted for r in in_order] == sorted((r.preempted for r in requests), reverse=True)
+
+
+@pytest.mark.parametrize("policy", registered("room"))
+@given(need=needs, held=leases, now=times, data=st.data())
+def test_room(policy: Any, need: RoomNeed, held: list[LeaseView], now: float, data: st.DataObject) -> None:
+    before = list(held)
+    chosen = policy.release(need, tuple(held), now)
+    assert policy.release(need, tuple(data.draw(st.permutations(held))), now) == chosen, (
+        "no order of the input"
+    )
+    assert held == before
+    if chosen is None:
+        return
+    assert chosen, "nothing to give up is None"
+    assert len(set(chosen)) == len(chosen)
+    assert need.program_id not in chosen, "nobody makes room for himself"
+    by_name = {lease.program_id: lease for lease in held}
+    gained = [by_name[name].blocks for name in chosen]
+    others = {name for name in by_name if name != need.program_id}
+    assert sum(gained) >= need.blocks or set(chosen) == others, "enough or, where that is too little, all"
+    assert sum(gained[:-1]) < need.blocks, "and no lease more than needed"
+
+
+@pytest.mark.parametrize("policy", registered("room"))
+@given(need=needs, held=leases, now=times)
+def test_room_does_not_let_a_running_request_or_an_idle_engine_starve(
+    policy: Any, need: RoomNeed, held: list[LeaseView], now: float
+) -> None:
+    others = [lease for lease in held if lease.program_id != need.program_id]
+    if others and (need.running or not need.anything_running):
+        late = max(lease.expires_s for lease in others) + 1.0
+        assert policy.release(need, held, late) is not None
+
+
+@pytest.mark.parametrize("policy", registered("victim"))
+@given(candidates=running, short=st.integers(1, 50), now=times)
+def test_victim(policy: Any, candidates: list[VictimView], short: int, now: float) -> None:
+    before = list(candidates)
+    chosen = policy.victim(candidates, short, now)
+    assert chosen is None or chosen in {view.request_id for view in candidates}
+    assert policy.victim(list(reversed(candidates)), short, now) == chosen
+    assert candidates == before
+    assert policy.victim([], short, now) is None
+
+
+@pytest.mark.parametrize("policy", registered("eviction"))
+@given(views=st.lists(owners, min_size=1, max_size=8))
+def test_eviction(policy: Any, views: list[OwnerView]) -> None:
+    assert isinstance(policy.by_program, bool)
+    scores = [policy.score(view) for view in views]
+    assert scores == [policy.score(view) for view in views]
+    assert sorted(scores), "scores of any two owners compare"
+    if policy.by_program:
+        first = min(views, key=policy.score)
+        assert first.over or not any(view.over for view in views), "what is over goes first"
+
+
+def test_latest_programs_blocks_go_first() -> None:
+    policy = LatestProgramsBlocks()
+    views = [
+        OwnerView(1, False, 9.0),
+        OwnerView(7, False, 1.0),
+        OwnerView(2, True, 9.0),
+        OwnerView(3, True, 0.0),
+    ]
+    assert [view.program_rank for view in sorted(views, key=policy.score)] == [3, 2, 7, 1]
+
+
+@pytest.mark.parametrize(
+    "preset", [load_preset(name) for name in preset_names()], ids=lambda preset: preset.name
+)
+def test_policies_are_frozen_and_equal_by_value(preset: Preset) -> None:
+    again = load_preset(preset.name)
+    for question in REGISTRY:
+        policy = getattr(preset, question)
+        assert policy == getattr(again, question)
+        assert hash(policy) == hash(getattr(again, question))
+        assert policy.__dataclass_params__.frozen
+
+
+# -- what the rooms import ---------------------------------------------------------------
+
+
+def imports_of(source: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {
+            "open",
+            "print",
+            "__import__",
+            "input",
+        }:
+            found.add(node.func.id)  # type: ignore[attr-defined]
+    return found
+
+
+PURE_FILES = sorted(path for room in PURE_ROOMS for path in (SERVER / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: str(path.relative_to(SERVER)))
+def test_pure_rooms_have_no_clock_no_io_no_engine(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports_of(path.read_text(encoding="utf-8"))}
+    assert not tops & (BANNED | {"open", "print", "__import__", "input"})
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import time", "time"),
+        ("def f():\n    from os import path", "os"),
+        ("import torch.nn as nn", "torch.nn"),
+        ("open('x')", "open"),
+    ],
+)
+def test_the_check_would_notice(source: str, found: str) -> None:
+    assert found in imports_of(source)
+    assert len(PURE_FILES) > 15
+
+
+@pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: str(path.relative_to(SERVER)))
+def test_pure_rooms_import_only_what_stands_to_their_left(path: Path) -> None:
+    room = path.relative_to(SERVER).parts[0]
+    allowed = {"program": {"program"}, "policy": {"program", "policy"}}[room]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level == 2 or (node.module or "").startswith("sojourn_server."):
+            place = (node.module or "").removeprefix("sojourn_server.").partition(".")[0]
+            assert place in allowed, f"{room} imports {place}"
+        assert node.level <= 2
+
+
+def test_the_whole_heart_loads_without_an_engine() -> None:
+    code = (
+        "import sys; import sojourn_server.engine.service as s; from sojourn_server.policy import preset;"
+        "[preset.load_preset(n) for n in preset.preset_names()];"
+        "print([m for m in ('vllm','torch','ray','numpy','asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
