@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from hashlib import sha256
 
 from .ids import MAX_ID_BYTES, CallId, ProgramId
 from .wire import MAX_EVENT_NAME_BYTES
@@ -25,6 +24,8 @@ def call_id_of(text: object) -> CallId:
     if not value:
         return new_call_id()
     if len(value) > MAX_ID_BYTES // 4 and len(value.encode()) > MAX_ID_BYTES:
+        from hashlib import sha256
+
         return CallId("h-" + sha256(value.encode()).hexdigest())
     return CallId(value)
 

@@ -82,11 +82,7 @@ class Step:
 
     def __enter__(self) -> Step:
         here = place.get()
-        if here.step is not None:
-            self.node = self.node or here.step.node
-            self.step_id = self.step_id or here.step.step_id
-            self.advice = self.advice.over(here.step.advice)
-        self._token = place.set(here._replace(step=self))
+        self._token = place.set(here._replace(step=self._within(here.step)))
         return self
 
     def __exit__(
@@ -95,6 +91,12 @@ class Step:
         token, self._token = self._token, None
         if token is not None:
             leave(token, runtime.session().counters)
+
+    def _within(self, outer: Step | None) -> Step:
+        if outer is None:
+            return self
+        advice = self.advice.over(outer.advice)
+        return Step(self.node or outer.node, self.step_id or outer.step_id, advice)
 
     async def __aenter__(self) -> Step:
         return self.__enter__()

@@ -67,6 +67,16 @@ def test_inner_steps_win_and_the_outer_ones_come_back(online):
     assert (bare.sojourn.node, bare.step_id, bare.priority) == (None, None, 1)
 
 
+def test_a_step_used_twice_keeps_nothing_of_where_it_was(online):
+    again = sojourn.step("again")
+    with sojourn.program():
+        with sojourn.step(priority=7), again:
+            assert context_of(sojourn.request_fields()).priority == 7
+        with again:
+            context = context_of(sojourn.request_fields())
+    assert (context.sojourn.node, context.priority) == ("again", None)
+
+
 def test_a_childs_requests_know_nothing_of_the_parents_step(online):
     with sojourn.program(priority=9), sojourn.step("parent-node", final=True), sojourn.program():
         context = context_of(sojourn.request_fields())
