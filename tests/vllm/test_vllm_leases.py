@@ -6,7 +6,14 @@ from sojourn_server.vllm.adapter import SchedulerAdapter
 
 
 def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
-    return {"type": "tool_start", "program_id": program, "seq": seq, "call_id": call, "tool": "bash", **fields}
+    return {
+        "type": "tool_start",
+        "program_id": program,
+        "seq": seq,
+        "call_id": call,
+        "tool": "bash",
+        **fields,
+    }
 
 
 def ends(*programs: str) -> list[dict[str, object]]:
@@ -127,7 +134,7 @@ def test_leases_stay_within_their_budget(make_engine, clock):
         engine.tell(tool(f"P{number}", 1))
     stats = engine.ask("stats")
     assert stats["leases"]["blocks"] == 32
-    keeps = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "keep" and d["ttl_s"] == 0]
+    keeps = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "late_keep"]
     assert keeps[-1]["program_id"] == "P2"
     assert keeps[-1]["reason"] == "over_budget"
 

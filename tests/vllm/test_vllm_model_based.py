@@ -66,7 +66,9 @@ class EngineLife(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 200))
     def stranger(self, tokens: int) -> None:
         self.requests += 1
-        self.engine.add(f"r{self.requests}", range(self.requests * 7, self.requests * 7 + tokens), max_tokens=3)
+        self.engine.add(
+            f"r{self.requests}", range(self.requests * 7, self.requests * 7 + tokens), max_tokens=3
+        )
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:

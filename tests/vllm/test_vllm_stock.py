@@ -7,7 +7,9 @@ import random
 import pytest
 
 
-def random_load(engine, seed: int, *, requests: int = 60) -> list[tuple[dict[str, int], dict[str, list[int]]]]:
+def random_load(
+    engine, seed: int, *, requests: int = 60
+) -> list[tuple[dict[str, int], dict[str, list[int]]]]:
     """Overload a small pool, with shared prefixes, aborts and preemptions; returns every step's plan."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1000) for _ in range(64)] for _ in range(4)]
@@ -87,10 +89,20 @@ def test_a_failure_of_ours_is_not_the_engines(make_engine, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    for name in ("arrived", "admitted", "finished", "preempted", "tick", "make_room", "victim", "first_token"):
+    for name in (
+        "arrived",
+        "admitted",
+        "finished",
+        "preempted",
+        "tick",
+        "make_room",
+        "victim",
+        "first_token",
+    ):
         monkeypatch.setattr(adapter.steward, name, broken)
     requests = [
-        engine.add(f"r{n}", range(n * 600, n * 600 + 200), max_tokens=60, program_id=f"P{n}") for n in range(6)
+        engine.add(f"r{n}", range(n * 600, n * 600 + 200), max_tokens=60, program_id=f"P{n}")
+        for n in range(6)
     ]
     engine.run()
     assert [request.num_output_tokens for request in requests] == [60] * 6

@@ -151,6 +151,17 @@ class Service:
                 ({"state": status.value}, steward.table.counts[status]) for status in ProgramStatus
             ],
             "sojourn_leases": [({}, len(steward.leases))],
+            "sojourn_build_info": [
+                (
+                    {
+                        "version": version("sojourn"),
+                        "vllm": self._engine.get("vllm", "unknown"),
+                        "preset": steward.preset.name,
+                        "adapter": "active",
+                    },
+                    1,
+                )
+            ],
             "sojourn_kv_blocks": [
                 ({"tier": "device", "state": name}, blocks) for name, blocks in parts.items()
             ],

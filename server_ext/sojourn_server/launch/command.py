@@ -244,8 +244,9 @@ def _plugins(policy: str, facts: EngineFacts, environ: Mapping[str, str]) -> str
 
 def _cpu_environment(flags: Flags, facts: EngineFacts, environ: Mapping[str, str]) -> dict[str, str]:
     wanted: dict[str, str] = {}
-    if not (flags.has("--kv-cache-memory-bytes") or flags.has("--num-gpu-blocks-override")):
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; the default takes a share of all memory
+    if not flags.has("--kv-cache-memory-bytes"):
+        # GiB. The default takes, and asks for, a share of all memory, even where the number of blocks is set.
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
     if len(facts.cpus) == 2 and not flags.has("--data-parallel-size"):
         # "auto" keeps one core for the server, which on two costs half the prefill (331 against 665
         # tokens a second at 4k, smol). On both cores, threads that spin while they wait starve the server

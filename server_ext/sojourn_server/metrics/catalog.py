@@ -91,7 +91,7 @@ EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
 )
 OUTCOMES = frozenset({"applied", "deferred", "duplicate", "clipped", "rejected", "unsupported", "missing"})
-HOOKS = frozenset({"schedule", "retention", "eviction", "queue_order", "victim", "event"})
+HOOKS = frozenset({"retention", "event"})
 DROP_REASONS = frozenset({"unknown_metric", "wrong_labels", "bad_value"})
 
 GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))

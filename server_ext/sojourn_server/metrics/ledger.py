@@ -59,6 +59,7 @@ class Graveyard:
     def bury(self, block_hash: Any, stone: Tombstone) -> None:
         """Note that the block of this hash is gone."""
         self._stones[block_hash] = stone
+        self._stones.move_to_end(block_hash)
         if len(self._stones) > self.capacity:
             self._stones.popitem(last=False)
 
@@ -134,7 +135,7 @@ def split_tokens(
         lost[cause] = usable - device
     rest = prompt - max(device, usable)
     known = max(0, min(before_tokens, prompt) - max(device, usable))
-    if shared_blocks < before_full_blocks:
+    if shared_blocks < min(before_full_blocks, prompt // block_size):
         changed = min(rest, known)
         if changed:
             lost[Lost.CHANGED] = lost.get(Lost.CHANGED, 0) + changed

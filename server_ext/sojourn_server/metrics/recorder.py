@@ -55,7 +55,7 @@ class Recorder:
     """
 
     def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
+        self.strict = strict
         self._tools = ToolNames()
         self._counters: dict[str, dict[tuple[str, ...], _Counter]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
@@ -191,5 +191,5 @@ class Recorder:
         return kept
 
     def _drop(self, reason: str, detail: str) -> None:
-        assert not self._strict, detail
+        assert not self.strict, detail
         self.count(METRICS_DROPPED, reason=reason)

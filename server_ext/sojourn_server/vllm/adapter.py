@@ -79,7 +79,13 @@ class SchedulerAdapter:
             curve=profile.prefill if profile is not None else None,
             histories=_load_histories(settings.history_file),
         )
-        self.service = Service(self.steward, engine={"vllm": _vllm_version()}, pool_state=self.pool_state)
+        # Tests want a wrong metric to fail loudly; an engine only wants it counted.
+        self.steward.recorder.strict = settings.strict
+        self.service = Service(
+            self.steward,
+            engine={"vllm": _vllm_version(), "block_size": str(scheduler.block_size)},
+            pool_state=self.pool_state,
+        )
         self._reader = ToolCallReader(scheduler.vllm_config.model_config)
         self._queue = ProgramFreeQueue(
             self._pool.free_block_queue,
@@ -95,7 +101,7 @@ class SchedulerAdapter:
         scheduler.policy = SchedulingPolicy.PRIORITY
         self._chosen_victim: tuple[Request, int] | None = None
         self._allocate = manager.allocate_slots
-        manager.allocate_slots = self.allocate_slots
+        manager.allocate_slots = self._allocate_with_leases(self._allocate)
         self._allocating: Request | None = None
         self._scheduled_at: float | None = None
         self._saved_at = clock()
@@ -193,6 +199,7 @@ class SchedulerAdapter:
         self._carry_out(now)
         if lease is not None:
             self._held.hold(lease.program_id, cached)
+        self._took("retention", now)
 
     def preempted(self, request: Request) -> None:
         """Before a running request is preempted."""
@@ -215,6 +222,8 @@ class SchedulerAdapter:
         self._carry_out(now)
         answer = self.service.call(operation, payload, now)
         self._carry_out(now)
+        if operation == "events":
+            self._took("event", now)
         self._save_now_and_then(now)
         return answer
 
@@ -224,13 +233,20 @@ class SchedulerAdapter:
 
     # -- room -------------------------------------------------------------------
 
-    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        """Stand in for the KV manager's ``allocate_slots``: leases give way before anybody waits in vain."""
-        self._allocating = request
-        blocks = self._allocate(request, *args, **kwargs)
-        if blocks is None:
-            blocks = self.guarded(self._after_shortage, request, args, kwargs)
-        return blocks
+    def _allocate_with_leases(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
+        """Stand in for the KV manager's ``allocate_slots``: leases give way before anybody waits in vain.
+
+        A closure, since it is called for every running request in every step.
+        """
+
+        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+            self._allocating = request
+            blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
+            if blocks is None:
+                blocks = self.guarded(self._after_shortage, request, args, kwargs)
+            return blocks
+
+        return allocate_slots
 
     def _after_shortage(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -374,6 +390,9 @@ class SchedulerAdapter:
 
     # -- inside -----------------------------------------------------------------
 
+    def _took(self, hook: str, since: float) -> None:
+        self.steward.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
+
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
         ticket = self.steward.tickets.get(request_id)
         request = self._scheduler.requests.get(request_id)
@@ -414,6 +433,11 @@ class SchedulerAdapter:
         taker = self.steward.tickets.get(self._allocating.request_id) if self._allocating else None
         evictor = taker.program.id if taker is not None and taker.program is not None else None
         name = owner if isinstance(owner, str) else None
+        recorder = self.steward.recorder
+        recorder.count("sojourn_evictions_total", tier="device", cause="evicted")
+        recorder.count(
+            "sojourn_evicted_bytes_total", self.steward.pool.block_bytes, tier="device", cause="evicted"
+        )
         self.steward.graveyard.bury(
             chain_hash(block), Tombstone(Lost.EVICTED, name, evictor, self._scheduled_at or 0.0)
         )
