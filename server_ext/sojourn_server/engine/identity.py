@@ -45,6 +45,6 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Ident
 
 
 def _bounded(session_id: str | None) -> ProgramId | None:
-    if not session_id or len(session_id.encode("utf-8", "replace")) > MAX_ID_BYTES:
+    if not isinstance(session_id, str) or not 0 < len(session_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
         return None
     return ProgramId(session_id)
