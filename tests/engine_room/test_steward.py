@@ -713,3 +713,34 @@ def test_an_ablation_keeps_order_and_no_leases() -> None:
     engine = VirtualEngine(parse_preset('extends = "continuum"\nretention = "none"', source="t"))
     assert engine.turn("p", prompt(40), BASH) is None
     assert engine.reasons("keep") == ["policy_off"]
+
+
+def test_a_request_is_a_sign_of_life_even_if_it_is_aborted_in_the_queue() -> None:
+    engine = VirtualEngine("continuum")
+    beating(engine)
+    engine.wait(15.0)
+    engine.finish(engine.arrive("p", prompt(44)), outcome=TurnOutcome.ABORTED)
+    assert seconds_until_gone(engine) == 10.0
+
+
+def test_a_resumed_request_stands_in_line_as_preempted_no_more() -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(8))
+    engine.admit(request)
+    engine.steward.preempted(request, engine.now)
+    assert engine.steward.waiting_view(engine.ticket(request)).preempted
+    engine.admit(request, resumed=True)
+    assert not engine.steward.waiting_view(engine.ticket(request)).preempted
+    assert engine.counter("sojourn_preemptions_total") == 1
+
+
+def test_a_gap_belongs_to_the_first_request_after_it() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(2.0)
+    engine.finish(engine.arrive("p", prompt(12)), outcome=TurnOutcome.ABORTED)
+    engine.wait(5.0)
+    engine.turn("p", prompt(12))
+    gaps = [(r.outcome, r.gap_s, r.tool_before) for r in engine.steward.ledger.of_program("p")]
+    assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
+    assert durations(engine) == [2.0]

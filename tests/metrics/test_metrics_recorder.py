@@ -40,7 +40,7 @@ def test_increments_are_handed_out_once() -> None:
 
 def test_gauges_pass_through_and_the_whole_is_json() -> None:
     recorder = Recorder(strict=True)
-    recorder.observe("sojourn_policy_seconds", 2e-6, hook="schedule")
+    recorder.observe("sojourn_policy_seconds", 2e-6, hook="event")
     drained = recorder.drain(
         {"sojourn_kv_blocks": [({"tier": "device", "state": "free"}, 7)], "sojourn_leases": [({}, 2)]}
     )
@@ -75,7 +75,7 @@ def test_buckets_hold_what_is_at_most_their_bound(values: list[float]) -> None:
 
 WRONG: list[tuple[str, str, float, dict[str, Any], str]] = [
     ("count", "sojourn_nonsense_total", 1, {}, "unknown_metric"),
-    ("count", "sojourn_policy_seconds", 1, {"hook": "schedule"}, "unknown_metric"),
+    ("count", "sojourn_policy_seconds", 1, {"hook": "event"}, "unknown_metric"),
     ("observe", "sojourn_client_silent_total", 1, {}, "unknown_metric"),
     ("count", "sojourn_lost_tokens_total", 1, {}, "wrong_labels"),
     ("count", "sojourn_lost_tokens_total", 1, {"cause": "weather"}, "wrong_labels"),
