@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -22,23 +16,22 @@ from vllm.v1.request import Request, RequestStatus
 from ..engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from ..engine.identity import read_identity
 from ..engine.service import Service
-from ..engine.steward import Histories, Pool, Steward, Ticket
+from ..engine.steward import Pool, Steward
 from ..metrics.ledger import Lost, Tombstone
-from ..policy.views import OwnerView, RoomNeed, VictimView
-from ..program.history import ToolHistory, TurnHistory
+from ..policy.views import OwnerView
 from ..program.status import OVER
 from .free_queue import Owner, ProgramFreeQueue
 from .held_blocks import HeldBlocks, chain_hash
+from .history_file import HistoryFile
 from .outputs import ToolCallReader
 from .settings import Settings
+from .shortage import Shortage
 from .waiting_queue import Key, PolicyQueue
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger("vllm.sojourn")
-
-SAVE_EVERY_S = 300.0
 
 EASILY_COUNTED = 20_000
 """Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
@@ -66,6 +59,7 @@ class SchedulerAdapter:
         """Errors of ours that were swallowed so that the engine could go on."""
         manager = scheduler.kv_cache_manager
         self._pool = manager.block_pool
+        self._history = HistoryFile(settings.history_file, clock())
         preset = settings.preset()
         profile = settings.profile()
         self.steward = Steward(
@@ -77,7 +71,7 @@ class SchedulerAdapter:
             ),
             limits=settings.limits(),
             curve=profile.prefill if profile is not None else None,
-            histories=_load_histories(settings.history_file),
+            histories=self._history.load(),
         )
         # Tests want a wrong metric to fail loudly; an engine only wants it counted.
         self.steward.recorder.strict = settings.strict
@@ -96,15 +90,15 @@ class SchedulerAdapter:
         self._held = HeldBlocks(self._pool, self._queue)
         scheduler.waiting = PolicyQueue(self._queue_key)
         scheduler.kv_holding_waiting = PolicyQueue(self._queue_key)
-        self._user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
-        # Upstream lets only its priority branch preempt a request anywhere in the running list.
-        scheduler.policy = SchedulingPolicy.PRIORITY
-        self._chosen_victim: tuple[Request, int] | None = None
-        self._allocate = manager.allocate_slots
-        manager.allocate_slots = self._allocate_with_leases(self._allocate)
-        self._allocating: Request | None = None
+        self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
+        self._shortage = Shortage(
+            scheduler,
+            self.steward,
+            clock=clock,
+            carry_out=self._carry_out,
+            guarded=self.guarded,
+        )
         self._scheduled_at: float | None = None
-        self._saved_at = clock()
         self._pool_state: dict[str, int] | None = None
         self._pool_state_at = 0.0
         logger.info(
@@ -132,7 +126,7 @@ class SchedulerAdapter:
 
     def before_step(self) -> None:
         """Before the scheduler plans a step."""
-        self._restore_victim()
+        self._shortage.restore_victim()
         now = self._clock()
         self.steward.tick(now)
         if self.steward.actions:
@@ -140,7 +134,7 @@ class SchedulerAdapter:
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""
-        self._restore_victim()
+        self._shortage.restore_victim()
         now = self._scheduled_at = self._clock()
         if output.scheduled_new_reqs:
             for new in output.scheduled_new_reqs:
@@ -203,7 +197,7 @@ class SchedulerAdapter:
 
     def preempted(self, request: Request) -> None:
         """Before a running request is preempted."""
-        self._restore_victim()
+        self._shortage.restore_victim()
         ticket = self.steward.tickets.get(request.request_id)
         if ticket is not None and ticket.program is not None:
             self._queue.own(self._cached_blocks(request), ticket.program.id)
@@ -224,102 +218,12 @@ class SchedulerAdapter:
         self._carry_out(now)
         if operation == "events":
             self._took("event", now)
-        self._save_now_and_then(now)
+        self._history.save_if_due(self.steward.histories, now)
         return answer
 
     def shutdown(self) -> None:
         """The engine stops: save what was learned."""
-        self._save_history()
-
-    # -- room -------------------------------------------------------------------
-
-    def _allocate_with_leases(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Stand in for the KV manager's ``allocate_slots``: leases give way before anybody waits in vain.
-
-        A closure, since it is called for every running request in every step.
-        """
-
-        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-            self._allocating = request
-            blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
-            if blocks is None:
-                blocks = self.guarded(self._after_shortage, request, args, kwargs)
-            return blocks
-
-        return allocate_slots
-
-    def _after_shortage(
-        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> KVCacheBlocks | None:
-        running = request.status == RequestStatus.RUNNING
-        ticket = self.steward.tickets.get(request.request_id)
-        blocks: KVCacheBlocks | None = None
-        while blocks is None and len(self.steward.leases):
-            now = self._clock()
-            need = RoomNeed(
-                program_id=ticket.program.id if ticket and ticket.program else None,
-                program_rank=ticket.rank if ticket else sys.maxsize,
-                blocks=self._short(request, args, kwargs, running),
-                running=running,
-                anything_running=bool(self._scheduler.running),
-            )
-            if not self.steward.make_room(need, now):
-                break
-            self._carry_out(now)
-            blocks = self._allocate(request, *args, **kwargs)
-        if blocks is None and running:
-            self._choose_victim(request)
-        return blocks
-
-    def _short(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> int:
-        """Blocks missing, from above: what may turn out to be shared counts as needed."""
-        block_size = self._scheduler.block_size
-        if running:
-            new_tokens = args[0] if args else kwargs.get("num_new_tokens", 1)
-            needed = -(-new_tokens // block_size) + 1
-        else:
-            needed = -(-(request.num_tokens + 1) // block_size)
-            hits = kwargs.get("new_computed_blocks")
-            if hits is not None and hits.blocks:
-                needed -= sum(1 for block in hits.blocks[0] if block.ref_cnt > 0)
-            needed += getattr(self._scheduler.kv_cache_manager, "watermark_blocks", 0)
-        return max(1, needed - self._pool.get_num_free_blocks())
-
-    def _choose_victim(self, request: Request) -> None:
-        """Make upstream's priority branch pick the request that the policy names.
-
-        Where it names none, the engine's own first-come choice is made: the last admitted.
-        """
-        running = self._scheduler.running
-        least = max(candidate.priority for candidate in running) if self._user_priority else None
-        candidates = [
-            (position, candidate)
-            for position, candidate in enumerate(running)
-            if least is None or candidate.priority == least
-        ]
-        views = []
-        for position, candidate in candidates:
-            ticket = self.steward.tickets.get(candidate.request_id)
-            blocks = self._scheduler.kv_cache_manager.get_blocks(candidate.request_id).blocks
-            views.append(
-                VictimView(
-                    candidate.request_id,
-                    ticket.rank if ticket else sys.maxsize,
-                    position,
-                    sum(len(group) for group in blocks),
-                )
-            )
-        chosen = self.steward.victim(views, 1, self._clock())
-        victim = next((c for _, c in candidates if c.request_id == chosen), candidates[-1][1])
-        self._restore_victim()
-        self._chosen_victim = (victim, victim.priority)
-        victim.priority = sys.maxsize
-
-    def _restore_victim(self) -> None:
-        if self._chosen_victim is not None:
-            victim, priority = self._chosen_victim
-            victim.priority = priority
-            self._chosen_victim = None
+        self._history.save(self.steward.histories)
 
     # -- orders -----------------------------------------------------------------
 
@@ -420,7 +324,7 @@ class SchedulerAdapter:
         else:
             ticket.preempted = request.status == RequestStatus.PREEMPTED
             key = self.steward.preset.order.key(self.steward.waiting_view(ticket))
-        return (request.priority, *key) if self._user_priority else key
+        return (request.priority, *key) if self._priority_matters else key
 
     def _owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
         program = self.steward.table.get(program_id)
@@ -430,7 +334,8 @@ class SchedulerAdapter:
         return self.steward.preset.eviction.score(view)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner) -> None:
-        taker = self.steward.tickets.get(self._allocating.request_id) if self._allocating else None
+        allocating = self._shortage.allocating
+        taker = self.steward.tickets.get(allocating.request_id) if allocating is not None else None
         evictor = taker.program.id if taker is not None and taker.program is not None else None
         name = owner if isinstance(owner, str) else None
         recorder = self.steward.recorder
@@ -441,54 +346,6 @@ class SchedulerAdapter:
         self.steward.graveyard.bury(
             chain_hash(block), Tombstone(Lost.EVICTED, name, evictor, self._scheduled_at or 0.0)
         )
-
-    def _save_now_and_then(self, now: float) -> None:
-        if self._settings.history_file is None or now - self._saved_at < SAVE_EVERY_S:
-            return
-        self._saved_at = now
-        document = self._history_document()
-        threading.Thread(target=_write, args=(self._settings.history_file, document), daemon=True).start()
-
-    def _save_history(self) -> None:
-        if self._settings.history_file is not None:
-            _write(self._settings.history_file, self._history_document())
-
-    def _history_document(self) -> dict[str, Any]:
-        histories = self.steward.histories
-        return {"tools": histories.tools.snapshot(), "turns": histories.turns.snapshot()}
-
-
-def ticket_of(adapter: SchedulerAdapter, request: Request) -> Ticket | None:
-    """What the steward keeps of a request; for tests and tools."""
-    return adapter.steward.tickets.get(request.request_id)
-
-
-def _load_histories(path: str | None) -> Histories:
-    if path is None or not Path(path).exists():
-        return Histories()
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Histories(
-            tools=ToolHistory.restore(document["tools"]), turns=TurnHistory.restore(document["turns"])
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        kept = f"{path}.unreadable"
-        os.replace(path, kept)
-        logger.warning(
-            "sojourn: history %s cannot be used (%s); kept as %s, starting cold", path, error, kept
-        )
-        return Histories()
-
-
-def _write(path: str, document: dict[str, Any]) -> None:
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(document), encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        logger.warning("sojourn: history %s not saved: %s", path, error)
 
 
 def _block_bytes(scheduler: Scheduler) -> int:

@@ -1,0 +1,138 @@
+"""What happens when the KV manager finds no blocks: leases give way, and only then somebody is preempted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import Request, RequestStatus
+
+from ..engine.steward import Steward
+from ..policy.views import RoomNeed, VictimView
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class Shortage:
+    """Stands between the scheduler and ``KVCacheManager.allocate_slots`` of one engine.
+
+    ``carry_out`` executes the steward's orders; ``guarded`` runs a call so that
+    its failure is not the engine's.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        steward: Steward,
+        *,
+        clock: Callable[[], float],
+        carry_out: Callable[[float], None],
+        guarded: Callable[..., Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._steward = steward
+        self._clock = clock
+        self._carry_out = carry_out
+        self._guarded = guarded
+        self.allocating: Request | None = None
+        """Whom blocks are being allocated for, so that an eviction has a name to it."""
+        self._chosen: tuple[Request, int] | None = None
+        self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
+        # Upstream lets only its priority branch preempt a request anywhere in the running list.
+        scheduler.policy = SchedulingPolicy.PRIORITY
+        manager = scheduler.kv_cache_manager
+        self._allocate = manager.allocate_slots
+        manager.allocate_slots = self._stand_in(self._allocate)
+
+    def restore_victim(self) -> None:
+        """Give a chosen victim its own priority back."""
+        if self._chosen is not None:
+            victim, priority = self._chosen
+            victim.priority = priority
+            self._chosen = None
+
+    def _stand_in(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
+        """A closure, since it is called for every running request in every step."""
+
+        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+            self.allocating = request
+            blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
+            if blocks is None:
+                blocks = self._guarded(self._make_room, request, args, kwargs)
+            return blocks
+
+        return allocate_slots
+
+    def _make_room(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KVCacheBlocks | None:
+        running = request.status == RequestStatus.RUNNING
+        ticket = self._steward.tickets.get(request.request_id)
+        blocks: KVCacheBlocks | None = None
+        while blocks is None and len(self._steward.leases):
+            now = self._clock()
+            need = RoomNeed(
+                program_id=ticket.program.id if ticket and ticket.program else None,
+                program_rank=ticket.rank if ticket else sys.maxsize,
+                blocks=self._short(request, args, kwargs, running),
+                running=running,
+                anything_running=bool(self._scheduler.running),
+            )
+            if not self._steward.make_room(need, now):
+                break
+            self._carry_out(now)
+            blocks = self._allocate(request, *args, **kwargs)
+        if blocks is None and running:
+            self._choose_victim()
+        return blocks
+
+    def _short(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> int:
+        """Blocks missing, from above: what may turn out to be shared counts as needed."""
+        block_size = self._scheduler.block_size
+        manager = self._scheduler.kv_cache_manager
+        if running:
+            new_tokens = args[0] if args else kwargs.get("num_new_tokens", 1)
+            needed = -(-new_tokens // block_size) + 1
+        else:
+            needed = -(-(request.num_tokens + 1) // block_size)
+            hits = kwargs.get("new_computed_blocks")
+            if hits is not None and hits.blocks:
+                needed -= sum(1 for block in hits.blocks[0] if block.ref_cnt > 0)
+            needed += getattr(manager, "watermark_blocks", 0)
+        return max(1, needed - manager.block_pool.get_num_free_blocks())
+
+    def _choose_victim(self) -> None:
+        """Make upstream's priority branch pick the request that the policy names.
+
+        Where it names none, the engine's own first-come choice is made: the last admitted.
+        """
+        running = self._scheduler.running
+        least = max(candidate.priority for candidate in running) if self._priority_matters else None
+        candidates = [
+            (position, candidate)
+            for position, candidate in enumerate(running)
+            if least is None or candidate.priority == least
+        ]
+        views = []
+        for position, candidate in candidates:
+            ticket = self._steward.tickets.get(candidate.request_id)
+            groups = self._scheduler.kv_cache_manager.get_blocks(candidate.request_id).blocks
+            rank = ticket.rank if ticket else sys.maxsize
+            views.append(VictimView(candidate.request_id, rank, position, sum(map(len, groups))))
+        chosen = self._steward.victim(views, 1, self._clock())
+        victim = next((c for _, c in candidates if c.request_id == chosen), None)
+        if victim is None:
+            victim = self._engines_choice([c for _, c in candidates])
+        self.restore_victim()
+        self._chosen = (victim, victim.priority)
+        victim.priority = sys.maxsize
+
+    def _engines_choice(self, candidates: list[Request]) -> Request:
+        """Whom the untouched scheduler would preempt, under the policy it was started with."""
+        if self._priority_matters:
+            return max(candidates, key=lambda request: request.arrival_time)
+        return candidates[-1]
