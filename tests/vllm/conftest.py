@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def make_engine(clock: Clock) -> Iterator[Callable[..., Any]]:
+def make_engine(clock: Clock) -> Callable[..., Any]:
     """``make_engine(policy | None, **options)``; strict, so that no failure of ours is swallowed."""
     from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
 
@@ -47,4 +47,4 @@ def make_engine(clock: Clock) -> Iterator[Callable[..., Any]]:
         sojourn = None if policy is None else {"policy": policy, "strict": True, **(settings or {})}
         return BareEngine(BareEngineOptions(sojourn=sojourn, **options), clock)
 
-    yield make
+    return make

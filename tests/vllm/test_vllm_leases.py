@@ -1,4 +1,4 @@
-"""Leases in vLLM's own scheduler: what is held, when it is given back, and that nothing ever waits for it in vain."""
+"""Leases in vLLM's own scheduler: what is held, when it is given back, and that nobody waits in vain."""
 
 from __future__ import annotations
 

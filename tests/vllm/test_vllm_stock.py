@@ -1,4 +1,4 @@
-"""Without hints the extension is stock vLLM, step by step and block by block; and its own failures are not the engine's."""
+"""Without hints the extension is stock vLLM, block by block; and its failures are not the engine's."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def test_a_failure_of_ours_is_not_the_engines(make_engine, monkeypatch):
 
 def test_an_untested_vllm_is_refused_with_the_list(monkeypatch):
     import vllm
-
     from sojourn_server.launch.versions import TESTED_VLLM, UnsupportedEngine
     from sojourn_server.vllm.scheduler import make_scheduler
 
