@@ -1,8 +1,9 @@
 """Counts of what the SDK did and what it had to leave undone.
 
 Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``dropped_full``,
-``dropped_send``, ``dropped_unsupported``, ``http_NNN`` and ``net_X`` (failed batches),
-``outcome_X`` (the server's answers), ``encode_error``, ``internal_error``, ``inject_error``,
+``dropped_send``, ``dropped_unsupported``, ``dropped_closed``, ``http_NNN`` and ``net_X`` (failed batches),
+``outcome_X`` (the server's answers), ``answer_unreadable``, ``encode_error``,
+``internal_error``, ``inject_error``, ``attach_error``,
 ``resolver_error``, ``context_reset_failed``, ``hint_invalid``, ``requests_started``,
 ``requests_ended``, ``requests_failed``, ``requests_cancelled``, ``requests_closed_early``,
 ``requests_abandoned``, ``request_attempts``, ``ttft_count`` and ``ttft_ms_sum``.
