@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -83,13 +84,12 @@ def instrument() -> None:
 
     setattr(__init__, _ORIGINAL, initialise)
     setattr(run_in_program, _ORIGINAL, run)
-    agent_class.__init__, agent_class.run = __init__, run_in_program
+    agent_class.__init__, agent_class.run = __init__, run_in_program  # type: ignore[method-assign]
 
 
 def uninstrument() -> None:
     """Undo ``instrument`` and every ``attach``, for agents that exist already too."""
-    from minisweagent.agents.default import DefaultAgent as agent_class
-
+    agent_class = getattr(sys.modules.get("minisweagent.agents.default"), "DefaultAgent", None)
     for name in ("__init__", "run"):
         original = getattr(getattr(agent_class, name, None), _ORIGINAL, None)
         if original is not None:
@@ -99,6 +99,15 @@ def uninstrument() -> None:
             if hasattr(vars(owner).get(name), _ORIGINAL):
                 delattr(owner, name)
         _attached.discard(owner)
+
+
+def patch() -> bool:
+    """``instrument``, for ``sojourn.instruments.register``. False where mini looks unfamiliar."""
+    instrument()
+    return hasattr(sys.modules["minisweagent.agents.default"].DefaultAgent.run, _ORIGINAL)
+
+
+unpatch = uninstrument
 
 
 def __getattr__(name: str) -> Any:
@@ -211,11 +220,9 @@ def _with_request_parts(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
             return kwargs
         body, headers = sojourn.request_parts()
         # mini merges its settings and the arguments one level deep; what that would lose is merged here.
-        bodies = (own.get("extra_body"), kwargs.get("extra_body"))
-        all_headers = (own.get("extra_headers"), kwargs.get("extra_headers"))
         merged = dict(kwargs)
-        merged["extra_body"] = functools.reduce(_merge, (part for part in bodies if part), body)
-        merged["extra_headers"] = functools.reduce(_merge, (part for part in all_headers if part), headers)
+        for name, ours in (("extra_body", body), ("extra_headers", headers)):
+            merged[name] = _merge(_merge(ours, own.get(name) or {}), kwargs.get(name) or {})
         return merged
     except Exception:
         fault("inject_error")

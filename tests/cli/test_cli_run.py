@@ -61,8 +61,8 @@ def test_unknown_commands_name_a_next_step(tmp_path: Path) -> None:
 def test_mini_is_instrumented_when_it_is_imported(packages: Path) -> None:
     code = (
         "import sys, minisweagent.agents.default as d; "
-        "print('sojourn_integrations.mini_swe_agent' in sys.modules, hasattr(d.DefaultAgent.run, '__wrapped__'), "
-        "d.DefaultAgent().run())"
+        "print('sojourn_integrations.mini_swe_agent' in sys.modules, "
+        "hasattr(d.DefaultAgent.run, '__wrapped__'), d.DefaultAgent().run())"
     )
     result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages))
     assert result.stdout.strip() == "True True 7", result.stderr

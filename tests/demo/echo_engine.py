@@ -25,10 +25,13 @@ class ByteTokenizer:
 class EchoEngine:
     """``garble`` gets the number of a forced request and its command, and returns what is answered."""
 
-    def __init__(self, garble: Any = lambda number, command: command, *, capabilities: bytes = OURS) -> None:
+    def __init__(
+        self, garble: Any = lambda number, command: command, *, capabilities: bytes = OURS, decode: Any = None
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.garble = garble
+        self.decode = decode or (lambda ids: bytes(ids).decode())
         self.lock = threading.Lock()
         owner = self
 
@@ -93,7 +96,7 @@ class EchoEngine:
         ids = body.get("vllm_xargs", {}).get("replay_ids")
         message: dict[str, Any] = {"role": "assistant", "content": "free"}
         if ids:
-            text = bytes(ids).decode()
+            text = self.decode(ids)
             found = re.fullmatch(r"(.*\n)<tool_call>\n(.*)\n</tool_call><\|im_end\|>", text, re.DOTALL)
             assert found is not None, text
             call = json.loads(found.group(2))

@@ -225,6 +225,25 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
+def test_it_can_be_registered_with_the_sdk(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from sojourn import instruments
+
+    before = DefaultAgent.run
+    instruments.register("mini_swe_agent", "minisweagent", "sojourn_integrations.mini_swe_agent")
+    try:
+        with MiniServer([SUBMIT]) as server:
+            sojourn.init(server.url)
+            assert "mini_swe_agent" in sojourn.stats().instrumented
+            make_agent(server, tmp_path).run("it")
+            assert sojourn.flush(2)
+            assert len(server.told("tool_start")) == 1
+        sojourn.shutdown()
+        assert DefaultAgent.run is before
+    finally:
+        instruments._PATCHES.pop("mini_swe_agent")
+
+
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from importlib import metadata
@@ -52,6 +53,8 @@ def demo(
     from sojourn_server.demo.agent import prepare_environment
 
     prepare_environment()
+    # As for Ctrl-C: our server lives in a process group of its own and must be stopped by us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     try:
         records, facts = _run(chosen, programs, policy, model, seed, url, directory)
