@@ -214,7 +214,7 @@ def _request_around(model: Any, original: Callable[..., Any]) -> Callable[..., A
 def _with_request_parts(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` with ours merged below the user's, or unchanged where that must not or cannot be done."""
     try:
-        own: dict[str, Any] = getattr(model.config, "model_kwargs", None) or {}
+        own = getattr(model.config, "model_kwargs", None) or {}
         url = _server_url(str(getattr(model.config, "model_name", "")), {**own, **kwargs})
         if url is None or not may_tell(url):
             return kwargs
@@ -234,8 +234,10 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
     return merged
 
 
