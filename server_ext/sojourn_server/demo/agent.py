@@ -122,7 +122,10 @@ def make_agent(
 
 def scripted_model(task: Task, tokenizer: Tokenizer, watch: Watch) -> Any:
     """A subclass of mini's ``LitellmModel`` that follows ``task``'s script."""
+    import litellm
     from minisweagent.models.litellm_model import LitellmModel
+
+    litellm.suppress_debug_info = True  # errors are in the record; litellm would print around the live view
 
     class ScriptedModel(LitellmModel):
         """Forces each answer, checks it, and notes what it cost."""
