@@ -20,6 +20,8 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Node of the Agent Execution Graph this turn belongs to."""
     heartbeat: bool = False
     """This client sends heartbeats: its silence may end leases."""
+    implicit: bool = False
+    """No program was opened: the id stands for a whole process, whose requests have nothing in common."""
     final: bool = False
     """No further turn will follow."""
     events: list[msgspec.Raw] = []

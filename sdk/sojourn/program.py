@@ -27,9 +27,6 @@ from .step import NO_ADVICE, Advice, advice
 P = ParamSpec("P")
 R = TypeVar("R")
 
-IMPLICIT_AGENT_TYPE = "implicit"
-"""Agent type of the program that stands for a whole process; a server should not schedule on it."""
-
 
 class _Inherit:
     def __repr__(self) -> str:
@@ -275,7 +272,6 @@ def process_program(session: runtime.Session) -> Program:
         given = session.config.program_id if session.config else None
         found = Program(
             ProgramId(given) if given else new_program_id(),
-            agent_type=None if given else IMPLICIT_AGENT_TYPE,
             heartbeat=given is not None,
             implicit=given is None,
         )

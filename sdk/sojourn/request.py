@@ -121,6 +121,7 @@ class Turn:
             sojourn=SojournContext(
                 emitter=emitter,
                 agent_type=program.agent_type,
+                implicit=program.implicit,
                 node=None if self._node is None else name_of(self._node),
                 heartbeat=program.heartbeat,
                 final=bool(hints.final),

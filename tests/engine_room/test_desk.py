@@ -13,7 +13,7 @@ from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolS
 from sojourn.ids import MAX_ID_BYTES, ProgramId
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
 from sojourn_server.engine.desk import EVENT_TYPES, MAX_EMITTERS_PER_PROGRAM, MAX_TOOLS_PER_PROGRAM
-from sojourn_server.engine.steward import StewardLimits
+from sojourn_server.engine.state import StewardLimits
 from sojourn_server.metrics import catalog
 from sojourn_server.program.status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt
@@ -237,7 +237,7 @@ def test_a_hundred_thousand_invented_programs_are_bounded_and_take_nothing_from_
     assert engine.steward.table.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
     assert engine.steward.leases.get(ProgramId("p")) is not None
     assert engine.steward.decisions._next == decisions, "the log still shows what was decided"
-    assert engine.steward._let_go == {}
+    assert engine.steward.keeper.let_go == {}
 
 
 def test_a_tool_of_any_length_or_of_a_thousand_years_is_taken() -> None:

@@ -9,7 +9,7 @@ import pytest
 from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import ProgramId
 from sojourn_server.engine.facts import ActionKind, TurnOutcome
-from sojourn_server.engine.steward import Histories, StewardLimits
+from sojourn_server.engine.state import Histories, StewardLimits
 from sojourn_server.policy.base import Reason
 from sojourn_server.policy.costs import PrefillCurve
 from sojourn_server.policy.preset import parse_preset
@@ -546,7 +546,7 @@ def test_a_forgotten_program_leaves_nothing() -> None:
         engine.turn(f"p{i}", prompt(40, seed=i))
     steward = engine.steward
     assert len(steward.table) == len(steward.leases) == len(engine.held) == 3
-    assert len(steward.contexts._contexts) == len(steward._let_go) + 3 == 3
+    assert len(steward.contexts._contexts) == len(steward.keeper.let_go) + 3 == 3
     assert [a.kind for a in engine.done] == [ActionKind.DROP] * 47
     assert steward.table.forgotten == 47
 
@@ -560,7 +560,7 @@ def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
         if i % 3 == 0:
             engine.evict(prompt(40, seed=i % 17), by="x")
     steward = engine.steward
-    assert steward._let_go.keys() <= {p.id for p in steward.table}
+    assert steward.keeper.let_go.keys() <= {p.id for p in steward.table}
     assert {held.program_id for held in steward.leases} <= {p.id for p in steward.table}
     assert set(engine.held) == {held.program_id for held in steward.leases}
     assert steward.tickets == steward._awaiting_first_token == {}

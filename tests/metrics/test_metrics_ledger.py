@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sojourn.events import Heartbeat, ProgramEnd
 from sojourn.ids import ProgramId
 from sojourn_server.engine.facts import TurnOutcome
-from sojourn_server.engine.steward import StewardLimits
+from sojourn_server.engine.state import StewardLimits
 from sojourn_server.metrics import catalog
 from sojourn_server.metrics.decisions import DecisionLog
 from sojourn_server.metrics.ledger import (

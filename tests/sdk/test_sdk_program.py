@@ -9,7 +9,7 @@ import pytest
 import sojourn
 from sojourn.context import place
 from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.program import IMPLICIT_AGENT_TYPE
+from sojourn.wire import decode_context
 
 
 def told(server, count):
@@ -270,7 +270,7 @@ def test_a_program_left_by_a_generator_in_another_context_is_counted_not_raised(
 def test_requests_outside_any_program_belong_to_a_flagged_one_of_the_process(online):
     body, headers = sojourn.request_parts()
     assert headers == sojourn.headers()
-    assert IMPLICIT_AGENT_TYPE in body["vllm_xargs"]["agentic_context"]
+    assert decode_context(body["vllm_xargs"]["agentic_context"]).sojourn.implicit
     with sojourn.program() as p:
         assert p.parent_id is None
         assert sojourn.headers()["X-Session-ID"] == p.id != headers["X-Session-ID"]
@@ -288,7 +288,7 @@ def test_the_process_can_be_named_from_outside(server, monkeypatch):
     sojourn.init(server.url)
     body, headers = sojourn.request_parts()
     assert headers == {"X-Session-ID": "run-7"}
-    assert IMPLICIT_AGENT_TYPE not in body["vllm_xargs"]["agentic_context"]
+    assert not decode_context(body["vllm_xargs"]["agentic_context"]).sojourn.implicit
 
 
 def test_adapters_can_start_and_end_without_a_block(online):

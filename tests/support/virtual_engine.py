@@ -20,9 +20,9 @@ from sojourn_server.engine.facts import Action, ActionKind, Admission, Arrival, 
 from sojourn_server.engine.identity import CONTEXT_KEY, read_identity
 from sojourn_server.engine.leases import Lease
 from sojourn_server.engine.service import Service
-from sojourn_server.engine.steward import Histories, Pool, Steward, StewardLimits, Ticket
+from sojourn_server.engine.state import Histories, Pool, StewardLimits, Ticket
+from sojourn_server.engine.steward import Steward
 from sojourn_server.metrics.ledger import Lost, Tombstone
-from sojourn_server.metrics.recorder import Recorder
 from sojourn_server.policy.costs import PrefillCurve
 from sojourn_server.policy.preset import Preset, load_preset
 from sojourn_server.program.record import Program
@@ -54,7 +54,7 @@ class VirtualEngine:
             curve=curve,
             histories=histories,
         )
-        self.steward.recorder = Recorder(strict=True)
+        self.steward.recorder.strict = True
         self.service = Service(self.steward, engine={"virtual": "1"}, pool_state=self.pool_state)
         self.cached: set[int] = set()
         self.held: dict[ProgramId, Sequence[int]] = {}
@@ -158,7 +158,7 @@ class VirtualEngine:
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
-                self.steward.graveyard.bury(block, Tombstone(Lost.EVICTED, None, by, self.now))
+                self.steward.keeper.graveyard.bury(block, Tombstone(Lost.EVICTED, None, by, self.now))
 
     # -- clients --------------------------------------------------------------------
 

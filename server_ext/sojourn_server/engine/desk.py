@@ -136,7 +136,7 @@ class Desk:
         elif program.pending_tool != key and steward.contexts.get(program.id) is not None:
             # The output showed no tool call, or another one: the client knows better.
             program.pending_tool = key
-            steward.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
+            steward.keeper.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
         return Outcome.APPLIED, ""
 
     def _tool_stop(self, program: Program, event: ToolStop, now: float) -> tuple[Outcome, str]:

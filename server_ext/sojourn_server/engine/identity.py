@@ -41,6 +41,10 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Ident
         context = decode_context(text)
     except WireError as error:
         return Identity(session, None, Outcome.REJECTED, str(error))
+    if context.sojourn is not None and context.sojourn.implicit:
+        # Requests of one process that nobody called a program: to treat them as one would let a busy
+        # process jump the queue for ever.
+        return Identity(None, context, Outcome.APPLIED)
     return Identity(ProgramId(context.program_id), context, Outcome.APPLIED)
 
 

@@ -49,6 +49,8 @@ class LeaseBook:
 
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
+        self.changes = 0
+        """Grows with every change of which leases there are or who waits; never shrinks."""
         self.blocks = 0
         """Blocks held by all leases; a shared block counts for each that holds it."""
         self._leases: dict[ProgramId, Lease] = {}
@@ -77,6 +79,7 @@ class LeaseBook:
         """Book a lease. The program must not hold another."""
         assert lease.program_id not in self._leases
         self._leases[lease.program_id] = lease
+        self.changes += 1
         self.blocks += lease.blocks
         self._push(lease)
 
@@ -120,6 +123,7 @@ class LeaseBook:
         lease = self._leases.pop(program_id, None)
         if lease is not None:
             self.blocks -= lease.blocks
+            self.changes += 1
             self._version.pop(program_id, None)
         return lease
 

@@ -127,7 +127,7 @@ class Service:
             },
             "pool": {"block_size": steward.pool.block_size, **self._pool_state()},
             "ledger": msgspec.to_builtins(steward.ledger.totals),
-            "tombstones": len(steward.graveyard),
+            "tombstones": len(steward.keeper.graveyard),
             "history": {
                 "tool_calls": steward.histories.tools.count(),
                 "programs": steward.histories.turns.count(),

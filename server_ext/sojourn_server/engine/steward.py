@@ -8,92 +8,28 @@ that a recorded run gives the same decisions again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
 from ..metrics.decisions import DecisionLog
-from ..metrics.ledger import Graveyard, Ledger, Lost, TurnRecord, common_prefix, split_tokens
+from ..metrics.ledger import Ledger, Lost, TurnRecord, common_prefix, split_tokens
 from ..metrics.recorder import Recorder
 from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
-from ..policy.views import RoomNeed, TurnView, VictimView, WaitingView
-from ..program.history import SlidingMean, ToolHistory, TurnHistory
+from ..policy.views import RoomNeed, VictimView, WaitingView
 from ..program.record import Program
 from ..program.status import OVER, Signal
 from ..program.table import ProgramTable
-from .contexts import ContextStore
 from .facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
-from .leases import SILENCE_INITIAL_S, Lease, LeaseBook
+from .keeper import Keeper
+from .leases import Lease
+from .state import Histories, Pool, StewardLimits, Ticket
 
 MAX_NAME_CHARS = 256
 """Longest agent type or graph node kept of a hint, in characters."""
-
-_CAUSE_OF_LEASE_END = {
-    Reason.TTL: Lost.EXPIRED,
-    Reason.SILENT: Lost.SILENT,
-    Reason.PRESSURE: Lost.PRESSURE,
-    Reason.RESET: Lost.DROPPED,
-    Reason.END: Lost.DROPPED,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StewardLimits:
-    """Bounds, each with its unit."""
-
-    max_programs: int = 20_000
-    lease_budget_fraction: float = 0.95
-    """Share of the pool that all leases together may hold."""
-    max_ends_per_tick: int = 1000
-    """Leases ended in one engine step at most; the rest follow in the next."""
-    max_hinted_ttl_s: float = 300.0
-    return_grace_s: float = 2.0
-    """How long a lease outlives its tool's reported end: the time a request needs to arrive."""
-    idle_program_s: float = 1800.0
-    """A program not heard of for so long between turns is given up."""
-    silent_program_s: float = 60.0
-    """The same for a client that promised heartbeats."""
-
-
-@dataclass(slots=True)
-class Ticket:
-    """What the steward keeps of a request while it is in the engine."""
-
-    request_id: str
-    rank: int
-    """The program's rank; the request's own where it has no program."""
-    arrival: int
-    program: Program | None
-    record: TurnRecord | None
-    arrived_s: float
-    hinted_ttl_s: float | None = None
-    final: bool = False
-    preempted: bool = False
-    admitted: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Pool:
-    """The engine's KV pool."""
-
-    blocks: int
-    block_size: int
-    """Tokens a block holds."""
-    block_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Histories:
-    """What is learned over time and may be saved."""
-
-    tools: ToolHistory = field(default_factory=ToolHistory)
-    turns: TurnHistory = field(default_factory=TurnHistory)
-    evicted_waits: SlidingMean = field(default_factory=SlidingMean)
 
 
 class Steward:
@@ -114,19 +50,24 @@ class Steward:
         self.histories = histories or Histories()
         self.reload = ReloadEstimate(curve)
         self.table = ProgramTable(self.limits.max_programs)
-        self.leases = LeaseBook(int(pool.blocks * self.limits.lease_budget_fraction))
-        self.contexts = ContextStore()
         self.ledger = Ledger()
-        self.graveyard = Graveyard(2 * pool.blocks)
         self.decisions = DecisionLog()
         self.recorder = Recorder()
+        self.keeper = Keeper(
+            preset,
+            pool,
+            limits=self.limits,
+            histories=self.histories,
+            reload=self.reload,
+            table=self.table,
+            decisions=self.decisions,
+            recorder=self.recorder,
+        )
+        self.leases = self.keeper.leases
+        self.contexts = self.keeper.contexts
         self.tickets: dict[str, Ticket] = {}
-        self.actions: list[Action] = []
-        """Orders not yet carried out, oldest first; the adapter takes them with ``take_actions``."""
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
-        self._let_go: dict[ProgramId, Reason] = {}
-        """Why KV of a known program was let go since it was last admitted."""
 
     # -- requests -----------------------------------------------------------
 
@@ -179,7 +120,7 @@ class Steward:
         self._awaiting_first_token[fact.request_id] = record
         before = self.contexts.get(program.id)
         shared = common_prefix(before, fact.block_hashes) if before is not None else None
-        cause, record.evictor = self._cause(program, before, fact)
+        cause, record.evictor = self.keeper.cause(program, before, fact)
         record.tokens = split_tokens(
             prompt=fact.tokens,
             device=fact.cached_tokens,
@@ -192,8 +133,8 @@ class Steward:
         wait_s = now - ticket.arrived_s
         if program.turns and any(cause is not Lost.CHANGED for cause in record.tokens.lost):
             self.histories.evicted_waits.observe(wait_s)
-        self._end_lease(program.id, Reason.RETURN, now)
-        self._let_go.pop(program.id, None)
+        self.keeper.end(program.id, Reason.RETURN, now)
+        self.keeper.let_go.pop(program.id, None)
 
     def has_unstarted(self) -> bool:
         """Whether any admitted request of a program still waits for its first token."""
@@ -237,7 +178,7 @@ class Steward:
         self.table.signal(program, Signal.TURN_OVER)
         self.leases.set_waiting(program.id, False)
         if program.status in OVER:  # the client ended it while this request still ran
-            self.order(ActionKind.DROP, program.id, Reason.END, now)
+            self.keeper.order(ActionKind.DROP, program.id, Reason.END, now)
             return None
         if failed:
             return None
@@ -248,11 +189,11 @@ class Steward:
         program.hinted_ttl_s = ticket.hinted_ttl_s
         self.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
         if ticket.final:
-            self._log_keep(program, Keep(0.0, Reason.FINAL_TURN), fact.cached_blocks, now)
+            self.keeper.log_keep(program, Keep(0.0, Reason.FINAL_TURN), fact.cached_blocks, now)
             return None
         if program.id in self.leases:  # a parallel branch of the same program still holds one
-            self._end_lease(program.id, Reason.SUPERSEDED, now)
-        return self._grant(program, program.pending_tool, fact.cached_blocks, ticket.hinted_ttl_s, now)
+            self.keeper.end(program.id, Reason.SUPERSEDED, now)
+        return self.keeper.grant(program, program.pending_tool, fact.cached_blocks, ticket.hinted_ttl_s, now)
 
     # -- time, room, order ---------------------------------------------------
 
@@ -261,7 +202,7 @@ class Steward:
         due = self.leases.next_deadline_s()
         if due is not None and due <= now:
             for lease, reason in self.leases.due(now, self.limits.max_ends_per_tick):
-                self._after_lease(lease, reason, now)
+                self.keeper.ended(lease, reason, now)
         for _ in range(8):
             program = self.table.silent(
                 now, idle_s=self.limits.idle_program_s, promised_s=self.limits.silent_program_s
@@ -270,14 +211,18 @@ class Steward:
                 break
             self.program_over(program, Signal.SILENCE, "silent", now)
 
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Orders not yet carried out, oldest first."""
+        return self.keeper.actions
+
+    def take_actions(self) -> list[Action]:
+        """The orders not yet carried out; they are the caller's now."""
+        return self.keeper.take_actions()
+
     def make_room(self, need: RoomNeed, now: float) -> int:
         """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
-        if not len(self.leases):
-            return 0
-        chosen = self.preset.room.release(need, [lease.view() for lease in self.leases], now)
-        for program_id in chosen or ():
-            self._end_lease(program_id, Reason.PRESSURE, now)
-        return len(chosen or ())
+        return self.keeper.make_room(need, now)
 
     def program_over(self, program: Program, signal: Signal, outcome: str, now: float) -> None:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
@@ -290,9 +235,9 @@ class Steward:
             self.recorder.count("sojourn_programs_finished_total", outcome=outcome)
             self.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
         if signal is Signal.END:
-            self.order(ActionKind.DROP, program.id, Reason.END, now)
+            self.keeper.order(ActionKind.DROP, program.id, Reason.END, now)
         else:
-            self.order(ActionKind.RELEASE, program.id, Reason.SILENT, now)
+            self.keeper.order(ActionKind.RELEASE, program.id, Reason.SILENT, now)
 
     def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
         """Which running request to preempt; None leaves it to the engine."""
@@ -304,11 +249,6 @@ class Steward:
         leased = program is not None and program.id in self.leases
         return WaitingView(ticket.preempted, leased, ticket.rank, ticket.arrival)
 
-    def take_actions(self) -> list[Action]:
-        """The orders not yet carried out; they are the caller's now."""
-        actions, self.actions = self.actions, []
-        return actions
-
     def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
         """The engine holds ``blocks`` still-cached blocks after ``PIN_CACHED``: book them."""
         program = self.table.get(program_id)
@@ -316,34 +256,20 @@ class Steward:
             return None
         if program.status in OVER:  # it ended between the order and its execution
             return None
-        return self._grant(program, program.tool_now(), blocks, program.hinted_ttl_s, now, "late_keep")
+        return self.keeper.grant(program, program.tool_now(), blocks, program.hinted_ttl_s, now, "late_keep")
 
     def cache_reset(self, now: float) -> None:
         """The engine's prefix cache is about to be cleared."""
         for lease in list(self.leases):
-            self._end_lease(lease.program_id, Reason.RESET, now)
+            self.keeper.end(lease.program_id, Reason.RESET, now)
         for program_id in self.contexts.clear():
-            self._note_let_go(program_id, Reason.RESET)
+            self.keeper.note_let_go(program_id, Reason.RESET)
 
     def forget(self, programs: Sequence[Program], now: float) -> None:
         """Programs that had to leave the table for others: nothing of them stays, least of all KV."""
         for program in programs:
-            self.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
-            self._let_go.pop(program.id, None)
-
-    def order(self, kind: ActionKind, program_id: ProgramId, reason: Reason, now: float) -> None:
-        """Put an order for the engine on the list, ending the program's lease with it."""
-        lease = self.leases.end(program_id)
-        if lease is not None:
-            self._after_lease(lease, reason, now, kind)
-        elif kind is not ActionKind.RELEASE:
-            self.actions.append(Action(kind, program_id, reason))
-        if kind is ActionKind.DROP:
-            # A program that left nothing behind is no decision: a flood of invented ids would fill the log.
-            if lease is not None or self.contexts.get(program_id) is not None:
-                self.decisions.add(now, "drop", program_id, reason.value)
-                self._note_let_go(program_id, reason)
-            self.contexts.drop(program_id)
+            self.keeper.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
+            self.keeper.let_go.pop(program.id, None)
 
     # -- inside ---------------------------------------------------------------
 
@@ -408,92 +334,6 @@ class Steward:
     def _median_s(self, key: str) -> float:
         durations = self.histories.tools.durations(key)
         return durations[len(durations) // 2] if durations else 0.0
-
-    def _grant(
-        self,
-        program: Program,
-        tool: str | None,
-        blocks: int,
-        hinted_ttl_s: float | None,
-        now: float,
-        kind: str = "keep",
-    ) -> Lease | None:
-        reload_s = self.reload.seconds(program.context_tokens)
-        keep = self.preset.retention.keep(
-            TurnView(
-                program_id=program.id,
-                tool=tool,
-                context_tokens=program.context_tokens,
-                kv_blocks=blocks,
-                reload_s=reload_s,
-                mean_evicted_wait_s=self.histories.evicted_waits.mean(),
-                memoryfulness=self.histories.turns.memoryfulness(),
-                history=self.histories.tools,
-                hinted_ttl_s=hinted_ttl_s,
-            ),
-            now,
-        )
-        if keep.ttl_s > 0 and not blocks:
-            keep = Keep(0.0, Reason.NOTHING_CACHED)
-        if keep.ttl_s > 0 and not self.leases.fits(blocks):
-            keep = Keep(0.0, Reason.OVER_BUDGET)
-        self._log_keep(program, keep, blocks, now, kind)
-        if keep.ttl_s <= 0:
-            return None
-        silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
-        lease = Lease(
-            program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
-            keep.reason, tool,
-        )  # fmt: skip
-        self.leases.grant(lease)
-        return lease
-
-    def _log_keep(self, program: Program, keep: Keep, blocks: int, now: float, kind: str = "keep") -> None:
-        self.decisions.add(
-            now, kind, program.id, keep.reason.value, ttl_s=keep.ttl_s, blocks=blocks, turn=program.turns
-        )
-        if keep.ttl_s > 0:
-            tool = program.pending_tool or "none"
-            self.recorder.observe("sojourn_lease_ttl_seconds", keep.ttl_s, tool=tool)
-
-    def _end_lease(self, program_id: ProgramId, reason: Reason, now: float) -> None:
-        lease = self.leases.end(program_id)
-        if lease is not None:
-            self._after_lease(lease, reason, now)
-
-    def _after_lease(
-        self, lease: Lease, reason: Reason, now: float, kind: ActionKind = ActionKind.RELEASE
-    ) -> None:
-        self.actions.append(Action(kind, lease.program_id, reason))
-        self._note_let_go(lease.program_id, reason)
-        self.recorder.count("sojourn_lease_ends_total", reason=reason.value)
-        if reason is Reason.SILENT:
-            self.recorder.count("sojourn_client_silent_total")
-        if reason is not Reason.RETURN:
-            self.decisions.add(
-                now, "release", lease.program_id, reason.value,
-                blocks=lease.blocks, held_s=round(now - lease.granted_s, 6),
-            )  # fmt: skip
-
-    def _cause(
-        self, program: Program, before: Sequence[Any] | None, fact: Admission
-    ) -> tuple[Lost, str | None]:
-        """Why the first block that is missing is missing, and who took its place."""
-        ended = self._let_go.get(program.id)
-        cause = _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
-        missing = fact.cached_tokens // self.pool.block_size
-        if before is None:  # what was dropped is dropped; of what was merely forgotten nothing is known
-            return (cause if cause is Lost.DROPPED else Lost.UNKNOWN), None
-        if missing >= len(before):
-            return Lost.UNKNOWN, None
-        stone = self.graveyard.find(before[missing])
-        if stone is None:
-            return cause or Lost.UNKNOWN, None
-        return (cause or stone.cause), stone.evictor
-
-    def _note_let_go(self, program_id: ProgramId, reason: Reason) -> None:
-        if program_id in self.table:  # so that the notes are bounded by the table
-            self._let_go[program_id] = reason
 
     def _close_record(self, ticket: Ticket, fact: TurnEnd, now: float) -> None:
         self._awaiting_first_token.pop(fact.request_id, None)

@@ -12,6 +12,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+MAX_SAMPLES = 20_000
+"""Durations kept of all tools together."""
+
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
@@ -20,8 +23,10 @@ class ToolHistory:
     """S and S[f]: how long tool calls took, in seconds (Continuum §4.2, §5.1).
 
     For each tool the newest ``max_samples_per_tool`` durations are kept, and of
-    the tools the ``max_tools`` that were observed last. S is the union of all
-    that is kept. Raises ``ValueError`` for limits below 1.
+    the tools the ``max_tools`` that were observed last. S is the newest
+    ``MAX_SAMPLES`` durations of any tool, so that a flood of invented tool names
+    costs O(log) each and cannot push known durations out of it faster than
+    real calls would. Raises ``ValueError`` for limits below 1.
     """
 
     def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
@@ -32,7 +37,7 @@ class ToolHistory:
         self._max_samples = max_samples_per_tool
         self._max_tools = max_tools
         self._tools: OrderedDict[str, _Samples] = OrderedDict()
-        self._all: list[float] = []
+        self._all = _Samples()
 
     def observe(self, key: str, duration_s: float) -> None:
         """Remember that one call of tool ``key`` took ``duration_s`` seconds.
@@ -44,14 +49,15 @@ class ToolHistory:
         if samples is None:
             samples = self._tools[key] = _Samples()
             if len(self._tools) > self._max_tools:
-                _, forgotten = self._tools.popitem(last=False)
-                self._all = _without(self._all, forgotten.ordered)
+                self._tools.popitem(last=False)
         else:
             self._tools.move_to_end(key)
         if len(samples.ordered) == self._max_samples:
-            _discard(self._all, samples.drop_oldest())
+            samples.drop_oldest()
         samples.add(duration_s)
-        insort(self._all, duration_s)
+        if len(self._all.ordered) == MAX_SAMPLES:
+            self._all.drop_oldest()
+        self._all.add(duration_s)
 
     def count(self, key: str | None = None) -> int:
         """|S[f]| for tool ``key``, or |S| for ``None``. 0 for a tool never seen."""
@@ -63,7 +69,7 @@ class ToolHistory:
         A live view, not a copy: read it at once, keep nothing of it, change nothing in it.
         """
         if key is None:
-            return self._all
+            return self._all.ordered
         samples = self._tools.get(key)
         return samples.ordered if samples is not None else ()
 
@@ -92,6 +98,7 @@ class ToolHistory:
         return {
             "version": HISTORY_VERSION,
             "tools": {key: list(samples.arrivals) for key, samples in self._tools.items()},
+            "newest": list(self._all.arrivals),
         }
 
     @classmethod
@@ -109,7 +116,8 @@ class ToolHistory:
                 raise ValueError(f"tool history: entry {key!r} is not a list of durations")
             if durations:
                 history._tools[key] = _Samples(_seconds(value) for value in durations[-max_samples_per_tool:])
-        history._all = sorted(value for samples in history._tools.values() for value in samples.ordered)
+        newest = _checked(document, "newest", list)
+        history._all = _Samples(_seconds(value) for value in newest[-MAX_SAMPLES:])
         return history
 
 
@@ -232,20 +240,6 @@ class _Samples:
 
 def _discard(ordered: list[float], value: float) -> None:
     del ordered[bisect_right(ordered, value) - 1]
-
-
-def _without(ordered: list[float], removed: Sequence[float]) -> list[float]:
-    """``ordered`` less each of ``removed``, both ascending, copied in runs: one pass, not many shifts."""
-    kept: list[float] = []
-    start = index = 0
-    while index < len(removed):
-        value = removed[index]
-        stop = bisect_right(removed, value, index)
-        end = bisect_right(ordered, value, start)
-        kept += ordered[start : end - (stop - index)]
-        start, index = end, stop
-    kept += ordered[start:]
-    return kept
 
 
 def _seconds(value: object) -> float:

@@ -16,7 +16,8 @@ from vllm.v1.request import Request, RequestStatus
 from ..engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from ..engine.identity import read_identity
 from ..engine.service import Service
-from ..engine.steward import Pool, Steward
+from ..engine.state import Pool
+from ..engine.steward import Steward
 from ..metrics.ledger import Lost, Tombstone
 from ..policy.views import OwnerView
 from ..program.status import OVER
@@ -343,7 +344,7 @@ class SchedulerAdapter:
         recorder.count(
             "sojourn_evicted_bytes_total", self.steward.pool.block_bytes, tier="device", cause="evicted"
         )
-        self.steward.graveyard.bury(
+        self.steward.keeper.graveyard.bury(
             chain_hash(block), Tombstone(Lost.EVICTED, name, evictor, self._scheduled_at or 0.0)
         )
 

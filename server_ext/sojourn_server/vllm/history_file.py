@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from ..engine.steward import Histories
+from ..engine.state import Histories
 from ..program.history import ToolHistory, TurnHistory
 
 SAVE_EVERY_S = 300.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine.steward import StewardLimits
+from ..engine.state import StewardLimits
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset, load_preset, parse_preset
 

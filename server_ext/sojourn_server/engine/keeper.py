@@ -1,0 +1,187 @@
+"""The keeper of leases: grants them, ends them, and orders what the engine is to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sojourn.ids import ProgramId
+
+from ..metrics.decisions import DecisionLog
+from ..metrics.ledger import Graveyard, Lost
+from ..metrics.recorder import Recorder
+from ..policy.base import Keep, Reason
+from ..policy.preset import Preset
+from ..policy.reload import ReloadEstimate
+from ..policy.views import RoomNeed, TurnView
+from ..program.record import Program
+from ..program.table import ProgramTable
+from .contexts import ContextStore
+from .facts import Action, ActionKind, Admission
+from .leases import SILENCE_INITIAL_S, Lease, LeaseBook
+from .state import Histories, Pool, StewardLimits
+
+_CAUSE_OF_LEASE_END = {
+    Reason.TTL: Lost.EXPIRED,
+    Reason.SILENT: Lost.SILENT,
+    Reason.PRESSURE: Lost.PRESSURE,
+    Reason.RESET: Lost.DROPPED,
+    Reason.END: Lost.DROPPED,
+}
+
+
+class Keeper:
+    """Leases of one engine, the orders that follow from them, and why KV was let go."""
+
+    def __init__(
+        self,
+        preset: Preset,
+        pool: Pool,
+        *,
+        limits: StewardLimits,
+        histories: Histories,
+        reload: ReloadEstimate,
+        table: ProgramTable,
+        decisions: DecisionLog,
+        recorder: Recorder,
+    ) -> None:
+        self._preset = preset
+        self._pool = pool
+        self._limits = limits
+        self._histories = histories
+        self._reload = reload
+        self._table = table
+        self._decisions = decisions
+        self._recorder = recorder
+        self.leases = LeaseBook(int(pool.blocks * limits.lease_budget_fraction))
+        self.contexts = ContextStore()
+        self.graveyard = Graveyard(2 * pool.blocks)
+        self.actions: list[Action] = []
+        """Orders not yet carried out, oldest first; the adapter takes them with ``take_actions``."""
+        self.let_go: dict[ProgramId, Reason] = {}
+        """Why KV of a known program was let go since it was last admitted."""
+        self._refused: tuple[RoomNeed, int] | None = None
+        """The last need for which no lease was given up, and the state of the book then."""
+
+    def make_room(self, need: RoomNeed, now: float) -> int:
+        """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
+        if not len(self.leases):
+            return 0
+        # A waiting request asks again in every step; where nothing has changed, neither does the answer.
+        asked = (need, self.leases.changes)
+        if need.anything_running and asked == self._refused:
+            return 0
+        chosen = self._preset.room.release(need, [lease.view() for lease in self.leases], now)
+        for program_id in chosen or ():
+            self.end(program_id, Reason.PRESSURE, now)
+        if not chosen:
+            self._refused = asked
+        return len(chosen or ())
+
+    def take_actions(self) -> list[Action]:
+        """The orders not yet carried out; they are the caller's now."""
+        actions, self.actions = self.actions, []
+        return actions
+
+    def order(self, kind: ActionKind, program_id: ProgramId, reason: Reason, now: float) -> None:
+        """Put an order for the engine on the list, ending the program's lease with it."""
+        lease = self.leases.end(program_id)
+        if lease is not None:
+            self.ended(lease, reason, now, kind)
+        elif kind is not ActionKind.RELEASE:
+            self.actions.append(Action(kind, program_id, reason))
+        if kind is ActionKind.DROP:
+            # A program that left nothing behind is no decision: a flood of invented ids would fill the log.
+            if lease is not None or self.contexts.get(program_id) is not None:
+                self._decisions.add(now, "drop", program_id, reason.value)
+                self.note_let_go(program_id, reason)
+            self.contexts.drop(program_id)
+
+    def grant(
+        self,
+        program: Program,
+        tool: str | None,
+        blocks: int,
+        hinted_ttl_s: float | None,
+        now: float,
+        kind: str = "keep",
+    ) -> Lease | None:
+        """Ask how long to keep ``blocks`` cached blocks of the program; book and return the lease, if any."""
+        reload_s = self._reload.seconds(program.context_tokens)
+        keep = self._preset.retention.keep(
+            TurnView(
+                program_id=program.id,
+                tool=tool,
+                context_tokens=program.context_tokens,
+                kv_blocks=blocks,
+                reload_s=reload_s,
+                mean_evicted_wait_s=self._histories.evicted_waits.mean(),
+                memoryfulness=self._histories.turns.memoryfulness(),
+                history=self._histories.tools,
+                hinted_ttl_s=hinted_ttl_s,
+            ),
+            now,
+        )
+        if keep.ttl_s > 0 and not blocks:
+            keep = Keep(0.0, Reason.NOTHING_CACHED)
+        if keep.ttl_s > 0 and not self.leases.fits(blocks):
+            keep = Keep(0.0, Reason.OVER_BUDGET)
+        self.log_keep(program, keep, blocks, now, kind)
+        if keep.ttl_s <= 0:
+            return None
+        silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
+        lease = Lease(
+            program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
+            keep.reason, tool,
+        )  # fmt: skip
+        self.leases.grant(lease)
+        return lease
+
+    def log_keep(self, program: Program, keep: Keep, blocks: int, now: float, kind: str = "keep") -> None:
+        """Log a retention decision."""
+        self._decisions.add(
+            now, kind, program.id, keep.reason.value, ttl_s=keep.ttl_s, blocks=blocks, turn=program.turns
+        )
+        if keep.ttl_s > 0:
+            tool = program.pending_tool or "none"
+            self._recorder.observe("sojourn_lease_ttl_seconds", keep.ttl_s, tool=tool)
+
+    def end(self, program_id: ProgramId, reason: Reason, now: float) -> None:
+        """End the program's lease, if it has one; its blocks stay cached until reused."""
+        lease = self.leases.end(program_id)
+        if lease is not None:
+            self.ended(lease, reason, now)
+
+    def ended(self, lease: Lease, reason: Reason, now: float, kind: ActionKind = ActionKind.RELEASE) -> None:
+        """A lease has been struck out: order it carried out, and say so."""
+        self.actions.append(Action(kind, lease.program_id, reason))
+        self.note_let_go(lease.program_id, reason)
+        self._recorder.count("sojourn_lease_ends_total", reason=reason.value)
+        if reason is Reason.SILENT:
+            self._recorder.count("sojourn_client_silent_total")
+        if reason is not Reason.RETURN:
+            self._decisions.add(
+                now, "release", lease.program_id, reason.value,
+                blocks=lease.blocks, held_s=round(now - lease.granted_s, 6),
+            )  # fmt: skip
+
+    def cause(
+        self, program: Program, before: Sequence[Any] | None, fact: Admission
+    ) -> tuple[Lost, str | None]:
+        """Why the first block that is missing is missing, and who took its place."""
+        ended = self.let_go.get(program.id)
+        cause = _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
+        missing = fact.cached_tokens // self._pool.block_size
+        if before is None:  # what was dropped is dropped; of what was merely forgotten nothing is known
+            return (cause if cause is Lost.DROPPED else Lost.UNKNOWN), None
+        if missing >= len(before):
+            return Lost.UNKNOWN, None
+        stone = self.graveyard.find(before[missing])
+        if stone is None:
+            return cause or Lost.UNKNOWN, None
+        return (cause or stone.cause), stone.evictor
+
+    def note_let_go(self, program_id: ProgramId, reason: Reason) -> None:
+        """Remember why the program's KV is no longer held."""
+        if program_id in self._table:  # so that the notes are bounded by the table
+            self.let_go[program_id] = reason

@@ -1,0 +1,63 @@
+"""What a steward is given and what it keeps: bounds, the pool's shape, histories, and a ticket a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..metrics.ledger import TurnRecord
+from ..program.history import SlidingMean, ToolHistory, TurnHistory
+from ..program.record import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StewardLimits:
+    """Bounds, each with its unit."""
+
+    max_programs: int = 20_000
+    lease_budget_fraction: float = 0.95
+    """Share of the pool that all leases together may hold."""
+    max_ends_per_tick: int = 1000
+    """Leases ended in one engine step at most; the rest follow in the next."""
+    max_hinted_ttl_s: float = 300.0
+    return_grace_s: float = 2.0
+    """How long a lease outlives its tool's reported end: the time a request needs to arrive."""
+    idle_program_s: float = 1800.0
+    """A program not heard of for so long between turns is given up."""
+    silent_program_s: float = 60.0
+    """The same for a client that promised heartbeats."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pool:
+    """The engine's KV pool."""
+
+    blocks: int
+    block_size: int
+    """Tokens a block holds."""
+    block_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Histories:
+    """What is learned over time and may be saved."""
+
+    tools: ToolHistory = field(default_factory=ToolHistory)
+    turns: TurnHistory = field(default_factory=TurnHistory)
+    evicted_waits: SlidingMean = field(default_factory=SlidingMean)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """What the steward keeps of a request while it is in the engine."""
+
+    request_id: str
+    rank: int
+    """The program's rank; the request's own where it has no program."""
+    arrival: int
+    program: Program | None
+    record: TurnRecord | None
+    arrived_s: float
+    hinted_ttl_s: float | None = None
+    final: bool = False
+    preempted: bool = False
+    admitted: bool = False

@@ -1,0 +1,93 @@
+"""Reading the documents and the code they speak of, without importing an engine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SERVER = ROOT / "server_ext" / "sojourn_server"
+ROOMS = {
+    "sojourn": ROOT / "sdk" / "sojourn",
+    "sojourn_integrations": ROOT / "integrations" / "sojourn_integrations",
+    **{folder.name: folder for folder in SERVER.iterdir() if (folder / "__init__.py").is_file()},
+}
+"""Name in the table of rooms → its folder."""
+
+_OURS = {"sojourn", "sojourn_integrations"}
+_COMPAT = {"tomli"}
+"""Stands in for a module of the standard library on an older Python."""
+
+
+def documents() -> list[Path]:
+    """All Markdown files that are ours; the demo's toy repositories are not."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    return sorted(found)
+
+
+def room_imports(folder: Path) -> tuple[set[str], set[str]]:
+    """What the Python files of a room import anywhere: (our other rooms, other packages)."""
+    rooms: set[str] = set()
+    packages: set[str] = set()
+    for path in folder.rglob("*.py"):
+        if "tasks" in path.relative_to(folder).parts:
+            continue
+        for name in _modules(ast.parse(path.read_text(encoding="utf-8"))):
+            top, _, rest = name.partition(".")
+            if top == "sojourn_server":
+                rooms.add(rest.partition(".")[0] or "sojourn_server")
+            elif top in _OURS:
+                rooms.add(top)
+            elif top not in sys.stdlib_module_names and top not in _COMPAT:
+                packages.add(top)
+    return rooms - {folder.name}, packages
+
+
+def _modules(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0:
+                yield node.module or ""
+            elif node.level == 2:
+                yield f"sojourn_server.{node.module or node.names[0].name}"
+
+
+def block(document: str, name: str) -> str:
+    """The text between ``<!-- name -->`` and ``<!-- /name -->``."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", document, re.DOTALL)
+    assert found, f"there is no block {name}"
+    return found.group(1)
+
+
+def rows(table: str) -> list[list[str]]:
+    """Cells of a Markdown table, header and ruler left out."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[2:]]
+
+
+def code_words(cell: str) -> set[str]:
+    """What stands in backticks."""
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def top_level_names(path: Path) -> set[str]:
+    """Functions, classes and constants a file defines, with ``Class.method``."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+            for inner in node.body:
+                if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    names.add(f"{node.name}.{inner.name}")
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names

@@ -1,0 +1,280 @@
+"""What the documents say against the code: names, numbers, tables, commands, links."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from docs_tools import ROOMS, ROOT, SERVER, block, code_words, documents, room_imports, rows, top_level_names
+from sojourn.events import ToolStart
+from sojourn.wire import decode_batch, decode_context, decode_event
+from sojourn_server.cli import COMMANDS, build_app
+from sojourn_server.launch.command import EngineFacts, ServeOptions, build_command
+from sojourn_server.metrics.ledger import Lost
+from sojourn_server.vllm.settings import Settings
+
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+MECHANISMS = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
+
+
+def words_of(document: str, name: str, column: int = 0) -> list[set[str]]:
+    return [code_words(row[column]) for row in rows(block(document, name))]
+
+
+# -- README --------------------------------------------------------------------------
+
+
+def test_the_readme_is_short_and_has_both_commands() -> None:
+    assert len(README.splitlines()) < 150
+    assert re.search(r"^make demo$", README, re.MULTILINE)
+    assert re.search(r"^sojourn serve MODEL\b", README, re.MULTILINE)
+    assert block(README, "demo-table").strip()
+
+
+def test_the_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {
+        word for document in documents() for word in re.findall(r"\bmake ([a-z]+)\b", read_code(document))
+    }
+    assert named >= {"setup", "demo", "test", "fast", "check"}
+    assert named <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+
+
+def test_the_layout_names_every_room() -> None:
+    layout = README.split("## Layout")[1]
+    for room in ROOMS.keys() - {"sojourn", "sojourn_integrations"}:
+        assert re.search(rf"\b{room}\b", layout), room
+
+
+# -- commands --------------------------------------------------------------------------
+
+
+def read_code(path: Path) -> str:
+    """What a document sets as code."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))])
+
+
+COMMAND_LINES = sorted(
+    {
+        line.strip()
+        for path in documents()
+        for line in read_code(path).replace("\\\n", " ").splitlines()
+        if re.match(r"\s*sojourn (?!--help)[a-z]", line)
+    }
+)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {line.split()[1] for line in COMMAND_LINES} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_commands_and_their_options_exist(line: str) -> None:
+    words = shlex.split(line.replace("…", "X"), comments=True)
+    command: Any = typer.main.get_command(build_app()).commands[words[1]]  # type: ignore[attr-defined]
+    known = {
+        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    known |= {"--port"} if words[1] == "serve" else set()  # vLLM's own
+    mine = words[2 : words.index("--")] if "--" in words else words[2:]
+    given = {word.partition("=")[0] for word in mine if word.startswith("-")}
+    assert given <= known
+
+
+def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
+    text = block(QUICKSTART, "raw-serve").removeprefix("```sh\n").replace("```", "").replace("\\\n", " ")
+    words = shlex.split(text)
+    facts = EngineFacts(python="python", cpu_build=False, has_vllm_cli=True)
+    built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
+    assert words[0] == f"VLLM_PLUGINS={built.env['VLLM_PLUGINS']}"
+    assert words[1:3] == ["vllm", "serve"]
+    flags = list(built.argv[built.argv.index("serve") + 1 :])
+    assert words[3:] == flags
+
+
+def test_the_cpu_defaults_are_those_of_sojourn_serve() -> None:
+    facts = EngineFacts(python="python", cpu_build=True, has_vllm_cli=True)
+    built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
+    stated = re.search(r"also adds\n`([^`]+)`", QUICKSTART)
+    assert stated
+    assert stated.group(1) in shlex.join(built.argv)
+
+
+def test_the_settings_are_all_there_with_their_defaults_and_flags() -> None:
+    table = rows(block(QUICKSTART, "settings"))
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    stated = {row[0].strip("`"): None if row[2] == "none" else row[2].strip("`") for row in table}
+    assert stated == {name: None if value is None else str(value) for name, value in defaults.items()}
+    serve: Any = typer.main.get_command(build_app()).commands["serve"]  # type: ignore[attr-defined]
+    flags = {option for parameter in serve.params for option in parameter.opts}
+    assert {row[1].strip("`") for row in table if row[1]} <= flags
+
+
+def test_the_curl_examples_are_understood() -> None:
+    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'\n", QUICKSTART, re.DOTALL)]
+    request, batch = bodies
+    assert decode_context(request["vllm_xargs"]["agentic_context"]).program_id == "run-17"
+    events = [decode_event(raw) for raw in decode_batch(json.dumps(batch).encode()).events]
+    assert [(type(event), event.program_id) for event in events] == [(ToolStart, "run-17")]
+
+
+# -- architecture ------------------------------------------------------------------------
+
+
+ROOM_ROWS = rows(block(ARCHITECTURE, "rooms"))
+
+
+def test_every_room_has_a_row() -> None:
+    assert {row[0].strip("`") for row in ROOM_ROWS} == ROOMS.keys()
+
+
+@pytest.mark.parametrize("row", ROOM_ROWS, ids=lambda row: row[0].strip("`"))
+def test_a_room_imports_what_its_row_says(row: list[str]) -> None:
+    rooms, packages = room_imports(ROOMS[row[0].strip("`")])
+    assert code_words(row[2]) == rooms
+    if row[3] != "any":
+        assert code_words(row[3]) == packages
+
+
+@pytest.mark.parametrize("row", rows(block(ARCHITECTURE, "numbers")), ids=lambda row: row[0].strip("`"))
+def test_numbers_are_those_of_the_code(row: list[str]) -> None:
+    place, _, name = row[0].strip("`").partition(":")
+    module = import_module("sojourn_server." + place.removesuffix(".py").replace("/", "."))
+    owner, _, attribute = name.rpartition(".")
+    if owner:
+        fields = {field.name: field.default for field in dataclasses.fields(getattr(module, owner))}
+        value = fields[attribute]
+    else:
+        value = getattr(module, name)
+    assert str(value) == row[1]
+
+
+def test_everything_overridden_is_listed() -> None:
+    tree = ast.parse((SERVER / "vllm" / "scheduler.py").read_text(encoding="utf-8"))
+    mixin = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SojournMixin")
+    methods = {node.name for node in mixin.body if isinstance(node, ast.FunctionDef)}
+    listed = set().union(*words_of(ARCHITECTURE, "touched"))
+    assert methods <= listed
+
+
+def test_everything_replaced_is_listed() -> None:
+    """Assignments of the adapter to objects that are not its own."""
+    source = (SERVER / "vllm" / "adapter.py").read_text(encoding="utf-8")
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            text = ast.unparse(target)
+            foreign = text.startswith(("scheduler.", "manager.", "self._pool.", "victim."))
+            if foreign and "," not in text:
+                found.add(text.rpartition(".")[2])
+    assert found == {
+        "waiting",
+        "kv_holding_waiting",
+        "policy",
+        "allocate_slots",
+        "free_block_queue",
+        "priority",
+    }
+    listed = {word.rpartition(".")[2] for words in words_of(ARCHITECTURE, "touched") for word in words}
+    assert found <= listed
+
+
+def test_the_causes_are_the_ledgers() -> None:
+    stated = [next(iter(words)) for words in words_of(ARCHITECTURE, "causes")]
+    assert stated == [cause.value for cause in Lost]
+
+
+@pytest.mark.parametrize(
+    "path", [DOCS / "architecture.md", DOCS / "mechanisms.md"], ids=lambda path: path.stem
+)
+def test_files_named_in_the_text_exist(path: Path) -> None:
+    named = {
+        word for word in code_words(path.read_text(encoding="utf-8")) if re.fullmatch(r"[\w/]+\.py", word)
+    }
+    for word in named:
+        assert (SERVER / word).is_file() or (ROOT / word).is_file(), word
+
+
+# -- mechanisms --------------------------------------------------------------------------
+
+MECHANISM_ROWS = rows(block(MECHANISMS, "mechanisms"))
+
+
+def test_all_nine_mechanisms_have_a_row() -> None:
+    assert [row[0] for row in MECHANISM_ROWS] == [f"C{number}" for number in range(1, 10)]
+
+
+@pytest.mark.parametrize("row", MECHANISM_ROWS, ids=lambda row: row[0])
+def test_a_mechanism_names_code_and_tests_that_exist(row: list[str]) -> None:
+    objects, tests = code_words(row[2]), code_words(row[3])
+    assert objects
+    assert tests
+    for place in objects:
+        path, _, name = place.partition(":")
+        assert name in top_level_names(SERVER / path), place
+    for place in tests:
+        path, _, name = place.partition("::")
+        assert name in top_level_names(ROOT / path), place
+
+
+# -- the rest ------------------------------------------------------------------------------
+
+
+def test_the_metrics_page_is_the_catalogue() -> None:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec
+    assert spec.loader
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    written = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    assert written == generate.document(), "run: python docs/generate.py"
+
+
+def test_decisions_are_numbered_and_complete() -> None:
+    paths = sorted((DOCS / "decisions").glob("*.md"))
+    assert [int(path.name[:4]) for path in paths] == list(range(1, len(paths) + 1))
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith(f"# {int(path.name[:4])}. "), path.name
+        order = [text.index(f"**{part}.**") for part in ("Context", "Decision", "Consequences")]
+        assert order == sorted(order), path.name
+
+
+def headings(path: Path) -> set[str]:
+    """Anchors of a document as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        place, _, anchor = target.partition("#")
+        linked = (path.parent / place).resolve() if place else path
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in headings(linked), target
+
+
+def test_the_link_check_would_notice() -> None:
+    assert "what-of-vllm-is-touched" in headings(DOCS / "architecture.md")
+    assert "nothing" not in headings(DOCS / "architecture.md")
+    assert len(documents()) >= 12
