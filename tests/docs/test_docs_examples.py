@@ -42,7 +42,7 @@ def test_an_example_is_short_marked_and_explains_itself(path: Path, tmp_path: Pa
     pytest.importorskip("openai")
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) < 60
-    assert source.count("<── the one line") == 1
+    assert source.count("# <── sojourn: once a") == 2
     result = run(path.name, "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "sojourn serve" in result.stdout
@@ -53,7 +53,7 @@ def test_the_openai_loop(tmp_path: Path) -> None:
     with FakeServer() as server:
         result = run("openai_loop.py", "--url", server.url, "--rehearse", "2", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        events = server.events(piggybacked=True)
+        events = server.events() + server.events(piggybacked=True)
         contexts = [request.context for request in server.requests]
     transcript = json.loads(result.stdout)
     assert [message["role"] for message in transcript] == ["user", *["assistant", "tool"] * 2, "assistant"]
