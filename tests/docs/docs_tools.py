@@ -70,9 +70,9 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[2:]]
 
 
-def code_words(cell: str) -> set[str]:
-    """What stands in backticks."""
-    return set(re.findall(r"`([^`]+)`", cell))
+def code_words(text: str) -> set[str]:
+    """What stands in backticks; fenced blocks are left out."""
+    return set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
 
 
 def top_level_names(path: Path) -> set[str]:

@@ -16,10 +16,12 @@ import pytest
 import typer
 from docs_tools import ROOMS, ROOT, SERVER, block, code_words, documents, room_imports, rows, top_level_names
 from sojourn.events import ToolStart
-from sojourn.wire import decode_batch, decode_context, decode_event
+from sojourn.wire import Outcome, decode_batch, decode_context, decode_event
 from sojourn_server.cli import COMMANDS, build_app
 from sojourn_server.launch.command import EngineFacts, ServeOptions, build_command
 from sojourn_server.metrics.ledger import Lost
+from sojourn_server.policy.base import Reason
+from sojourn_server.policy.preset import preset_names
 from sojourn_server.vllm.settings import Settings
 
 DOCS = ROOT / "docs"
@@ -132,6 +134,21 @@ def test_the_curl_examples_are_understood() -> None:
     assert [(type(event), event.program_id) for event in events] == [(ToolStart, "run-17")]
 
 
+def test_policies_reasons_and_routes_are_named_as_the_code_has_them() -> None:
+    words = code_words(QUICKSTART)
+    assert {"stock", *preset_names()} <= words
+    excuses = {"no_tool_call", "not_worth_it", "over_budget", "nothing_cached", "policy_off"}
+    assert excuses <= {reason.value for reason in Reason} & words
+    routes = (SERVER / "web" / "routes.py").read_text(encoding="utf-8")
+    offered = set(re.findall(r'@router\.(?:get|post)\("/(\w+)', routes))
+    assert set(re.findall(r"/sojourn/v1/(\w+)", QUICKSTART)) == offered
+
+
+def test_the_glossary_has_every_outcome() -> None:
+    glossary = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    assert {outcome.value for outcome in Outcome} <= code_words(glossary)
+
+
 # -- architecture ------------------------------------------------------------------------
 
 
@@ -198,8 +215,17 @@ def test_files_named_in_the_text_exist(path: Path) -> None:
     named = {
         word for word in code_words(path.read_text(encoding="utf-8")) if re.fullmatch(r"[\w/]+\.py", word)
     }
+    assert named
     for word in named:
         assert (SERVER / word).is_file() or (ROOT / word).is_file(), word
+
+
+def test_methods_named_in_the_life_of_a_turn_exist() -> None:
+    known = set().union(*(top_level_names(path) for room in ROOMS.values() for path in room.rglob("*.py")))
+    life = ARCHITECTURE.split("## Life of one turn")[1].split("\n## ")[0]
+    named = {word for word in code_words(life) if re.fullmatch(r"[A-Z]\w+\.\w+", word)}
+    assert len(named) >= 10
+    assert named <= known
 
 
 # -- mechanisms --------------------------------------------------------------------------
