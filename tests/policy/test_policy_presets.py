@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sojourn_server.policy.entry import EveryoneEnters, RoomToGrow
 from sojourn_server.policy.preset import REGISTRY, PresetError, load_preset, parse_preset, preset_names
 from sojourn_server.policy.retention import ContinuumRetention, FixedRetention, NoRetention
 
@@ -10,7 +11,7 @@ BASE = 'extends = "continuum"\n'
 
 
 def test_the_shipped_presets() -> None:
-    assert preset_names() == ["continuum", "observe", "program-fcfs", "static-ttl"]
+    assert preset_names() == ["continuum", "continuum-paper", "observe", "program-fcfs", "static-ttl"]
     for name in preset_names():
         preset = load_preset(name)
         assert preset.name == name
@@ -28,10 +29,17 @@ def test_continuum_has_the_papers_defaults() -> None:
     ("name", "retention"), [("static-ttl", FixedRetention(ttl_s=10.0)), ("program-fcfs", NoRetention())]
 )
 def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retention: object) -> None:
-    base, ablation = load_preset("continuum"), load_preset(name)
+    base, ablation = load_preset("continuum-paper"), load_preset(name)
     assert ablation.retention == retention
     for question in REGISTRY.keys() - {"retention"}:
         assert getattr(ablation, question) == getattr(base, question)
+
+
+def test_ours_differs_from_the_paper_in_who_enters_alone() -> None:
+    ours, paper = load_preset("continuum"), load_preset("continuum-paper")
+    assert (type(ours.entry), type(paper.entry)) == (RoomToGrow, EveryoneEnters)
+    for question in REGISTRY.keys() - {"entry"}:
+        assert getattr(ours, question) == getattr(paper, question)
 
 
 def test_extending_an_extension() -> None:

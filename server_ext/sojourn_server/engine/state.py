@@ -44,6 +44,8 @@ class Histories:
     tools: ToolHistory = field(default_factory=ToolHistory)
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
+    growth_tokens: SlidingMean = field(default_factory=SlidingMean)
+    """Tokens each turn after the first added to its program's context."""
 
 
 @dataclass(slots=True)
@@ -59,5 +61,8 @@ class Ticket:
     arrived_s: float
     hinted_ttl_s: float | None = None
     final: bool = False
+    prompt_tokens: int = 0
     preempted: bool = False
+    passed: bool = False
+    """The entry policy let it in; the engine may not have found room yet."""
     admitted: bool = False

@@ -7,7 +7,7 @@ that a recorded run gives the same decisions again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
@@ -19,7 +19,7 @@ from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
-from ..policy.views import RoomNeed, VictimView, WaitingView
+from ..policy.views import EntryView, GrowthView, RoomNeed, VictimView, WaitingView
 from ..program.record import Program
 from ..program.status import OVER, Signal
 from ..program.table import ProgramTable
@@ -97,6 +97,7 @@ class Steward:
         program.live_requests.add(fact.request_id)
         self.table.signal(program, Signal.REQUEST_ARRIVED)
         leased = self.leases.set_waiting(program.id, True)
+        ticket.prompt_tokens = fact.prompt_tokens
         ticket.record = TurnRecord(
             program.id, program.turns + 1, fact.request_id, now, tool_before=tool, gap_s=gap_s, leased=leased
         )
@@ -182,7 +183,12 @@ class Steward:
             return None
         if failed:
             return None
-        program.context_tokens = fact.prompt_tokens + fact.output_tokens
+        context_tokens = fact.prompt_tokens + fact.output_tokens
+        if program.turns > 1:
+            self.histories.growth_tokens.observe(max(0, context_tokens - program.context_tokens))
+        else:
+            program.first_prompt_tokens = fact.prompt_tokens
+        program.context_tokens = context_tokens
         program.turn_over_s = now
         program.gap_reported = False
         program.pending_tool = self._slowest(fact)
@@ -223,6 +229,49 @@ class Steward:
     def make_room(self, need: RoomNeed, now: float) -> int:
         """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
         return self.keeper.make_room(need, now)
+
+    def may_enter(self, ticket: Ticket, need_blocks: int, free_blocks: int, now: float) -> bool:
+        """Whether a waiting request may be admitted, as far as the entry policy is concerned.
+
+        Only programs that hold no KV are ever kept out: strangers, preempted
+        requests and programs with a lease pass. ``need_blocks`` is what its
+        prompt takes, ``free_blocks`` what the pool has.
+        """
+        program = ticket.program
+        if program is None or ticket.preempted or not self.preset.entry.gates or program.id in self.leases:
+            return True
+        entry = EntryView(
+            need_blocks=need_blocks,
+            free_blocks=free_blocks,
+            block_size=self.pool.block_size,
+            earlier=tuple(self._holding_before(ticket.rank)),
+            turns_seen=self.histories.growth_tokens.count(),
+            mean_growth_tokens=self.histories.growth_tokens.mean(),
+            programs_seen=self.histories.turns.count(),
+            mean_turns=self.histories.turns.mean_turns(),
+        )
+        enters = self.preset.entry.may_enter(entry, now)
+        # Several may pass in one step, before the engine reports any of them as admitted.
+        ticket.passed = enters
+        self.table.signal(program, Signal.UNGATE if enters else Signal.GATE)
+        return enters
+
+    def _holding_before(self, rank: int) -> Iterator[GrowthView]:
+        """Programs that arrived before ``rank`` and hold KV."""
+        for lease in self.leases:
+            program = self.table.get(lease.program_id)
+            if lease.rank < rank and program is not None:
+                yield GrowthView(program.turns, program.first_prompt_tokens, program.context_tokens)
+        for ticket in self.tickets.values():
+            program = ticket.program
+            if (
+                program is not None
+                and ticket.rank < rank
+                and (ticket.admitted or ticket.passed)
+                and program.id not in self.leases
+            ):
+                first_tokens = program.first_prompt_tokens or ticket.prompt_tokens
+                yield GrowthView(program.turns, first_tokens, ticket.prompt_tokens)
 
     def program_over(self, program: Program, signal: Signal, outcome: str, now: float) -> None:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""

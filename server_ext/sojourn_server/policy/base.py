@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from sojourn.ids import ProgramId
 
-from .views import LeaseView, OwnerView, RoomNeed, TurnView, VictimView, WaitingView
+from .views import EntryView, LeaseView, OwnerView, RoomNeed, TurnView, VictimView, WaitingView
 
 
 class Reason(str, Enum):
@@ -50,6 +50,14 @@ class RetentionPolicy(Protocol):
     """How long to keep the KV of a turn that has just ended in a tool call."""
 
     def keep(self, turn: TurnView, now: float) -> Keep: ...
+
+
+class EntryPolicy(Protocol):
+    """Whether a program that holds no KV may enter now. ``gates`` False: nobody is ever kept out."""
+
+    gates: bool
+
+    def may_enter(self, entry: EntryView, now: float) -> bool: ...
 
 
 class QueueOrder(Protocol):

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from .base import EvictionOrder, QueueOrder, RetentionPolicy, RoomPolicy, VictimPolicy
+from .base import EntryPolicy, EvictionOrder, QueueOrder, RetentionPolicy, RoomPolicy, VictimPolicy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,6 +22,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "fixed": "retention:FixedRetention",
         "continuum": "retention:ContinuumRetention",
     },
+    "entry": {"everyone": "entry:EveryoneEnters", "room-to-grow": "entry:RoomToGrow"},
     "order": {"request-fcfs": "order:RequestFcfs", "program-fcfs": "order:ProgramFcfs"},
     "room": {"latest-program-first": "room:LatestProgramFirst", "any-lease": "room:AnyLease"},
     "victim": {"engine": "victim:EnginesChoice", "latest-program": "victim:LatestProgram"},
@@ -42,6 +43,7 @@ class Preset:
     paper: str
     """The paper and sections it follows, or why it exists."""
     retention: RetentionPolicy
+    entry: EntryPolicy
     order: QueueOrder
     room: RoomPolicy
     victim: VictimPolicy

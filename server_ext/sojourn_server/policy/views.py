@@ -80,6 +80,32 @@ class VictimView(NamedTuple):
     """Blocks its preemption would free."""
 
 
+class GrowthView(NamedTuple):
+    """A program that holds KV, for the entry question: how much will it still grow?"""
+
+    turns: int
+    first_prompt_tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryView:
+    """A program that holds no KV and wants to enter, for the entry question."""
+
+    need_blocks: int
+    """Blocks of its prompt. An estimate from above."""
+    free_blocks: int
+    block_size: int
+    earlier: tuple[GrowthView, ...]
+    """Programs that arrived before it and hold KV: running, or leased."""
+    turns_seen: int
+    mean_growth_tokens: float
+    """Tokens a turn has added to a context, on average."""
+    programs_seen: int
+    mean_turns: float
+    """Turns of finished programs, on average."""
+
+
 class OwnerView(NamedTuple):
     """A program that owns cached blocks, for the eviction question: what to drop first?"""
 

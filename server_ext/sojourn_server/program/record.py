@@ -62,6 +62,7 @@ class Program:
     node: str | None = None
     turns: int = 0
     """Turns finished."""
+    first_prompt_tokens: int = 0
     context_tokens: int = 0
     """Prompt plus output of the last finished turn."""
     live_requests: set[str] = field(default_factory=set)

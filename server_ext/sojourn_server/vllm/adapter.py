@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.sojourn")
 
+LOOK_AGAIN_STEPS = 16
+"""Steps between two look-ups of what a gated request could share."""
+
 EASILY_COUNTED = 20_000
 """Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
 
@@ -89,7 +92,12 @@ class SchedulerAdapter:
         )
         self._pool.free_block_queue = self._queue
         self._held = HeldBlocks(self._pool, self._queue)
-        scheduler.waiting = PolicyQueue(self._queue_key)
+        gates = preset.entry.gates
+        scheduler.waiting = self._waiting = PolicyQueue(
+            self._queue_key,
+            gated=self._belongs_behind_gate if gates else None,
+            may_pass=self._may_enter if gates else None,
+        )
         scheduler.kv_holding_waiting = PolicyQueue(self._queue_key)
         self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
         self._shortage = Shortage(
@@ -100,6 +108,9 @@ class SchedulerAdapter:
             guarded=self.guarded,
         )
         self._scheduled_at: float | None = None
+        self._steps = 0
+        self._shared: dict[str, tuple[int, int]] = {}
+        """Of gated requests: when it was looked up, and how many blocks of the prompt others hold."""
         self._pool_state: dict[str, int] | None = None
         self._pool_state_at = 0.0
         logger.info(
@@ -132,6 +143,8 @@ class SchedulerAdapter:
         self.steward.tick(now)
         if self.steward.actions:
             self._carry_out(now)
+        self._waiting.open_step()
+        self._steps += 1
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""
@@ -168,6 +181,7 @@ class SchedulerAdapter:
 
     def finished(self, request: Request) -> None:
         """Before a finished request's blocks are freed: hold them where the steward says so."""
+        self._shared.pop(request.request_id, None)
         ticket = self.steward.tickets.get(request.request_id)
         if ticket is None:
             return
@@ -250,7 +264,7 @@ class SchedulerAdapter:
             for request_id in program.live_requests:
                 request = self._scheduler.requests.get(request_id)
                 if request is not None:
-                    self._scheduler.waiting.rekey(request)
+                    self._waiting.rekey(request)
 
     # -- state ------------------------------------------------------------------
 
@@ -326,6 +340,35 @@ class SchedulerAdapter:
             ticket.preempted = request.status == RequestStatus.PREEMPTED
             key = self.steward.preset.order.key(self.steward.waiting_view(ticket))
         return (request.priority, *key) if self._priority_matters else key
+
+    def _belongs_behind_gate(self, request: Request) -> bool:
+        ticket = self.steward.tickets.get(request.request_id)
+        if ticket is None or ticket.program is None or request.status == RequestStatus.PREEMPTED:
+            return False
+        return ticket.program.id not in self.steward.leases
+
+    def _may_enter(self, request: Request) -> bool:
+        return self.guarded(self._ask_to_enter, request) is not False
+
+    def _ask_to_enter(self, request: Request) -> bool:
+        ticket = self.steward.tickets.get(request.request_id)
+        if ticket is None:
+            return True
+        need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
+        free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
+        if self.steward.may_enter(ticket, need_blocks, free_blocks, now):
+            return True
+        shared = self._shared_blocks(request)
+        return shared > 0 and self.steward.may_enter(ticket, need_blocks - shared, free_blocks, now)
+
+    def _shared_blocks(self, request: Request) -> int:
+        """Blocks of the prompt that others hold anyway. Looked up anew only every few steps."""
+        known = self._shared.get(request.request_id)
+        if known is None or self._steps - known[0] >= LOOK_AGAIN_STEPS:
+            hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
+            shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
+            known = self._shared[request.request_id] = (self._steps, shared)
+        return known[1]
 
     def _owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
         program = self.steward.table.get(program_id)

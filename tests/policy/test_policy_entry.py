@@ -1,0 +1,73 @@
+"""Who may enter: a program waits until those before it can still grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sojourn_server.policy.entry import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN, EveryoneEnters, RoomToGrow
+from sojourn_server.policy.views import EntryView, GrowthView
+
+NEWCOMER = EntryView(
+    need_blocks=20,
+    free_blocks=100,
+    block_size=10,
+    earlier=(),
+    turns_seen=0,
+    mean_growth_tokens=0.0,
+    programs_seen=0,
+    mean_turns=0.0,
+)
+YOUNG = GrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
+
+
+def test_the_first_program_always_enters() -> None:
+    assert RoomToGrow().may_enter(replace(NEWCOMER, need_blocks=10_000), 0.0)
+
+
+def test_everyone_enters_where_the_engine_decides() -> None:
+    assert EveryoneEnters().may_enter(replace(NEWCOMER, free_blocks=0, earlier=(YOUNG,) * 9), 0.0)
+
+
+def test_priors_hold_until_growth_was_seen() -> None:
+    policy = RoomToGrow(reserve=1.0, prior_turns=11.0, prior_growth=0.3)
+    assert policy.expected_growth_tokens(YOUNG, NEWCOMER) == pytest.approx(10 * 30)
+    seen = replace(
+        NEWCOMER,
+        turns_seen=MIN_TURNS_SEEN,
+        mean_growth_tokens=7.0,
+        programs_seen=MIN_PROGRAMS_SEEN,
+        mean_turns=5.0,
+    )
+    assert policy.expected_growth_tokens(YOUNG, seen) == pytest.approx(4 * 7)
+    few = replace(seen, turns_seen=MIN_TURNS_SEEN - 1, programs_seen=MIN_PROGRAMS_SEEN - 1)
+    assert policy.expected_growth_tokens(YOUNG, few) == pytest.approx(10 * 30)
+
+
+def test_a_program_older_than_expected_still_grows_by_a_turn() -> None:
+    old = replace(NEWCOMER, turns_seen=MIN_TURNS_SEEN, mean_growth_tokens=50.0)
+    aged = GrowthView(turns=99, first_prompt_tokens=10, context_tokens=900)
+    assert RoomToGrow().expected_growth_tokens(aged, old) == pytest.approx(50.0)
+
+
+def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits() -> None:
+    policy = RoomToGrow(reserve=1.0)
+    # Two earlier programs will each grow by 300 tokens: 60 blocks of 10 are to stay free.
+    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG))
+    assert policy.may_enter(replace(entry, free_blocks=80), 0.0)
+    assert not policy.may_enter(replace(entry, free_blocks=79), 0.0)
+    assert RoomToGrow(reserve=0.5).may_enter(replace(entry, free_blocks=50), 0.0)
+
+
+def test_more_room_never_shuts_the_gate_and_more_programs_never_open_it() -> None:
+    policy = RoomToGrow()
+    opened = [
+        policy.may_enter(replace(NEWCOMER, free_blocks=free, earlier=(YOUNG,) * 3), 0.0)
+        for free in range(0, 400, 5)
+    ]
+    assert opened == sorted(opened)
+    kept_out = [
+        not policy.may_enter(replace(NEWCOMER, free_blocks=150, earlier=(YOUNG,) * number), 0.0)
+        for number in range(12)
+    ]
+    assert kept_out == sorted(kept_out)
