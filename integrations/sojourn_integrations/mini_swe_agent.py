@@ -25,7 +25,7 @@ from typing import Any
 import sojourn
 
 from .scope import enter, fault, leave, may_tell
-from .shell import command_head
+from sojourn.commandline import main_head
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument"]  # noqa: F822
 
@@ -185,9 +185,9 @@ def _tool_call_around(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tool_call(action: Any) -> Any:
     fields = action if isinstance(action, Mapping) else {}
-    return sojourn.tool_call(
-        "bash", fields.get("tool_call_id"), tool_class=command_head(fields.get("command"))
-    )
+    command = fields.get("command")
+    head = main_head(command) if isinstance(command, str) else None
+    return sojourn.tool_call("bash", fields.get("tool_call_id"), tool_class=head)
 
 
 def _status(output: Any) -> str:

@@ -297,3 +297,11 @@ def test_the_link_check_would_notice() -> None:
     assert "what-of-vllm-is-touched" in headings(DOCS / "architecture.md")
     assert "nothing" not in headings(DOCS / "architecture.md")
     assert len(documents()) >= 12
+
+
+def test_the_readmes_numbers_are_the_committed_results() -> None:
+    if not generate.RESULT.exists():
+        assert "No result has been committed yet." in README
+        return
+    table = generate.demo_table(json.loads(generate.RESULT.read_text(encoding="utf-8")))
+    assert generate.readme(README, table) == README

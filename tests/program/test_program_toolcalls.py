@@ -7,7 +7,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.program import commandline, toolcalls
+from sojourn import commandline
+from sojourn_server.program import toolcalls
 from sojourn_server.program.toolcalls import ToolCall, main_head, parse_tool_calls, split_command
 
 

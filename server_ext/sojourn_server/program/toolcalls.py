@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .commandline import MAX_HEAD_CHARS, main_head, split_command
+from sojourn.commandline import MAX_HEAD_CHARS, main_head, split_command
 
 __all__ = ["ToolCall", "main_head", "parse_tool_calls", "split_command"]
 

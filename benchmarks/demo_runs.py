@@ -1,0 +1,78 @@
+"""The demo several times over, and the median of its figures.
+
+    python benchmarks/demo_runs.py --runs 3 --json benchmarks/results/demo.json
+
+Every run is ``sojourn demo`` as a user has it, both arms, in a process of its own.
+``--from FILE …`` takes the JSON of runs that were made before in their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def run_demo(seed: int, target: Path) -> dict[str, Any]:
+    """One run; raises ``CalledProcessError`` where a repository was not fixed."""
+    command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
+    subprocess.run([*command, "--json", str(target), "--seed", str(seed)], check=True)
+    return dict(json.loads(target.read_text()))
+
+
+def without_details(document: dict[str, Any]) -> dict[str, Any]:
+    """A run's figures without the turn-by-turn part."""
+    arms = {
+        name: {key: value for key, value in arm.items() if key != "details"}
+        for name, arm in document["arms"].items()
+    }
+    return {**document, "arms": arms}
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each ratio and of each figure that is a number, over the runs."""
+    arms: dict[str, dict[str, float]] = {}
+    for name, arm in runs[0]["arms"].items():
+        numbers = [key for key, value in arm.items() if isinstance(value, int | float)]
+        arms[name] = {key: statistics.median(run["arms"][name][key] for run in runs) for key in numbers}
+    ratio = {key: statistics.median(run["ratio"][key] for run in runs) for key in runs[0]["ratio"]}
+    return {"arms": arms, "ratio": ratio}
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--from", dest="files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args()
+    if options.files:
+        runs = [json.loads(path.read_text()) for path in options.files]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [run_demo(seed, Path(folder) / f"{seed}.json") for seed in range(options.runs)]
+    runs = [without_details(run) for run in runs]
+    result = {
+        "command": f"python benchmarks/demo_runs.py --runs {len(runs)} --json benchmarks/results/demo.json",
+        "median": medians(runs),
+        "runs": runs,
+    }
+    table = Table("run", *result["median"]["ratio"], title="stock ÷ sojourn")
+    for number, run in enumerate(runs):
+        table.add_row(str(number), *(f"{value:.2f}" for value in run["ratio"].values()))
+    table.add_row("median", *(f"{value:.2f}" for value in result["median"]["ratio"].values()))
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
