@@ -212,7 +212,9 @@ def _check_installed(plot: Path | None) -> None:
     needed = ["minisweagent", *(["matplotlib"] if plot else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CliError(f"the demo needs {', '.join(missing)}", "pip install 'sojourn[demo]'")
+        raise CliError(
+            f"the demo needs {', '.join(missing)}", "pip install '.[demo]' in a checkout of sojourn"
+        )
 
 
 def _processor() -> str:

@@ -115,7 +115,7 @@ def _engine_checks() -> Iterator[Check]:
             "vllm",
             None,
             "not installed; only serve, demo and the engine tests need it",
-            "to serve from here: make setup, or pip install 'sojourn[vllm]' on a CUDA machine",
+            "to serve from here: make setup, or pip install '.[vllm]' in a checkout on a CUDA machine",
         )
         return
     build = "CPU build" if is_cpu_build() else "not a CPU build"

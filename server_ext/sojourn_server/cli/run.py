@@ -65,7 +65,7 @@ def find_command(name: str) -> str:
     if Path(name).suffix == ".py" and Path(name).is_file():
         remedy = f"run it with Python: sojourn run -- python {name} …"
     elif name in ("mini", "mini-extra", "mini-swe-agent"):
-        remedy = "install it into this environment: pip install 'sojourn[mini-swe-agent]'"
+        remedy = "install it into this environment: pip install '.[mini-swe-agent]' in a checkout of sojourn"
     else:
         remedy = "check the spelling and PATH; the command comes after `--`, e.g. sojourn run -- mini -t '…'"
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)

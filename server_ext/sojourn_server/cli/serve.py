@@ -112,7 +112,7 @@ def _check_engine(policy: str) -> None:
     if version is None:
         raise CliError(
             "vLLM is not installed in this environment",
-            "run make setup for the CPU engine, or pip install 'sojourn[vllm]' on a CUDA machine",
+            "run make setup for the CPU engine, or pip install '.[vllm]' in a checkout on a CUDA machine",
         )
     if policy == STOCK:
         return  # plain vLLM: nothing of ours depends on the release

@@ -169,8 +169,7 @@ class Keeper:
         self, program: Program, before: Sequence[Any] | None, fact: Admission
     ) -> tuple[Lost, str | None]:
         """Why the first block that is missing is missing, and who took its place."""
-        ended = self.let_go.get(program.id)
-        cause = _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
+        cause = self.let_go_cause(program.id)
         missing = fact.cached_tokens // self._pool.block_size
         if before is None:  # what was dropped is dropped; of what was merely forgotten nothing is known
             return (cause if cause is Lost.DROPPED else Lost.UNKNOWN), None
@@ -180,6 +179,11 @@ class Keeper:
         if stone is None:
             return cause or Lost.UNKNOWN, None
         return (cause or stone.cause), stone.evictor
+
+    def let_go_cause(self, program_id: ProgramId | None) -> Lost | None:
+        """Why the program's KV is no longer held, in the ledger's words; None where it never was."""
+        ended = self.let_go.get(program_id) if program_id is not None else None
+        return _CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 
     def note_let_go(self, program_id: ProgramId, reason: Reason) -> None:
         """Remember why the program's KV is no longer held."""

@@ -8,12 +8,13 @@ that a recorded run gives the same decisions again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
 from ..metrics.decisions import DecisionLog
-from ..metrics.ledger import Ledger, Lost, TurnRecord, common_prefix, split_tokens
+from ..metrics.ledger import Ledger, Lost, Tombstone, TurnRecord, common_prefix, split_tokens
 from ..metrics.recorder import Recorder
 from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
@@ -200,6 +201,19 @@ class Steward:
         if program.id in self.leases:  # a parallel branch of the same program still holds one
             self.keeper.end(program.id, Reason.SUPERSEDED, now)
         return self.keeper.grant(program, program.pending_tool, fact.cached_blocks, ticket.hinted_ttl_s, now)
+
+    def evicted(
+        self, block_hash: Any, owner: ProgramId | None, taker_request_id: str | None, now: float
+    ) -> None:
+        """A cached block of a program (None: of several) was reused, for that request where it is known."""
+        taker = self.tickets.get(taker_request_id) if taker_request_id is not None else None
+        evictor = taker.program.id if taker is not None and taker.program is not None else None
+        cause = self.keeper.let_go_cause(owner) or Lost.EVICTED
+        self.keeper.graveyard.bury(block_hash, Tombstone(cause, owner, evictor, now))
+        self.recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
+        self.recorder.count(
+            "sojourn_evicted_bytes_total", self.pool.block_bytes, tier="device", cause=cause.value
+        )
 
     # -- time, room, order ---------------------------------------------------
 
@@ -405,3 +419,6 @@ class Steward:
             for cause, tokens in split.lost.items():
                 self.recorder.count("sojourn_prompt_tokens_total", tokens, result="lost")
                 self.recorder.count("sojourn_lost_tokens_total", tokens, cause=cause.value)
+                if cause is not Lost.CHANGED:
+                    regretted = tokens // self.pool.block_size
+                    self.recorder.count("sojourn_evictions_regretted_total", regretted, tier="device")

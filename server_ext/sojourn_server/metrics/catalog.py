@@ -83,8 +83,8 @@ PREEMPTION_MODES = frozenset({"recompute"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in Lost)
-EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value} | {"unowned"}
-"""Why the evicted block was free to take, in the ledger's words; ``unowned`` belonged to no program."""
+EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value}
+"""Why the evicted block was free to take, in the ledger's words. Blocks of no program are not counted."""
 LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded"})
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(

@@ -43,7 +43,8 @@ def import_transformers() -> Any:
     for package in ("torch", "transformers", "gguf"):
         if util.find_spec(package) is None:
             raise ModelError(
-                f"the package {package} is not installed", "run make setup, or pip install 'sojourn[cpu]'"
+                f"the package {package} is not installed",
+                "run make setup, or pip install '.[cpu]' in a checkout",
             )
     try:
         import transformers

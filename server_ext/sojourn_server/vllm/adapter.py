@@ -18,7 +18,6 @@ from ..engine.identity import read_identity
 from ..engine.service import Service
 from ..engine.state import Pool
 from ..engine.steward import Steward
-from ..metrics.ledger import Lost, Tombstone
 from ..policy.views import OwnerView
 from ..program.status import OVER
 from .free_queue import Owner, ProgramFreeQueue
@@ -379,16 +378,11 @@ class SchedulerAdapter:
 
     def _evicted(self, block: KVCacheBlock, owner: Owner) -> None:
         allocating = self._shortage.allocating
-        taker = self.steward.tickets.get(allocating.request_id) if allocating is not None else None
-        evictor = taker.program.id if taker is not None and taker.program is not None else None
-        name = owner if isinstance(owner, str) else None
-        recorder = self.steward.recorder
-        recorder.count("sojourn_evictions_total", tier="device", cause="evicted")
-        recorder.count(
-            "sojourn_evicted_bytes_total", self.steward.pool.block_bytes, tier="device", cause="evicted"
-        )
-        self.steward.keeper.graveyard.bury(
-            chain_hash(block), Tombstone(Lost.EVICTED, name, evictor, self._scheduled_at or 0.0)
+        self.steward.evicted(
+            chain_hash(block),
+            owner if isinstance(owner, str) else None,
+            allocating.request_id if allocating is not None else None,
+            self._scheduled_at or self._clock(),
         )
 
 
