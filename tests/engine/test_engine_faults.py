@@ -108,12 +108,11 @@ def test_agents_go_on_after_the_engine_was_restarted(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     import sojourn
 
-    args = (*SMALL, "--port", str(port))
     program = None
     try:
         for life in range(2):
             with EngineServer(
-                "tiny", serve_args=args, env=ENGINE_ENV, log_path=tmp_path / f"{life}.log"
+                "tiny", serve_args=SMALL, env=ENGINE_ENV, log_path=tmp_path / f"{life}.log", port=port
             ) as server:
                 if program is None:
                     sojourn.init(server.url, probe_timeout_s=10)

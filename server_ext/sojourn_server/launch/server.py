@@ -50,7 +50,7 @@ class EngineServer:
 
     ``serve_args`` go to ``sojourn serve`` as they are, ours and vLLM's. ``env`` is added to this
     process's environment. ``log_path`` defaults to a temporary file that goes with the server;
-    a named one stays. Entering blocks until requests are answered and raises ``ServerFailed``
+    a named one stays. ``port`` 0 is one that nobody had. Entering blocks until requests are answered and raises ``ServerFailed``
     where that takes more than ``ready_timeout_s``.
     """
 
@@ -65,11 +65,13 @@ class EngineServer:
         api_key: str | None = None,
         ready_timeout_s: float = 300.0,
         progress: Progress | None = None,
+        port: int = 0,
     ) -> None:
         self.model = model
         self.policy = policy
         self.port = 0
         self.log_path = log_path
+        self._wanted_port = port
         self._serve_args = tuple(serve_args)
         self._env = dict(env or {})
         self._api_key = api_key
@@ -107,7 +109,7 @@ class EngineServer:
         """Start the process and wait until it answers; returns ``self``."""
         if self._process is not None:
             raise RuntimeError("this server has been started already")
-        self.port = _free_port()
+        self.port = self._wanted_port or _free_port()
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="sojourn-serve-", suffix=".log")
             os.close(handle)
