@@ -50,7 +50,8 @@ class EngineServer:
 
     ``serve_args`` go to ``sojourn serve`` as they are, ours and vLLM's. ``env`` is added to this
     process's environment. ``log_path`` defaults to a temporary file that goes with the server;
-    a named one stays. ``port`` 0 is one that nobody had. Entering blocks until requests are answered and raises ``ServerFailed``
+    a named one stays.
+    ``port`` 0 is one that nobody had. Entering blocks until requests are answered and raises ``ServerFailed``
     where that takes more than ``ready_timeout_s``.
     """
 
