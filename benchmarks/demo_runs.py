@@ -24,7 +24,9 @@ from rich.table import Table
 def run_demo(seed: int, target: Path) -> dict[str, Any]:
     """One run; raises ``CalledProcessError`` where a repository was not fixed."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "demo"]
-    subprocess.run([*command, "--json", str(target), "--seed", str(seed)], check=True)
+    # Every second run takes the arms the other way round, so that neither always has the warmer machine.
+    arms = "sojourn,stock" if seed % 2 else "stock,sojourn"
+    subprocess.run([*command, "--json", str(target), "--seed", str(seed), "--arms", arms], check=True)
     return dict(json.loads(target.read_text()))
 
 

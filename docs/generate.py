@@ -51,15 +51,19 @@ def document() -> str:
 
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
+VARIANTS = RESULT.with_name("demo_variants.json")
+MECHANISMS = Path(__file__).parent / "mechanisms.md"
 README = Path(__file__).parents[1] / "README.md"
 
-DEMO_ROWS = (
+DEMO_ROWS: tuple[tuple[str, str, str | None, str], ...] = (
     ("task completion, mean", "completion_mean_s", "completion_mean", "{:.0f} s"),
     ("task completion, P95", "completion_p95_s", "completion_p95", "{:.0f} s"),
     ("time to first token, mean", "ttft_mean_s", "ttft_mean", "{:.1f} s"),
     ("tokens prefilled", "prefill_tokens", None, "{:,.0f}"),
     ("of these again", "prefill_again_tokens", "prefill_again", "{:,.0f}"),
     ("prefix-cache hit rate", "hit_rate", None, "{:.0%}"),
+    ("all programs done after", "wall_s", None, "{:.0f} s"),
+    ("preemptions", "preemptions", None, "{:.0f}"),
     ("repositories fixed", "repositories_fixed", None, "{:.0f} of 8"),
 )
 
@@ -78,15 +82,36 @@ def demo_table(result: dict[str, Any]) -> str:
     ]
     for label, key, ratio, form in DEMO_ROWS:
         cells = [form.format(median["arms"][arm][key]) for arm in ("stock", "sojourn")]
-        times = f"{median['ratio'][ratio]:.2f}" if ratio else ""
+        times = ""
+        if ratio:
+            all_runs = sorted(run["ratio"][ratio] for run in result["runs"])
+            times = f"{median['ratio'][ratio]:.2f} ({all_runs[0]:.2f} to {all_runs[-1]:.2f})"
         lines.append(f"| {label} | {cells[0]} | {cells[1]} | {times} |")
     return "\n".join(lines)
 
 
-def readme(text: str, table: str) -> str:
-    """The README with ``table`` in its place."""
+def variants_table(result: dict[str, Any]) -> str:
+    """The table of ``benchmarks/demo_variants.py`` for docs/mechanisms.md."""
+    first = next(iter(result["variants"].values()))
+    lines = [
+        f"One run each, `{result['command']}`; {first['machine']['cores']} cores of "
+        f"{first['machine']['processor']}, seed {first['seed']}.",
+        "",
+        "| | completion, mean | P95 | TTFT, mean | prefilled | of these again |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {arm['completion_mean_s']:.0f} s | {arm['completion_p95_s']:.0f} s | "
+        f"{arm['ttft_mean_s']:.1f} s | {arm['prefill_tokens']:,} | {arm['prefill_again_tokens']:,} |"
+        for name, arm in result["variants"].items()
+    ]
+    return "\n".join(lines)
+
+
+def placed(text: str, name: str, table: str) -> str:
+    """The document with ``table`` in the place called ``name``."""
     return re.sub(
-        r"(<!-- demo-table -->\n).*?(\n<!-- /demo-table -->)",
+        rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)",
         lambda found: f"{found.group(1)}{table}{found.group(2)}",
         text,
         flags=re.DOTALL,
@@ -113,4 +138,8 @@ if __name__ == "__main__":
     TARGET.write_text(document(), encoding="utf-8")
     if RESULT.exists():
         table = demo_table(json.loads(RESULT.read_text(encoding="utf-8")))
-        README.write_text(readme(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+        README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")
+    if VARIANTS.exists():
+        table = variants_table(json.loads(VARIANTS.read_text(encoding="utf-8")))
+        text = placed(MECHANISMS.read_text(encoding="utf-8"), "variants", table)
+        MECHANISMS.write_text(text, encoding="utf-8")

@@ -38,7 +38,9 @@ def program(*turns: TurnRecord, ended_s: float = 10.0, **fields: Any) -> Program
 
 
 def arm(name: str, *programs: ProgramRecord, ttft_s: float = 1.0) -> ArmRecord:
-    return ArmRecord(name=name, programs=programs, engine=EngineCounts(ttft_s * 4, 4, 3), wall_s=20.0)
+    return ArmRecord(
+        name=name, programs=programs, engine=EngineCounts(ttft_s * 4, 4, 3), wall_s=20.0, decisions={}
+    )
 
 
 def test_again_is_what_was_there_before() -> None:
@@ -89,7 +91,11 @@ def test_a_missing_arm_or_divisor_is_null_and_never_infinite() -> None:
 
 def test_an_arm_in_which_nothing_happened() -> None:
     empty = ArmRecord(
-        name="stock", programs=(program(error="broke", fixed=False),), engine=EngineCounts(), wall_s=1.0
+        name="stock",
+        programs=(program(error="broke", fixed=False),),
+        engine=EngineCounts(),
+        wall_s=1.0,
+        decisions={},
     )
     figures = arm_figures(empty)
     assert figures["hit_rate"] is None

@@ -311,4 +311,13 @@ def test_the_readmes_numbers_are_the_committed_results() -> None:
         assert "No result has been committed yet." in README
         return
     table = generate.demo_table(json.loads(generate.RESULT.read_text(encoding="utf-8")))
-    assert generate.readme(README, table) == README
+    assert generate.placed(README, "demo-table", table) == README
+
+
+def test_the_variants_are_the_committed_results() -> None:
+    generate = generator()
+    if not generate.VARIANTS.exists():
+        assert "No result has been committed yet." in MECHANISMS
+        return
+    table = generate.variants_table(json.loads(generate.VARIANTS.read_text(encoding="utf-8")))
+    assert generate.placed(MECHANISMS, "variants", table) == MECHANISMS

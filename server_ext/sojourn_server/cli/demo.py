@@ -40,6 +40,9 @@ def demo(
     model: str = typer.Option(
         "smol", "--model", help="smol or tiny; both have the tokenizer the script needs."
     ),
+    max_num_seqs: int = typer.Option(
+        8, "--max-num-seqs", min=1, help="Requests the engine runs at once, in every arm."
+    ),
     seed: int = typer.Option(0, "--seed", help="Seed of the arrival times."),
     url: str | None = typer.Option(
         None, "--url", help="Use this server in place of one of our own; one arm only."
@@ -57,7 +60,7 @@ def demo(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     try:
-        records, facts = _run(chosen, programs, policy, model, seed, url, directory)
+        records, facts = _run(chosen, programs, policy, model, seed, url, directory, max_num_seqs)
         result = report.document(records, facts)
         console.print(report.table(result))
         for arm in records:
@@ -83,7 +86,14 @@ def demo(
 
 
 def _run(
-    arms: list[str], programs: int, policy: str, model: str, seed: int, url: str | None, directory: Path
+    arms: list[str],
+    programs: int,
+    policy: str,
+    model: str,
+    seed: int,
+    url: str | None,
+    directory: Path,
+    max_num_seqs: int,
 ) -> tuple[list[Any], dict[str, Any]]:
     from sojourn_server.demo import arm as arms_room
     from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
@@ -101,7 +111,7 @@ def _run(
         ) from error
     contexts = [task.context_tokens for task in tasks]
     blocks = pool_blocks(contexts, arms_room.BLOCK_TOKENS)
-    flags = arms_room.serve_args(blocks, model_length(contexts))
+    flags = arms_room.serve_args(blocks, model_length(contexts), max_num_seqs)
     facts = {
         "pool": (
             f"KV for {blocks * arms_room.BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"

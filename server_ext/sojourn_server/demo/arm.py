@@ -11,7 +11,8 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,9 +50,11 @@ class ArmRecord:
     """What the engine counted during the arm alone."""
     wall_s: float
     """Seconds from the first arrival to the last agent's end."""
+    decisions: Mapping[str, int]
+    """How often each decision was taken for each reason, e.g. ``keep: cold_start``; empty for stock."""
 
 
-def serve_args(blocks: int, max_model_len: int) -> tuple[str, ...]:
+def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
     """The engine's flags, the same in every arm."""
     return (
         "--block-size", str(BLOCK_TOKENS),
@@ -59,7 +62,7 @@ def serve_args(blocks: int, max_model_len: int) -> tuple[str, ...]:
         # Without it the CPU engine insists on most of the machine's memory, whatever the line above says.
         "--kv-cache-memory-bytes", str(KV_BYTES),
         "--max-model-len", str(max_model_len),
-        "--max-num-seqs", str(MAX_SEQS),
+        "--max-num-seqs", str(max_seqs),
         "--max-num-batched-tokens", str(BATCHED_TOKENS),
         "--logits-processors", FORCED_TOKENS,
     )  # fmt: skip
@@ -131,6 +134,7 @@ def run_arm(
         programs=tuple(replace(record, fixed=good) for record, good in zip(ended, fixed, strict=True)),
         engine=counts,
         wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
+        decisions={} if name == STOCK else _decisions(url, headers),
     )
 
 
@@ -147,6 +151,15 @@ def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None
     LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)._query(
         [{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}]
     )
+
+
+def _decisions(url: str, headers: dict[str, str] | None) -> dict[str, int]:
+    answer = httpx.get(
+        f"{url}/sojourn/v1/decisions", params={"limit": 5000}, headers=headers, timeout=30.0, trust_env=False
+    )
+    taken = answer.raise_for_status().json()["decisions"]
+    counts = Counter(f"{decision['kind']}: {decision['reason']}" for decision in taken)
+    return dict(sorted(counts.items()))
 
 
 def _judge(tasks: Sequence[Task], repositories: Sequence[Path]) -> list[bool]:

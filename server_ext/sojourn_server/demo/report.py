@@ -62,6 +62,7 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
         "programs_failed": sum(program.error is not None for program in arm.programs),
         "repositories_fixed": sum(program.fixed for program in arm.programs),
         "wall_s": _rounded(arm.wall_s),
+        "decisions": dict(arm.decisions),
         "details": [_program(program) for program in arm.programs],
     }
 
