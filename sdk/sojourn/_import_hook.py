@@ -33,6 +33,15 @@ def when_imported(package: str, then: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _finder)
 
 
+def body_has_run(package: str) -> None:
+    """Do now what waits for ``package``. For other import hooks, which run when the package's own code is
+    through but the import system still calls it half made: no later import of it will come."""
+    then = _waiting.get(package)
+    forget(package)
+    if then is not None:
+        then()
+
+
 def forget(package: str) -> None:
     """Wait for it no more."""
     _waiting.pop(package, None)
@@ -75,10 +84,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        then = _waiting.get(self._package)
-        forget(self._package)
-        if then is not None:
-            then()
+        body_has_run(self._package)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

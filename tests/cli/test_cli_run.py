@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sojourn.testing import FakeServer
+from sojourn_server.cli.run import autostart_directory, child_environment
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 UNUSED = "http://127.0.0.1:9"
 
 
-def sojourn_run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def sojourn_run(
+    *command: str, url: str = UNUSED, options: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "SOJOURN_URL")}
-    line = [*SOJOURN, "run", "--url", UNUSED, "--", *command]
+    line = [*SOJOURN, "run", "--url", url, *options, "--", *command]
     return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
 
 
@@ -68,10 +74,143 @@ def test_mini_is_instrumented_when_it_is_imported(packages: Path) -> None:
     assert result.stdout.strip() == "True True 7", result.stderr
 
 
-def test_grandchildren_are_reached_too(packages: Path) -> None:
-    code = "import minisweagent.agents.default as d; print(hasattr(d.DefaultAgent.run, '__wrapped__'))"
-    result = sojourn_run("sh", "-c", f'"{sys.executable}" -c "{code}"', PYTHONPATH=str(packages))
+IS_ATTACHED = "import minisweagent.agents.default as d; print(hasattr(d.DefaultAgent.run, '__wrapped__'))"
+
+
+def test_a_python_behind_a_shell_script_is_the_agent_too(packages: Path) -> None:
+    line = f'"{sys.executable}" -c "{IS_ATTACHED}"; true'
+    result = sojourn_run("sh", "-c", line, PYTHONPATH=str(packages))
     assert result.stdout.strip() == "True", result.stderr
+
+
+TOOL = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {IS_ATTACHED!r}])"
+
+
+@pytest.mark.parametrize(("options", "expected"), [((), "False"), (("--children",), "True")])
+def test_pythons_started_by_tools_are_left_alone_unless_asked_for(
+    packages: Path, options: tuple[str, ...], expected: str
+) -> None:
+    result = sojourn_run(sys.executable, "-c", TOOL, options=options, PYTHONPATH=str(packages))
+    assert result.stdout.strip() == expected, result.stderr
+
+
+def test_an_agent_that_execs_itself_again_stays_the_agent(packages: Path) -> None:
+    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {IS_ATTACHED!r}])"
+    assert sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages)).stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing_workers_of_the_agent_are_the_agent(
+    packages: Path, tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import multiprocessing, subprocess, sys\n"
+        f"def work():\n    exec({IS_ATTACHED!r})\n    sys.stdout.flush()\n    exec({TOOL!r})\n"
+        "if __name__ == '__main__':\n"
+        f"    process = multiprocessing.get_context({method!r}).Process(target=work)\n"
+        "    process.start()\n    process.join()\n"
+    )
+    result = sojourn_run(sys.executable, str(script), PYTHONPATH=str(packages))
+    assert result.stdout.split() == ["True", "False"], result.stderr
+
+
+ASK = """
+from openai import OpenAI
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="x", max_retries=0)
+client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+print(sojourn.stats().instrumented if (sojourn := sys.modules.get("sojourn")) else "sojourn is not loaded")
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import importlib.util; assert importlib.util.find_spec('openai')",
+        "import sojourn; sojourn.init(sys.argv[1])",
+        "import sojourn; sojourn.init(sys.argv[1]); import importlib.util; importlib.util.find_spec('openai')",
+    ],
+    ids=["plain", "probed", "init", "init and probed"],
+)
+def test_openai_clients_are_instrumented_as_they_are_imported(tmp_path: Path, before: str) -> None:
+    pytest.importorskip("openai")
+    script = tmp_path / "agent.py"
+    script.write_text(f"import sys\n{before}\n{ASK}")
+    with FakeServer() as server:
+        result = sojourn_run(sys.executable, str(script), server.url, url=server.url)
+        assert result.returncode == 0, result.stderr
+        (request,) = server.requests
+    assert "openai" in result.stdout
+    assert request.context is not None
+    assert request.headers["x-session-id"] == request.context.program_id
+
+
+def test_a_server_named_by_the_script_is_not_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    script = tmp_path / "agent.py"
+    script.write_text(f"import sys, sojourn\nsojourn.init(sys.argv[1])\n{ASK}")
+    with FakeServer() as named, FakeServer() as other:
+        result = sojourn_run(sys.executable, str(script), named.url, url=other.url)
+        assert result.returncode == 0, result.stderr
+        assert named.requests[0].context is not None
+
+
+def test_a_failed_import_can_be_tried_again(packages: Path) -> None:
+    module = packages / "minisweagent" / "agents" / "default.py"
+    module.write_text("import sys\nif sys.first: raise ImportError('not yet')\n" + module.read_text())
+    code = (
+        "import sys; sys.first = True\n"
+        "try: import minisweagent.agents.default\n"
+        "except ImportError: sys.first = False\n" + IS_ATTACHED
+    )
+    result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages))
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def test_empty_pythonpath_entries_mean_the_current_directory_and_stay() -> None:
+    folder = autostart_directory()
+    for given, expected in {
+        "": folder,
+        "/a": f"{folder}:/a",
+        ":/a": f"{folder}::/a",
+        "/a:": f"{folder}:/a:",
+        f"/a:{folder}:": f"{folder}:/a:",
+    }.items():
+        assert child_environment({"PYTHONPATH": given}, UNUSED)["PYTHONPATH"] == expected
+    assert child_environment({}, UNUSED)["PYTHONPATH"] == folder
+
+
+def test_a_run_inside_a_run_starts_afresh() -> None:
+    inner = child_environment({"SOJOURN_RUN_AGENT": "17", "SOJOURN_RUN_CHILDREN": "1"}, UNUSED)
+    assert not {"SOJOURN_RUN_AGENT", "SOJOURN_RUN_CHILDREN"} & set(inner)
+
+
+def test_the_hook_reads_as_old_python() -> None:
+    source = (Path(autostart_directory()) / "sitecustomize.py").read_bytes()
+    source.decode("ascii")  # Python 2 takes nothing else without a declaration
+    tree = ast.parse(source, feature_version=(3, 4))
+    for node in ast.walk(tree):
+        assert not isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.Nonlocal))
+        if isinstance(node, ast.FunctionDef):
+            assert not node.args.kwonlyargs
+            assert node.returns is None
+        if isinstance(node, ast.Call):
+            assert not (isinstance(node.func, ast.Name) and node.func.id == "print")
+        if isinstance(node, ast.Raise):
+            assert node.cause is None
+
+
+@pytest.mark.parametrize("name", ["python2.7", "python3.6", "python3.8"])
+def test_old_pythons_run_it_silently(name: str, tmp_path: Path) -> None:
+    python = shutil.which(name)
+    probe = [python or "", "-c", "import sys"]
+    if python is None or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip(f"no {name} here")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mine = 7\n")
+    result = sojourn_run(python, "-c", "import sys; print(sys.mine)", PYTHONPATH=str(tmp_path))
+    said = [line for line in result.stderr.splitlines() if "no sojourn server" not in line]
+    assert (result.stdout.strip(), said) == ("7", [])
 
 
 def test_other_pythons_pay_nothing() -> None:

@@ -1,29 +1,47 @@
 """Runs at the start of every Python below ``sojourn run``: attaches to an agent when one is imported.
 
 ``sojourn run`` puts this folder first on ``PYTHONPATH``. The interpreter that finds it may be a
-foreign one, in which nothing of ours or of mini is installed, so only the standard library is
-used here, nothing heavy is imported, and every failure leaves the program as it was. A
-``sitecustomize`` of the user's own, hidden by this one, is run as if this one were not there.
+foreign one, in which nothing of ours or of mini is installed, and of any age. So this file is
+ASCII that Python 2 can read, only the standard library is used here, nothing heavy is imported,
+and every failure leaves the program as it was. A ``sitecustomize`` of the user's own, hidden by
+this one, is run as if this one were not there.
 """
 
+import os
 import sys
 
+OLDEST = (3, 10)
+"""What sojourn itself needs; in an older Python there is nothing to attach."""
 
-class WhenImported:
-    """A meta path finder that lets the others find one module, then runs ``action`` after its body."""
+AGENT = "SOJOURN_RUN_AGENT"
+"""Process id of the Python that is the agent, for the Pythons that its tools start."""
 
-    def __init__(self, name, action, *, quiet):
+CHILDREN = "SOJOURN_RUN_CHILDREN"
+"""Set by ``sojourn run --children``: those are to be attached to as well."""
+
+WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
+"""How the command lines of multiprocessing's own children look."""
+
+
+class WhenImported(object):
+    """A meta path finder that lets the others find one module, then runs ``action`` after its body.
+
+    It stays until then: finding a module is not importing it, and an import may fail.
+    """
+
+    def __init__(self, name, action, quiet):
         self.name = name
         self.action = action
-        self.quiet = quiet
-        """Say nothing where our packages are absent: the module is used by more than agents."""
+        self.quiet = quiet  # where our packages are absent: the module is used by more than agents
+        self.done = False
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self.name:
+        if fullname != self.name or self.done:
             return None
-        sys.meta_path.remove(self)
         for finder in list(sys.meta_path):
-            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 self.act_after(spec.loader)
                 return spec
@@ -36,13 +54,23 @@ class WhenImported:
 
         def exec_module(module):
             execute(module)
-            try:
-                self.action()
-            except Exception as error:
-                if not (self.quiet and isinstance(error, ImportError)):
-                    print(f"sojourn: not attached: {type(error).__name__}: {error}", file=sys.stderr)
+            # One loader may serve many modules, as that of a zip file does.
+            if module.__name__ == self.name and not self.done:
+                self.done = True
+                if loader.__dict__.get("exec_module") is exec_module:
+                    del loader.exec_module
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self.act()
 
         loader.exec_module = exec_module
+
+    def act(self):
+        try:
+            self.action()
+        except Exception as error:
+            if not (self.quiet and isinstance(error, ImportError)):
+                sys.stderr.write("sojourn: not attached: %s: %s\n" % (type(error).__name__, error))
 
 
 def attach_to_mini():
@@ -52,18 +80,47 @@ def attach_to_mini():
 
 
 def attach_to_openai():
-    import sojourn
+    from sojourn._import_hook import body_has_run
+    from sojourn.runtime import session
 
-    sojourn.init()
+    session()  # the one the program has set up, else one for SOJOURN_URL
+    body_has_run("openai")
+
+
+def is_the_agent():
+    """Whether this Python is the command of ``sojourn run`` and not one that a tool of it started.
+
+    The first Python in a chain of processes is, whatever scripts started it; so are its
+    multiprocessing workers, and what it becomes by exec.
+    """
+    agent = os.environ.get(AGENT)
+    if not agent or os.environ.get(CHILDREN) or agent == str(os.getpid()):
+        return True
+    is_worker = any(mark in part for part in sys.orig_argv for mark in WORKERS)
+    return is_worker and agent == str(os.getppid())
+
+
+def watch_imports():
+    if sys.version_info < OLDEST or not is_the_agent():
+        return
+    os.environ[AGENT] = str(os.getpid())
+    sys.meta_path.insert(0, WhenImported("minisweagent.agents.default", attach_to_mini, quiet=False))
+    sys.meta_path.insert(0, WhenImported("openai", attach_to_openai, quiet=True))
 
 
 def run_hidden_sitecustomize():
-    import os
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    if sys.version_info < (3, 5):
+        del sys.modules["sitecustomize"]
+        try:
+            __import__("sitecustomize")
+        except ImportError:
+            pass
+        return
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)
@@ -71,6 +128,5 @@ def run_hidden_sitecustomize():
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, WhenImported("minisweagent.agents.default", attach_to_mini, quiet=False))
-sys.meta_path.insert(0, WhenImported("openai", attach_to_openai, quiet=True))
+watch_imports()
 run_hidden_sitecustomize()

@@ -2,7 +2,8 @@
 
 The command replaces this process, so its exit code, signals and terminal are its own. It finds
 ``SOJOURN_URL`` and, first on ``PYTHONPATH``, a folder whose ``sitecustomize`` attaches to mini
-and to openai clients when they are imported; any Python started below inherits both.
+and to openai clients when they are imported. Any Python started below inherits both, but only
+the agent itself is attached to, not the Pythons that its tools start, unless ``--children`` is given.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -21,6 +22,10 @@ from .console import CliError, console
 DEFAULT_URL = "http://127.0.0.1:8000"
 NOT_FOUND = 127
 """Exit code of a shell for a command that does not exist."""
+
+AGENT = "SOJOURN_RUN_AGENT"
+CHILDREN = "SOJOURN_RUN_CHILDREN"
+"""Read by the ``sitecustomize``, which explains them; it runs where this package may be missing."""
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +37,8 @@ def register(app: typer.Typer) -> None:
             "Run an agent's own command with its programs and tool calls reported to a sojourn server:\n\n"
             "sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
             "No code changes: mini-swe-agent 2.x and openai clients are instrumented as they are imported. "
-            "Only requests for the server itself carry anything."
+            "Only requests for the server itself carry anything. Pythons started by the agent's tools are left "
+            "alone."
         ),
     )(run)
 
@@ -40,11 +46,16 @@ def register(app: typer.Typer) -> None:
 def run(
     command: list[str] = typer.Argument(..., metavar="-- COMMAND...", help="The command and its arguments."),
     url: str = typer.Option(DEFAULT_URL, "--url", envvar="SOJOURN_URL", help="Root of the sojourn server."),
+    children: bool = typer.Option(
+        False,
+        "--children",
+        help="Instrument every Python below, e.g. where COMMAND is a script starting agents.",
+    ),
 ) -> None:
     """Become ``command``. Raises ``CliError`` where there is no such command."""
     program = find_command(command[0])
     _warn_unless_served(url)
-    environment = child_environment(os.environ, url)
+    environment = child_environment(os.environ, url, children=children)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -71,12 +82,16 @@ def find_command(name: str) -> str:
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
 
 
-def child_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:
+def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
     """``environment`` with the server's URL and our folder first on ``PYTHONPATH``."""
     folder = autostart_directory()
-    entries: Sequence[str] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    path = os.pathsep.join([folder, *(entry for entry in entries if entry != folder)])
-    return {**environment, "SOJOURN_URL": url, "PYTHONPATH": path}
+    given = environment.get("PYTHONPATH")
+    # An empty entry means the current directory, but an empty variable means none.
+    entries = [entry for entry in given.split(os.pathsep) if entry != folder] if given else []
+    fresh = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN)}
+    if children:
+        fresh[CHILDREN] = "1"
+    return {**fresh, "SOJOURN_URL": url, "PYTHONPATH": os.pathsep.join([folder, *entries])}
 
 
 def autostart_directory() -> str:
