@@ -17,11 +17,18 @@ from sojourn.ids import ProgramId
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 Score = tuple[float, ...]
-Owner = ProgramId | frozenset[ProgramId]
+Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
+"""One program; the set of several; or ``MANY``."""
 Evicted = Callable[[KVCacheBlock, Owner], None]
 
 SHARED = ProgramId("")
 """Bucket of blocks that several programs own; an empty id cannot come over the wire."""
+
+MAX_OWNERS = 16
+"""Owners of a block who are known by name. More would cost memory and tell nothing."""
+
+MANY: frozenset[ProgramId] = frozenset()
+"""Owner of a block of more programs than that. It stays shared, whoever ends, until it is reused or reset."""
 
 
 class ProgramFreeQueue(FreeKVCacheBlockQueue):
@@ -43,54 +50,81 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self._score = score
         self._evicted = evicted
         self._owner: dict[int, Owner] = {}
-        self._owned: dict[ProgramId, set[int]] = {}
+        self._owned: dict[ProgramId, dict[int, None]] = {}
+        """Of each program the blocks it is named as an owner of, in the order of its context."""
         self._buckets: dict[ProgramId, OrderedDict[int, KVCacheBlock]] = {}
+        """Only such as have blocks in them."""
         self._bucket_of: dict[int, ProgramId] = {}
-        self._heap: list[tuple[Score, int, ProgramId]] = []
-        self._version: dict[ProgramId, int] = {}
-        self._bumps = 0
+        self._place: dict[ProgramId, tuple[Score, int]] = {}
+        """Of each bucket the one entry of the heap that counts; others are left over from earlier scores."""
+        self._heap: list[tuple[tuple[Score, int], ProgramId]] = []
+        self._pushes = 0
         super().append_n(_taken_from(replaced))
 
     # -- ownership ------------------------------------------------------------
 
     def own(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> None:
-        """Note that the program's context is (also) in these cached blocks. Call before they are freed."""
-        owned = self._owned.setdefault(program_id, set())
+        """Note that the program's context is (also) in these cached blocks. Call before they are freed.
+
+        O(1) a block, however many programs share it.
+        """
+        owned = self._owned.setdefault(program_id, {})
         for block in blocks:
             block_id = block.block_id
             owner = self._owner.get(block_id)
             if owner is None:
                 self._owner[block_id] = program_id
-            elif owner != program_id:
-                self._owner[block_id] = (
-                    frozenset((owner, program_id)) if isinstance(owner, str) else owner | {program_id}
-                )
-                for other in (owner,) if isinstance(owner, str) else owner:
-                    self._owned.setdefault(other, set()).add(block_id)
-                self._rebucket(block_id)
-            owned.add(block_id)
+            elif isinstance(owner, str):
+                if owner == program_id:
+                    continue
+                self._owner[block_id] = {owner, program_id}
+                self._refile(block_id)
+            elif isinstance(owner, frozenset) or program_id in owner:
+                continue
+            elif len(owner) < MAX_OWNERS:
+                owner.add(program_id)
+            else:
+                self._forget_names(block_id, owner)
+                self._owner[block_id] = MANY
+                continue
+            owned[block_id] = None
+        if not owned:
+            del self._owned[program_id]
 
     def disown(self, program_id: ProgramId) -> list[int]:
-        """The program is no owner any more; returns the ids of blocks that nobody owns now."""
+        """The program is no owner any more; returns the ids of blocks that nobody owns now.
+
+        Free ones among them go where blocks of no program are: uncached to the
+        front, cached to the end. Blocks of ``MANY`` are not among them.
+        """
         orphans: list[int] = []
-        for block_id in self._owned.pop(program_id, ()):
-            owner = self._owner.get(block_id)
-            if owner == program_id:
+        # Against the order of the context: of what moves, tails are to be reused first.
+        for block_id in reversed(self._owned.pop(program_id, {})):
+            owner = self._owner[block_id]
+            if isinstance(owner, set):
+                owner.discard(program_id)
+                if len(owner) == 1:
+                    self._owner[block_id] = owner.pop()
+                    self._refile(block_id)
+            else:
                 del self._owner[block_id]
                 orphans.append(block_id)
-            elif isinstance(owner, frozenset):
-                left = owner - {program_id}
-                self._owner[block_id] = next(iter(left)) if len(left) == 1 else left
-                self._rebucket(block_id)
-        self._version.pop(program_id, None)
+        # Whatever is in its bucket it owned alone.
+        self._to_list(self._empty_bucket(program_id))
         return orphans
 
+    def forget_all(self) -> None:
+        """Nobody owns anything any more: the cache was reset. No block is lost or gained."""
+        bucketed = [block for name in self._order() for block in self._empty_bucket(name)]
+        self._heap.clear()
+        self._owner.clear()
+        self._owned.clear()
+        self._to_list(bucketed)
+
     def owners(self, block_id: int) -> frozenset[ProgramId]:
-        """Programs whose context is in the block."""
-        owner = self._owner.get(block_id)
-        if owner is None:
-            return frozenset()
-        return frozenset((owner,)) if isinstance(owner, str) else owner
+        """Programs whose context is in the block; none where they are too ``MANY`` to be named."""
+        owner = self._owner.get(block_id, MANY)
+        return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def owned_blocks(self) -> int:
         """How many blocks have an owner."""
@@ -98,7 +132,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     def rescore(self, program_id: ProgramId) -> None:
         """The program's score may have changed."""
-        if self._score is not None and self._buckets.get(program_id):
+        if program_id in self._buckets:
             self._push(program_id)
 
     def discard_to_front(self, block: KVCacheBlock) -> None:
@@ -120,44 +154,50 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self.append(block)
 
     def remove(self, block: KVCacheBlock) -> None:
-        bucket = self._bucket_of.pop(block.block_id, None)
-        if bucket is None:
+        name = self._bucket_of.pop(block.block_id, None)
+        if name is None:
             super().remove(block)
             return
-        del self._buckets[bucket][block.block_id]
+        bucket = self._buckets[name]
+        del bucket[block.block_id]
+        if not bucket:
+            del self._buckets[name], self._place[name]
         self.num_free_blocks -= 1
 
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0] if self.num_free_blocks else super().popleft()
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        if not self._owner:
-            return super().popleft_n(n)
-        if not self._bucket_of:
-            blocks = super().popleft_n(n)
-        else:
-            assert self.num_free_blocks >= n
-            blocks = [self._pop_one() for _ in range(n)]
-        for block in blocks:
-            self._forget(block)
+        assert self.num_free_blocks >= n
+        # The list's own way takes n blocks from the list unseen, so all free ones must be there.
+        blocks = [self._pop_one() for _ in range(n)] if self._bucket_of else super().popleft_n(n)
+        if self._owner:
+            for block in blocks:
+                self._reused(block)
         return blocks
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        blocks = super().get_all_free_blocks()
-        if self._score is None:
-            return blocks
-        order = sorted((self._score_of(name), name) for name, bucket in self._buckets.items() if bucket)
-        for _, name in order:
-            blocks.extend(self._buckets[name].values())
-        return blocks
+        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        blocks = iter(self.get_all_free_blocks())
-        if cursor is not None:
-            for block in blocks:
-                if block is cursor:
+        """Blocks in the order of their reuse. Lazy: the queue must not change between two of one bucket."""
+        within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
+        if within is None:
+            yield from super().iter_blocks_after(cursor)
+            if cursor is not None and cursor.next_free_block is None:
+                return  # not free, so nothing comes after it
+            names = self._order()
+        else:
+            assert cursor is not None
+            rest = iter(self._buckets[within])
+            for block_id in rest:
+                if block_id == cursor.block_id:
                     break
-        yield from blocks
+            yield from map(self._buckets[within].__getitem__, rest)
+            names = self._order()
+            names = names[names.index(within) + 1 :]
+        for name in names:
+            yield from self._buckets[name].values()
 
     # -- inside -----------------------------------------------------------------
 
@@ -168,63 +208,79 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         if owner is None:
             return False
         name = owner if isinstance(owner, str) else SHARED
-        bucket = self._buckets.setdefault(name, OrderedDict())
-        if not bucket:
+        bucket = self._buckets.get(name)
+        if bucket is None:
             self._push(name)
+            bucket = self._buckets[name] = OrderedDict()
         bucket[block.block_id] = block
         self._bucket_of[block.block_id] = name
         self.num_free_blocks += 1
         return True
 
-    def _rebucket(self, block_id: int) -> None:
+    def _refile(self, block_id: int) -> None:
+        """The owner of a block has changed: if it is in a bucket, to the one where it belongs now."""
         name = self._bucket_of.get(block_id)
         if name is None:
             return
         block = self._buckets[name][block_id]
         self.remove(block)
-        self.append(block)
+        if not self._to_bucket(block):
+            self._to_list([block])
+
+    def _to_list(self, blocks: list[KVCacheBlock]) -> None:
+        """Uncached blocks to the front, which is where vLLM frees them to, and cached ones to the end."""
+        super().prepend_n([block for block in blocks if block.block_hash is None])
+        super().append_n([block for block in blocks if block.block_hash is not None])
+
+    def _empty_bucket(self, name: ProgramId) -> list[KVCacheBlock]:
+        """The blocks of the bucket, in order; they are nowhere now."""
+        bucket = self._buckets.pop(name, None)
+        if bucket is None:
+            return []
+        del self._place[name]
+        for block_id in bucket:
+            del self._bucket_of[block_id]
+        self.num_free_blocks -= len(bucket)
+        return list(bucket.values())
 
     def _pop_one(self) -> KVCacheBlock:
         """Uncached blocks first, then blocks of no program, then programs by score, shared ones last."""
-        front = self.fake_free_list_head.next_free_block
-        if front is not self.fake_free_list_tail:
+        if self.fake_free_list_head.next_free_block is not self.fake_free_list_tail:
             return super().popleft()
         while True:
-            _, version, name = self._heap[0]
-            bucket = self._buckets.get(name)
-            if not bucket or self._version.get(name) != version:
-                heapq.heappop(self._heap)
-                continue
-            block_id, block = bucket.popitem(last=False)
-            del self._bucket_of[block_id]
-            self.num_free_blocks -= 1
-            return block
+            place, name = self._heap[0]
+            if self._place.get(name) == place:
+                break
+            heapq.heappop(self._heap)
+        block = next(iter(self._buckets[name].values()))
+        self.remove(block)
+        return block
 
-    def _forget(self, block: KVCacheBlock) -> None:
+    def _reused(self, block: KVCacheBlock) -> None:
         owner = self._owner.pop(block.block_id, None)
         if owner is None:
             return
-        for program_id in (owner,) if isinstance(owner, str) else owner:
-            owned = self._owned.get(program_id)
-            if owned is not None:
-                owned.discard(block.block_id)
-                if not owned:
-                    del self._owned[program_id]
+        self._forget_names(block.block_id, (owner,) if isinstance(owner, str) else owner)
         if block.block_hash is not None:
             self._evicted(block, owner)
 
+    def _forget_names(self, block_id: int, owners: Iterable[ProgramId]) -> None:
+        for program_id in owners:
+            owned = self._owned[program_id]
+            del owned[block_id]
+            if not owned:
+                del self._owned[program_id]
+
     def _push(self, name: ProgramId) -> None:
-        self._bumps += 1
-        self._version[name] = self._bumps
-        heapq.heappush(self._heap, (self._score_of(name), self._bumps, name))
-        if len(self._heap) > 4 * len(self._buckets) + 64:
-            self._buckets = {name: bucket for name, bucket in self._buckets.items() if bucket}
-            self._heap = [
-                entry
-                for entry in self._heap
-                if entry[2] in self._buckets and self._version[entry[2]] == entry[1]
-            ]
+        self._pushes += 1
+        place = self._place[name] = (self._score_of(name), self._pushes)
+        heapq.heappush(self._heap, (place, name))
+        if len(self._heap) > 4 * len(self._place) + 64:
+            self._heap = [(place, name) for name, place in self._place.items()]
             heapq.heapify(self._heap)
+
+    def _order(self) -> list[ProgramId]:
+        return sorted(self._place, key=self._place.__getitem__)
 
     def _score_of(self, name: ProgramId) -> Score:
         if name == SHARED:
