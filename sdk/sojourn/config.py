@@ -1,4 +1,4 @@
-"""Settings, resolved once. The only file that reads the environment."""
+"""Settings, resolved once. The only file that reads, and for one mark writes, the environment."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 _DEFAULT_PORT = {"http": 80, "https": 443}
+_CLAIM = "SOJOURN_PROGRAM_CLAIM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Config:
     url: str
     """Root of the server, without a trailing slash and without ``/v1``."""
     api_key: str | None = None
+    host: str = ""
+    """``host:port`` of ``url``, which takes the events."""
     hosts: frozenset[str] = frozenset()
     """``host:port`` of every server that may be told about programs. Loopback names count as one host."""
     dialect: str | None = None
@@ -106,6 +109,7 @@ class Config:
         return cls(
             url=root,
             api_key=key,
+            host=own_host,
             hosts=frozenset(named),
             dialect=dialect,
             probe_timeout_s=probe_timeout_s,
@@ -145,6 +149,26 @@ def checked_id(field: str, value: str | None) -> str | None:
     if not 0 < size <= MAX_ID_BYTES:
         raise ConfigError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
     return value
+
+
+def claim(program_id: str) -> bool:
+    """Whether this process is the one that ends the program named by ``SOJOURN_PROGRAM_ID``.
+
+    The first to ask leaves its pid in the environment, where forked workers and the programs it starts find
+    it. A child that was given an id of its own finds a mark for another, and makes its own.
+    """
+    mark = os.environ.get(_CLAIM, "")
+    pid, _, claimed = mark.partition(" ")
+    if claimed == program_id and pid != str(os.getpid()):
+        return False
+    os.environ[_CLAIM] = f"{os.getpid()} {program_id}"
+    return True
+
+
+def unclaim() -> None:
+    """Take back this process's own mark, if any."""
+    if os.environ.get(_CLAIM, "").partition(" ")[0] == str(os.getpid()):
+        os.environ.pop(_CLAIM, None)
 
 
 def _root(url: str) -> tuple[str, str]:

@@ -4,16 +4,18 @@ counted.
     agent thread(s) ── put ──▶ queue per program ──▶ one daemon thread ── POST batch ──▶ server
                                      └── take ──▶ rides along on the program's next request
 
-An event leaves by exactly one of the two doors. A batch that failed is dropped,
-not sent again: what happened seconds ago helps nobody decide now, and the server
-copes with silence by leases. Locks are re-entrant since a garbage collection
-inside ``put`` may close a generator that ends a program, which puts an event.
+An event leaves by one of the two doors, and comes back from the second where the
+request failed. A batch that failed is dropped, not sent again: what happened
+seconds ago helps nobody decide now, and the server copes with silence by leases.
+Locks are re-entrant since a garbage collection inside ``put`` may close a
+generator that ends a program, which puts an event.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import threading
@@ -42,6 +44,10 @@ logger = logging.getLogger("sojourn")
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
+MAX_BEATING_BACKOFF_S = 5.0
+"""While a heartbeat is promised: leases end after 10 to 20 s of silence, so two tries must fit in."""
+THREAD_RETRY_S = 1.0
+"""A thread that could not be started is not tried again with every event."""
 _ENVELOPE_BYTES = 1024
 """Room left in a batch for everything that is not an event."""
 _NOT_OURS = frozenset({404, 405, 501})
@@ -57,9 +63,6 @@ class Source(Protocol):
     @property
     def is_open(self) -> bool:
         """Not ended: a beat may still be sent for it."""
-
-    def next_seq(self) -> int:
-        """The next number within this process."""
 
 
 class Pending(NamedTuple):
@@ -91,14 +94,15 @@ class Emitter:
         close_timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], None] | None = None,
+        promised: Callable[[], bool] = lambda: False,
         beats: Callable[[float], tuple[Iterable[tuple[Source, type[Event]]], float | None]] | None = None,
         delivered: Callable[[], None] | None = None,
         unsupported: Callable[[], None] | None = None,
     ) -> None:
-        """``first`` runs once on the thread before anything is sent. ``beats(now)`` gives events that are due
-        by the clock alone, and the seconds until it wants to be asked again. ``delivered`` and
-        ``unsupported`` run on the thread when the server took a batch, or turned out to have no place for
-        one.
+        """``first`` runs once on the thread before anything is sent. ``promised()`` tells whether a server
+        counts on heartbeats. ``beats(now)`` gives events that are due by the clock alone, and the seconds
+        until it wants to be asked again. ``delivered`` and ``unsupported`` run on the thread when the server
+        took a batch, or turned out to have no place for one.
         """
         self.counters = counters
         self._transport = transport
@@ -108,12 +112,30 @@ class Emitter:
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._first = first
+        self._promised = promised
         self._beats = beats
         self._on_delivered = delivered
         self._on_unsupported = unsupported
         self._supported = True
         self._thread: threading.Thread | None = None
         self._fresh()
+
+    def _fresh(self) -> None:
+        self.id = EmitterId("e-" + os.urandom(8).hex())
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
+        self._drained = threading.Condition(self._lock)
+        self._pending: dict[str, deque[Pending]] = {}
+        self._size = 0
+        self._sending = 0
+        self._seq = itertools.count()
+        self._hurry = 0
+        self._idle = False
+        self._backing_off = False
+        self._starting = False
+        self._no_start_before_s = float("-inf")
+        self._closed = False
+        self._thread = None
 
     # ---- the agent's side
 
@@ -128,10 +150,10 @@ class Emitter:
                     self.counters.add("dropped_full")
                     return False
                 self._append(source, kind, fields)
-                if self._thread is None:
-                    self._start()
-                elif self._idle:
+                if self._idle:
                     self._wake.notify()
+                else:
+                    self._ensure_thread()
             return True
         except Exception:
             self.counters.add("internal_error")
@@ -167,6 +189,46 @@ class Emitter:
             self.counters.add("events_piggybacked", len(taken))
         return taken
 
+    def put_back(self, emitter: EmitterId, taken: list[Pending]) -> None:
+        """The request which took these events failed: they go first again. The server may have seen them
+        though, and tells that by their numbers. ``emitter`` is the id under which they were taken: a fork's
+        child must not send its parent's numbers as its own. Never raises.
+        """
+        try:
+            with self._lock:
+                if emitter != self.id or self._closed or not self._supported:
+                    return
+                queues: dict[str, deque[Pending]] = {}
+                for n, pending in enumerate(reversed(taken)):
+                    if self._size >= self._queue_events:
+                        self.counters.add("dropped_full", len(taken) - n)
+                        break
+                    queue = queues.get(pending.program_id)
+                    if queue is None:
+                        queue = self._pending.setdefault(pending.program_id, deque())
+                        queues[pending.program_id] = queue
+                    queue.appendleft(pending)
+                    self._size += 1
+                    self.counters.add("events_returned")
+                if self._idle:
+                    self._wake.notify()
+                else:
+                    self._ensure_thread()
+        except Exception:
+            self.counters.add("internal_error")
+
+    def server_answered(self) -> None:
+        """The server was just seen alive: a sender that waits because it was not may try again."""
+        if self._backing_off:
+            with self._lock:
+                self._backing_off = False
+                self._wake.notify_all()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held for short steps only. For what must be one step with a ``put`` inside."""
+        return self._lock
+
     @property
     def pending(self) -> int:
         """Events queued or being sent right now."""
@@ -174,7 +236,7 @@ class Emitter:
             return sum(map(len, self._pending.values())) + self._sending
 
     def start(self) -> None:
-        """Start the thread before the first event, for ``first``."""
+        """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` where it cannot."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()
@@ -185,6 +247,7 @@ class Emitter:
         with self._lock:
             dropped = self.counters["dropped_send"]
             self._hurry += 1
+            self._ensure_thread()
             try:
                 self._wake.notify_all()
                 while self._pending or self._sending:
@@ -214,15 +277,33 @@ class Emitter:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
-        self._thread = thread
         # An empty context: else the thread would hold the first caller's context variables for ever.
         contextvars.Context().run(thread.start)
+        self._thread = thread
+
+    def _ensure_thread(self) -> None:
+        """Start the thread where there is none, or none alive. Called with the lock held."""
+        thread = self._thread
+        if self._closed or self._starting or (thread is not None and thread.is_alive()):
+            return
+        if self._clock() < self._no_start_before_s:
+            return
+        self._starting = True  # a garbage collection meanwhile may put an event, and end up here
+        self._sending = 0  # what a thread had in hand when it died is lost
+        try:
+            self._start()
+        except Exception:  # RuntimeError: can't start new thread
+            self._no_start_before_s = self._clock() + THREAD_RETRY_S
+            self.counters.add("thread_start_failed")
+        finally:
+            self._starting = False
 
     def _run(self) -> None:
         backoff_s = 0.0
+        first, self._first = self._first, None
         try:
-            if self._first is not None:
-                self._first()
+            if first is not None:
+                first()
         except Exception:
             self.counters.add("internal_error")
         while self._wait_for_events():
@@ -241,10 +322,23 @@ class Emitter:
                     backoff_s = 0.0
                     continue
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
-                if not self._closed and not self._hurry:
-                    self._wake.wait(backoff_s)  # cut short by flush() and close() only: put() wakes the idle
+                self._back_off(backoff_s)
         with contextlib.suppress(Exception):
             self._transport.close()
+
+    def _back_off(self, longest_s: float) -> None:
+        """Leave the server alone, with the lock held. ``flush``, ``close`` and signs of life cut it short;
+        ``put`` does not, it wakes the idle only."""
+        started_s = time.monotonic()
+        self._backing_off = True
+        while self._backing_off and not self._closed and not self._hurry:
+            # Asked again and again: a program may open meanwhile and promise to be heard from.
+            limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
+            left_s = started_s + limit_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._wake.wait(min(left_s, MAX_BEATING_BACKOFF_S))
+        self._backing_off = False
 
     def _wait_for_events(self) -> bool:
         """Sleep until there is something to send. False once closed and empty."""
@@ -278,7 +372,8 @@ class Emitter:
             return (), None
 
     def _append(self, source: Source, kind: type[Event], fields: dict[str, Any]) -> None:
-        pending = Pending(source.id, kind, source.next_seq(), self._clock(), fields)
+        # One row of numbers for all programs: it also grows within each, whoever resumes one under its id.
+        pending = Pending(source.id, kind, next(self._seq), self._clock(), fields)
         self._pending.setdefault(pending.program_id, deque()).append(pending)
         self._size += 1
         self.counters.add("events_queued")
@@ -369,19 +464,6 @@ class Emitter:
             self._on_unsupported()
 
     # ---- processes
-
-    def _fresh(self) -> None:
-        self.id = EmitterId("e-" + os.urandom(8).hex())
-        self._lock = threading.RLock()
-        self._wake = threading.Condition(self._lock)
-        self._drained = threading.Condition(self._lock)
-        self._pending: dict[str, deque[Pending]] = {}
-        self._size = 0
-        self._sending = 0
-        self._hurry = 0
-        self._idle = False
-        self._closed = False
-        self._thread = None
 
     def after_fork(self) -> None:
         """In the child: nothing of the parent's queue, connection or numbering is used again."""

@@ -10,12 +10,11 @@ if TYPE_CHECKING:
 
 
 class _Watch:
-    """One open program and its last beat."""
+    """When an open program was last heard from."""
 
-    __slots__ = ("last_s", "program")
+    __slots__ = ("last_s",)
 
-    def __init__(self, program: Program, now: float) -> None:
-        self.program = ref(program)
+    def __init__(self, now: float) -> None:
         self.last_s = now
 
 
@@ -28,15 +27,21 @@ class Heartbeats:
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        self._open: dict[str, _Watch] = {}
+        # By object: two blocks may run under one id, and the end of one must not silence the other.
+        self._open: dict[ref[Program], _Watch] = {}
+
+    @property
+    def promised(self) -> bool:
+        """Somebody counts on a beat. May be true for a moment longer."""
+        return bool(self._open)
 
     def opened(self, program: Program, now: float) -> None:
         """The first beat of ``program`` comes one interval from ``now`` (monotonic seconds)."""
-        self._open[program.id] = _Watch(program, now)
+        self._open[ref(program)] = _Watch(now)
 
     def closed(self, program: Program) -> None:
         """No beat follows."""
-        self._open.pop(program.id, None)
+        self._open.pop(ref(program), None)
 
     def due(self, now: float) -> tuple[list[Program], float | None]:
         """Programs to beat for at ``now``, and how many seconds to sleep until the next could be due.
@@ -46,10 +51,10 @@ class Heartbeats:
         """
         beating: list[Program] = []
         wait_s: float | None = None
-        for program_id, watch in self._open.copy().items():
-            program = watch.program()
+        for reference, watch in self._open.copy().items():
+            program = reference()
             if program is None:
-                self._open.pop(program_id, None)
+                self._open.pop(reference, None)
                 continue
             left_s = watch.last_s + self.interval_s - now
             if left_s <= 0:

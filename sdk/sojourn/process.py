@@ -29,7 +29,8 @@ def watch(session: Watched) -> None:
     if _hooked:
         return
     _hooked = True
-    os.register_at_fork(after_in_child=_after_fork)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_after_fork)
     atexit.register(_close)
     from multiprocessing import util
 

@@ -9,7 +9,6 @@ leaves it to the server's leases.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from contextvars import Token
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from . import runtime
+from .config import claim
 from .context import Place, find, leave, place
 from .errors import ArgumentError
 from .events import ProgramEnd, ProgramStart
@@ -50,7 +50,7 @@ class Program:
     """One agent run. Its fields do not change, but for ``node`` and the counts of what is under way."""
 
     __slots__ = (
-        "__weakref__", "_pid", "_seq", "_state", "advice", "agent_type", "call_id", "depth", "heartbeat",
+        "__weakref__", "_ends", "_pid", "_state", "advice", "agent_type", "call_id", "depth", "heartbeat",
         "id", "implicit", "name", "node", "open_requests", "parent_id", "root_id", "running_tools",
     )  # fmt: skip
 
@@ -65,7 +65,9 @@ class Program:
         advice: Advice = NO_ADVICE,
         heartbeat: bool = True,
         implicit: bool = False,
+        ends: bool = True,
     ) -> None:
+        """``ends=False``: another process reports the end."""
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -88,16 +90,12 @@ class Program:
         """LLM requests under way, as far as a patched client tells."""
         self._state = "new"
         self._pid = os.getpid()
-        self._seq = itertools.count()  # next() on it is atomic: no lock to be held across a fork
+        self._ends = ends
 
     @property
     def is_open(self) -> bool:
         """Started and not ended."""
         return self._state == "open"
-
-    def next_seq(self) -> int:
-        """The next event number; shared by all threads of the process."""
-        return next(self._seq)
 
     def start(self) -> Program:
         """Report the start and begin heartbeats. For adapters; ``program()`` does it itself. Never raises."""
@@ -130,7 +128,8 @@ class Program:
         session = runtime.session()
         try:
             session.heartbeats.closed(self)
-            if self._pid == os.getpid():  # a forked copy leaving the block does not end its parent's run
+            # A forked copy leaving the block does not end its parent's run.
+            if self._ends and self._pid == os.getpid():
                 session.emit(self, ProgramEnd, status=status)
         except Exception:
             session.counters.add("internal_error")
@@ -266,17 +265,26 @@ def current_program() -> Program | None:
 
 
 def process_program(session: runtime.Session) -> Program:
-    """The program that stands for this process: named by ``SOJOURN_PROGRAM_ID``, else flagged implicit."""
+    """The program that stands for this process: named by ``SOJOURN_PROGRAM_ID``, else flagged implicit.
+
+    A named one outlives the processes that an agent starts, which find the same variable: only the first to
+    use the name reports the end.
+    """
     found = session.program
-    if found is None:
-        given = session.config.program_id if session.config else None
-        found = Program(
-            ProgramId(given) if given else new_program_id(),
-            heartbeat=given is not None,
-            implicit=given is None,
-        )
-        session.program = found
-        found.start()
+    if found is not None:
+        return found
+    with session.exclusive():  # so that its start comes before any other event of it, whichever thread wins
+        found = session.program
+        if found is None:
+            given = session.config.program_id if session.config else None
+            found = Program(
+                ProgramId(given) if given else new_program_id(),
+                heartbeat=given is not None,
+                implicit=given is None,
+                ends=given is None or claim(given),
+            )
+            found.start()
+            session.program = found
     return found
 
 

@@ -7,13 +7,15 @@ programs, steps and tool calls work as plain scopes and nothing is sent anywhere
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import process
-from .config import Config, Environment
+from .config import Config, Environment, unclaim
 from .errors import ConfigError
 from .events import Event, Heartbeat
 from .lease import Heartbeats
@@ -39,6 +41,7 @@ class Session:
         self.server: Server | None = None
         self.program: Program | None = None
         """The process's own program, for what happens outside ``program()``."""
+        self._answered = threading.Event()
 
     @property
     def online(self) -> bool:
@@ -46,7 +49,15 @@ class Session:
         return self.emitter is not None
 
     def connect(self) -> None:
-        """Start the sender and ask the server for its dialect, waiting for that no longer than configured."""
+        """Start the sender, which asks the server for its dialect. Raises ``ConfigError`` where the process
+        lacks what it takes: certificates, the library for its proxy, one more thread."""
+        try:
+            self._connect()
+        except Exception as error:
+            text = f"cannot set up the connection to the server ({type(error).__name__}: {error})"
+            raise ConfigError(text) from error
+
+    def _connect(self) -> None:
         # Imported here, on the caller's thread: httpx costs tens of milliseconds, and a fork must never meet
         # an import under way on another thread.
         from .emitter import Emitter
@@ -64,9 +75,8 @@ class Session:
                 emitter.stop_sending()
             elif answer is not None:
                 server.learn(answer)
-            answered.set()
+            self._answered.set()
 
-        answered = threading.Event()
         emitter = Emitter(
             transport,
             self.counters,
@@ -75,15 +85,24 @@ class Session:
             linger_s=config.linger_s,
             close_timeout_s=config.close_timeout_s,
             first=None if server.known else ask,
+            promised=lambda: self.heartbeats.promised,
             beats=self._beats,
             delivered=lambda: server.learn("sojourn"),
             unsupported=lambda: server.learn("vllm"),
         )
+        emitter.start()
         self.emitter, self.server = emitter, server
         process.watch(self)
-        emitter.start()
-        if not server.known:
-            answered.wait(config.probe_timeout_s)
+
+    def await_dialect(self) -> None:
+        """Wait for the server's answer about its dialect, no longer than configured. Holds no lock."""
+        if self.config is not None and self.server is not None and not self.server.known:
+            self._answered.wait(self.config.probe_timeout_s)
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Keep other threads from emitting. The emitter's own lock: a second one could be taken in another
+        order by a garbage collection that ends a program."""
+        return nullcontext() if self.emitter is None else self.emitter.lock
 
     def emit(self, program: Program, kind: type[Event], **fields: Any) -> None:
         """Queue an event. Never blocks, never raises."""
@@ -95,6 +114,7 @@ class Session:
         program, self.program = self.program, None
         if program is not None:
             program.end()
+            unclaim()
         if self.emitter is not None:
             self.emitter.close(timeout_s)
 
@@ -114,6 +134,8 @@ class Session:
         self.counters.after_fork()
         self.heartbeats.after_fork()
         self.program = None
+        self._answered = threading.Event()
+        self._answered.set()  # nobody asks in the child: the events will tell
         if self.emitter is not None:
             self.emitter.after_fork()
 
@@ -124,6 +146,17 @@ class Session:
 
 _session: Session | None = None
 _lock = threading.RLock()
+"""Around changes of the session. Never held while waiting for a server's answer."""
+
+
+def _after_fork() -> None:
+    # Another thread may have held it, which the child does not have. Its change goes on in the parent only.
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def session() -> Session:
@@ -166,12 +199,17 @@ def init(
         threads=threads,
         environment=environment,
     )
+    _go_online(config).await_dialect()
+
+
+def _go_online(config: Config) -> Session:
+    global _session
     with _lock:
         if _session is not None and _session.online and _session.config == config:
-            return
-        _retire()
+            return _session
         fresh = Session(config)
-        fresh.connect()
+        fresh.connect()  # first: where it cannot, the session before goes on
+        _retire()
         _session = fresh
         from . import instruments
         from . import threads as thread_propagation
@@ -179,6 +217,7 @@ def init(
         instruments.instrument()
         if config.threads:
             thread_propagation.install()
+        return fresh
 
 
 def shutdown() -> None:
@@ -211,14 +250,17 @@ def _first_use() -> Session:
     with _lock:
         if _session is not None:
             return _session
+        found: Session | None = None
         try:
             environment = Environment.read()
             if environment.disabled or not environment.url:
-                _session = Session(disabled=environment.disabled)
+                found = Session(disabled=environment.disabled)
             else:
-                init()
-        except ConfigError as error:
+                found = _go_online(Config.resolve(None, environment=environment))
+        except Exception as error:
             logger.error("sojourn stays off: %s", error)
         if _session is None:
-            _session = Session()
-        return _session
+            _session = found or Session()
+        found = _session
+    found.await_dialect()
+    return found

@@ -1,7 +1,8 @@
 """Counts of what the SDK did and what it had to leave undone.
 
-Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``dropped_full``,
-``dropped_send``, ``dropped_unsupported``, ``dropped_closed``, ``http_NNN`` and ``net_X`` (failed batches),
+Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``events_returned``
+(by a request that failed), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
+``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches),
 ``outcome_X`` (the server's answers), ``answer_unreadable``, ``encode_error``,
 ``internal_error``, ``inject_error``, ``attach_error``,
 ``resolver_error``, ``context_reset_failed``, ``hint_invalid``, ``requests_started``,
