@@ -34,9 +34,8 @@ def leave(scope: Scope | None, error: BaseException | None = None, *, status: st
         if status is not None:
             scope.handle.status = status
         scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-    except BaseException as raised:
-        if raised is not error:
-            fault("internal_error")
+    except Exception:
+        fault("internal_error")
 
 
 def may_tell(url: str) -> bool:

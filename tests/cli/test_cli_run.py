@@ -129,7 +129,7 @@ print(sojourn.stats().instrumented if (sojourn := sys.modules.get("sojourn")) el
         "",
         "import importlib.util; assert importlib.util.find_spec('openai')",
         "import sojourn; sojourn.init(sys.argv[1])",
-        "import sojourn; sojourn.init(sys.argv[1]); import importlib.util; importlib.util.find_spec('openai')",
+        "import sojourn, importlib.util; sojourn.init(sys.argv[1]); importlib.util.find_spec('openai')",
     ],
     ids=["plain", "probed", "init", "init and probed"],
 )

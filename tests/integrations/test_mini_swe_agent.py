@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -171,14 +174,15 @@ def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
     }  # the settings are not touched
 
 
-def test_keyword_arguments_of_a_query_are_merged_too(tmp_path: Path) -> None:
+def test_keyword_arguments_of_a_query_are_joined_as_mini_does(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as server:
         sojourn.init(server.url)
         agent = attached(make_agent(server, tmp_path, model_kwargs={"extra_body": {"a": 1, "b": 1}}))
         with sojourn.program("by-hand"):
             agent.model.query([{"role": "user", "content": "x"}], extra_body={"b": 2}, max_tokens=9)
         ((_, body, _),) = server.requests
-    assert (body["a"], body["b"], body["max_tokens"]) == (1, 2, 9)
+    # mini lets the argument hide the one of the settings, and so it stays.
+    assert ("a" not in body, body["b"], body["max_tokens"]) == (True, 2, 9)
     assert "agentic_context" in body["vllm_xargs"]
 
 
@@ -245,19 +249,25 @@ def test_it_can_be_registered_with_the_sdk(tmp_path: Path) -> None:
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
     from sojourn_integrations import mini_swe_agent
 
+    kinds = [DefaultAgent, LocalEnvironment, LitellmModel]
     mini_swe_agent.instrument()
     with MiniServer([SUBMIT]) as server:
         sojourn.init(server.url)
-        agent = make_agent(server, tmp_path)
+        agent = mini_swe_agent.attach(make_agent(server, tmp_path))
+        copied = copy.deepcopy(agent)
         mini_swe_agent.uninstrument()
         agent.run("it")
+        copied.env.execute({"command": "true"})  # known to nobody, but silent
         assert sojourn.flush(2)
         assert server.told("tool_start") == []
         # The patched openai client still speaks for the process as a whole.
         assert {event.get("agent_type") for event in server.told("program_start")} <= {None}
-        assert not {"execute", "query", "run"} & {*vars(agent), *vars(agent.env), *vars(agent.model)}
+        assert [type(part) for part in (agent, agent.env, agent.model)] == kinds
 
 
 def test_an_attached_agent_does_exactly_what_a_plain_one_does(tmp_path: Path) -> None:
@@ -310,9 +320,298 @@ def test_models_of_another_kind_are_left_alone(tmp_path: Path) -> None:
         agent.model = DeterministicModel(outputs=[message])
         assert attached(agent).run("it")["exit_status"] == "Submitted"
         assert sojourn.flush(2)
-        assert "query" not in vars(agent.model)
+        assert type(agent.model) is DeterministicModel
         (call,) = server.told("tool_start")
         assert call["call_id"]  # made up, since the model gave none
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_a_copy_acts_on_itself_and_is_told_about(tmp_path: Path, copier: Any) -> None:
+    (tmp_path / "theirs").mkdir()
+    with MiniServer([calls("pwd > where"), SUBMIT]) as server:
+        sojourn.init(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        twin = copier(agent)
+        twin.env, twin.model = copier(agent.env), copier(agent.model)
+        twin.env.config = twin.env.config.model_copy(update={"cwd": str(tmp_path / "theirs")})
+        twin.model.config = twin.model.config.model_copy(update={"model_name": "openai/twin"})
+        assert type(twin.env) is type(agent.env)
+        assert twin.run("it")["exit_status"] == "Submitted"
+        assert sojourn.flush(2)
+        assert len(server.told("program_start")) == 1
+        assert len(server.told("tool_start")) == 2
+    assert (tmp_path / "theirs" / "where").exists()
+    assert not (tmp_path / "where").exists()
+    assert [body["model"] for _, body, _ in server.requests] == ["twin", "twin"]
+    assert agent.messages == []
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_names_minis_own_classes(tmp_path: Path, protocol: int) -> None:
+    from minisweagent.agents.default import DefaultAgent
+
+    with MiniServer([]) as server:
+        agent = attached(make_agent(server, tmp_path))
+        plain = make_agent(server, tmp_path)
+    for part, kind in ((agent, DefaultAgent), (agent.env, type(plain.env)), (agent.model, type(plain.model))):
+        written = pickle.dumps(part, protocol)
+        assert b"sojourn" not in written.replace(str(tmp_path).encode(), b"")
+        assert type(pickle.loads(written)) is kind
+    execute = pickle.loads(pickle.dumps(agent.env.execute))  # as a process pool does
+    assert execute({"command": "echo $((6 * 7))"})["output"] == "42\n"
+
+
+def test_instrument_reaches_agents_that_come_from_a_pickle(tmp_path: Path) -> None:
+    from sojourn_integrations import mini_swe_agent
+
+    mini_swe_agent.instrument()
+    with MiniServer([SUBMIT]) as server:
+        sojourn.init(server.url)
+        pickle.loads(pickle.dumps(make_agent(server, tmp_path))).run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 1
+        assert "agentic_context" in server.requests[0][1]["vllm_xargs"]
+
+
+def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
+    from sojourn_integrations import mini_swe_agent
+
+    with MiniServer([]) as server:
+        agent, plain = make_agent(server, tmp_path), make_agent(server, tmp_path)
+        parts = lambda of: (of, of.env, of.model)  # noqa: E731
+        mini_swe_agent.attach(mini_swe_agent.attach(agent))
+        for part, other in zip(parts(agent), parts(plain), strict=True):
+            assert isinstance(part, type(other))
+            assert repr(type(part)) == repr(type(other))
+            assert type(part).__doc__ == type(other).__doc__
+        assert agent.serialize() == plain.serialize()
+        assert agent.run == agent.run
+        assert mini_swe_agent.detach(agent) is agent
+        assert [type(part) for part in parts(agent)] == [type(part) for part in parts(plain)]
+
+
+def test_a_method_set_on_the_object_is_told_about_once(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as server:
+        sojourn.init(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        inner = agent.env.execute
+        agent.env.execute = lambda action: inner(action)
+        agent.run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 1
+        del agent.env.execute
+        assert agent.env.execute == inner
+        with pytest.raises(AttributeError):
+            del agent.env.execute
+
+
+def test_objects_of_any_shape_can_be_attached_to(tmp_path: Path) -> None:
+    import abc
+    from dataclasses import dataclass
+
+    class Slots:
+        __slots__ = ()
+
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def execute(self, action: Any) -> Any: ...
+
+    class Concrete(Abstract):
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    @dataclass
+    class Unhashable:
+        left: int = 1
+
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    from sojourn_integrations import mini_swe_agent
+
+    with MiniServer([]) as server:
+        sojourn.init(server.url)
+        for environment in (Slots(), Concrete(), Unhashable()):
+            kind = type(environment)
+            agent = make_agent(server, tmp_path)
+            agent.env = environment
+            attached(agent).env.execute({"command": "true"})
+            assert sojourn.stats()["attach_error"] == 0
+            assert copy.deepcopy(environment).execute({"command": "true"})["returncode"] == 0
+            mini_swe_agent.detach(agent)
+            assert type(environment) is kind
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 6
+
+
+def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from sojourn_integrations import mini_swe_agent
+
+    seen = []
+    before = DefaultAgent.run
+    mini_swe_agent.instrument()
+    ours = DefaultAgent.run
+
+    @functools.wraps(ours)  # copies whatever marker we may have put there
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return ours(self, *args, **kwargs)
+
+    DefaultAgent.run = theirs
+    try:
+        mini_swe_agent.uninstrument()
+        assert DefaultAgent.run is theirs
+        with MiniServer([SUBMIT, SUBMIT]) as server:
+            sojourn.init(server.url)
+            make_agent(server, tmp_path).run("it")
+            assert sojourn.flush(2)
+            assert (seen, server.told("tool_start")) == ([("it",)], [])
+            mini_swe_agent.instrument()
+            assert DefaultAgent.run is theirs  # ours is still below it
+            make_agent(server, tmp_path).run("it")
+            assert sojourn.flush(2)
+            assert len(server.told("tool_start")) == 1
+    finally:
+        DefaultAgent.run = ours
+        mini_swe_agent.uninstrument()
+    assert DefaultAgent.run is before
+
+
+def query_settings(model: Any, **kwargs: Any) -> dict[str, Any]:
+    """What mini hands to litellm for one query: what another layer of ours adds below is not seen."""
+    import litellm
+
+    handed: dict[str, Any] = {}
+
+    class Stop(Exception):
+        pass
+
+    def completion(**settings: Any) -> Any:
+        handed.update(settings)
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(litellm, "completion", completion)
+        patch.setattr(litellm, "responses", completion)
+        with pytest.raises(Stop):
+            model.query([{"role": "user", "content": "x"}], **kwargs)
+    return handed
+
+
+OWN_CONTEXT = {"vllm_xargs": {"agentic_context": '{"program_id":"mine"}'}}
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"extra_body": OWN_CONTEXT},
+        {"extra_body": [("a", 1)]},
+        {"extra_body": {"vllm_xargs": "text"}},
+        {"extra_headers": [("a", "b")]},
+        {"vllm_xargs": {"replay_ids": [1]}},
+        {"additional_drop_params": ["vllm_xargs"]},
+    ],
+    ids=["context", "list", "text", "headers", "top level", "dropped"],
+)
+def test_where_ours_does_not_fit_nothing_is_added_and_no_event_is_lost(
+    tmp_path: Path, own: dict[str, Any], by_call: bool
+) -> None:
+    with MiniServer([]) as server:
+        sojourn.init(server.url)
+        settings = {} if by_call else own
+        agent = attached(make_agent(server, tmp_path, model_kwargs=settings))
+        with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
+            handed = query_settings(agent.model, **(own if by_call else {}))
+        assert sojourn.flush(2)
+        assert {key: handed.get(key) for key in own} == own
+        assert "extra_headers" in own or "extra_headers" not in handed
+        assert len(server.told("program_start")) == len(server.told("tool_start")) == 1
+        assert sojourn.stats()["inject_error"] == 0
+
+
+def test_empty_settings_leave_room(tmp_path: Path) -> None:
+    with MiniServer([]) as server:
+        sojourn.init(server.url)
+        nothing = {"extra_body": {"vllm_xargs": None}, "extra_headers": None}
+        agent = attached(make_agent(server, tmp_path, model_kwargs=nothing))
+        handed = query_settings(agent.model)
+    assert "agentic_context" in handed["extra_body"]["vllm_xargs"]
+
+
+@pytest.mark.parametrize("parameter", ["extra_headers", "headers"])
+def test_header_names_of_the_users_win_in_any_case(tmp_path: Path, parameter: str) -> None:
+    with MiniServer([]) as server:
+        sojourn.init(server.url)
+        agent = attached(make_agent(server, tmp_path, model_kwargs={parameter: {"x-sEssion-iD": "mine"}}))
+        handed = query_settings(agent.model)
+    names = [*(handed.get("extra_headers") or {}), *(handed.get("headers") or {})]
+    assert names == ["x-sEssion-iD"]
+
+
+OURS, OTHER = "http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"api_base": OURS}, True),
+        ({"base_url": OURS}, True),
+        ({"api_base": OURS, "base_url": OURS + "/"}, True),
+        ({"api_base": OURS, "base_url": OTHER}, False),
+        ({"api_base": OTHER, "base_url": OURS}, False),
+        ({"environment": OURS}, True),
+        ({"environment": OURS, "litellm": OTHER}, False),
+        ({"environment": OTHER, "litellm": OURS}, False),
+        ({"litellm": OURS}, True),
+        ({"api_base": OURS, "litellm": OTHER, "environment": OTHER}, True),
+        ({"api_base": OTHER, "litellm": OURS, "environment": OURS}, False),
+        ({"older": OURS}, True),
+        ({"environment": OTHER, "older": OURS}, False),
+        ({"api_base": OURS, "fallbacks": ["openai/other"]}, False),
+        ({"api_base": OURS, "client": object()}, False),
+        ({"api_base": OURS, "proxy": "True"}, False),
+        ({"responses": True, "api_base": OURS}, True),
+        ({"responses": True, "base_url": OURS}, False),
+        ({"responses": True, "base_url": OTHER, "environment": OURS}, True),
+        ({}, False),
+    ],
+)
+def test_only_where_the_request_surely_goes_to_our_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: bool
+) -> None:
+    import litellm
+    from minisweagent.models.litellm_model import LitellmModel
+    from minisweagent.models.litellm_response_model import LitellmResponseModel
+
+    settings = dict(settings)
+    monkeypatch.setattr(litellm, "api_base", settings.pop("litellm", None))
+    variables = {"environment": "OPENAI_BASE_URL", "older": "OPENAI_API_BASE", "proxy": "USE_LITELLM_PROXY"}
+    for key, name in variables.items():
+        monkeypatch.delenv(name, raising=False)
+        if key in settings:
+            monkeypatch.setenv(name, settings.pop(key))
+    sojourn.init(OURS, probe_timeout_s=0)
+    kind = LitellmResponseModel if settings.pop("responses", False) else LitellmModel
+    with MiniServer([]) as server:
+        agent = make_agent(server, tmp_path)
+    agent.model = kind(model_name="openai/m", model_kwargs=settings)
+    handed = query_settings(attached(agent).model)
+    assert ("X-Session-ID" in handed.get("extra_headers", {})) is expected
+
+
+def test_what_litellm_makes_of_two_urls(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as first, MiniServer([SUBMIT]) as second:
+        sojourn.init(first.url)
+        attached(make_agent(first, tmp_path, model_kwargs={"base_url": second.url + "/v1"})).run("it")
+        assert first.requests == []
+        ((_, body, headers),) = second.requests
+    assert "vllm_xargs" not in body
+    assert "x-session-id" not in headers
 
 
 def test_agent_classes_for_the_command_line() -> None:

@@ -23,7 +23,7 @@ WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import mai
 """How the command lines of multiprocessing's own children look."""
 
 
-class WhenImported(object):
+class WhenImported:
     """A meta path finder that lets the others find one module, then runs ``action`` after its body.
 
     It stays until then: finding a module is not importing it, and an import may fail.
@@ -70,7 +70,9 @@ class WhenImported(object):
             self.action()
         except Exception as error:
             if not (self.quiet and isinstance(error, ImportError)):
-                sys.stderr.write("sojourn: not attached: %s: %s\n" % (type(error).__name__, error))
+                sys.stderr.write(
+                    " ".join(("sojourn: not attached:", type(error).__name__ + ":", str(error), "\n"))
+                )
 
 
 def attach_to_mini():
@@ -111,9 +113,9 @@ def watch_imports():
 def run_hidden_sitecustomize():
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    if sys.version_info < (3, 5):
+    if sys.version_info < (3, 5):  # noqa: UP036
         del sys.modules["sitecustomize"]
-        try:
+        try:  # noqa: SIM105
             __import__("sitecustomize")
         except ImportError:
             pass

@@ -37,8 +37,8 @@ def register(app: typer.Typer) -> None:
             "Run an agent's own command with its programs and tool calls reported to a sojourn server:\n\n"
             "sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
             "No code changes: mini-swe-agent 2.x and openai clients are instrumented as they are imported. "
-            "Only requests for the server itself carry anything. Pythons started by the agent's tools are left "
-            "alone."
+            "Only requests for the server itself carry anything. "
+            "Pythons started by the agent's tools are left alone."
         ),
     )(run)
 
