@@ -1,9 +1,10 @@
 """OpenAI clients (``openai`` ≥ 1.40): every LLM request to a named host says whose turn it is.
 
-Two methods of the client's base class are all it takes: ``request`` runs once for a
-logical request, ``_prepare_options`` once for each HTTP attempt of it. Everything
+Two methods of the client's base classes are all it takes: ``request`` runs once for a
+logical request, ``_build_request`` once for each HTTP attempt of it. Everything
 else of the package ends there: raw and streaming responses, ``parse``, ``stream``,
-Azure, LangChain, AutoGen. Not covered: the Responses *websocket* transport.
+Azure (whose ``_prepare_options`` never reaches the base class), LangChain, AutoGen.
+Not covered: the Responses *websocket* transport.
 
 The user's code is called exactly once, outside our ``try``; whatever it raises
 passes unchanged; a fault of ours ends in a counter and the request goes out bare.
@@ -12,7 +13,7 @@ passes unchanged; a fault of ours ends in a counter and the request goes out bar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,48 +23,78 @@ from .request import Turn
 from .streams import LogicalRequest, follow
 
 PATHS = ("/chat/completions", "/completions", "/responses")
-_MARK = "__sojourn_original__"
-_METHODS = ("request", "_prepare_options")
 
 _under_way: ContextVar[_Call | None] = ContextVar("sojourn_request", default=None)
 _swapped: dict[type, type] = {}
+_patched: dict[tuple[type, str], tuple[Any, Any]] = {}
+"""Class and method → our function and theirs. Kept here: ``functools.wraps`` copies marks made on a function
+to whatever a tracer puts on top of it."""
 
 
 class _Call:
     """A logical request between the two patched methods."""
 
-    __slots__ = ("prepared", "request", "turn")
+    __slots__ = ("at_home", "prepared", "request", "turn")
 
     def __init__(self, turn: Turn, request: LogicalRequest) -> None:
         self.turn = turn
         self.request = request
         self.prepared: Any = None
         """Options of the current attempt, so that two patched layers add to it once."""
+        self.at_home = False
+        """It goes to the server that takes the events."""
+
+    def answered(self, result: Any) -> None:
+        """The answer, or its head, is there. Never raises."""
+        follow(result, self.request)
+        emitter = self.turn.session.emitter
+        if self.at_home and emitter is not None:
+            emitter.server_answered()
+
+    def fail(self, error: BaseException) -> None:
+        """It raised. Never raises."""
+        self.request.fail(error)
+        self.turn.failed()
 
 
 def patch() -> bool:
     """Patch all clients, sync and async. False, and nothing changed, where the methods are not there."""
     from openai import _base_client
 
-    kinds: list[Any] = [getattr(_base_client, name, None) for name in ("SyncAPIClient", "AsyncAPIClient")]
-    if not all(kind is not None and all(method in vars(kind) for method in _METHODS) for kind in kinds):
+    places = {
+        ("SyncAPIClient", "request"): _request,
+        ("AsyncAPIClient", "request"): _async_request,
+        ("BaseClient", "_build_request"): _build,
+    }
+    kinds = {kind: getattr(_base_client, kind, None) for kind, _ in places}
+    if not all(name in vars(kinds[kind] or object) for kind, name in places):
         return False
-    for kind in kinds:
-        for name, wrapped in _methods(kind).items():
-            if not hasattr(vars(kind)[name], _MARK):
-                setattr(kind, name, wrapped)
+    for (kind, name), wrapped in places.items():
+        owner: Any = kinds[kind]
+        theirs = vars(owner)[name]
+        ours, _ = _patched.get((owner, name), (None, None))
+        if ours is None or all(function is not ours for function in _layers(theirs)):
+            ours = wrapped(theirs)
+            _patched[owner, name] = ours, theirs
+            setattr(owner, name, ours)
     return True
 
 
 def unpatch() -> None:
     """Put the package's own functions back, unless somebody patched on top of us."""
-    from openai import _base_client
+    for (kind, name), (ours, theirs) in list(_patched.items()):
+        if vars(kind).get(name) is ours:
+            setattr(kind, name, theirs)
+            del _patched[kind, name]
 
-    for kind in (_base_client.SyncAPIClient, _base_client.AsyncAPIClient):
-        for name in _METHODS:
-            original = getattr(vars(kind)[name], _MARK, None)
-            if original is not None:
-                setattr(kind, name, original)
+
+def _layers(function: Any) -> Iterator[Any]:
+    """``function`` and what it says it wraps."""
+    for _ in range(100):
+        yield function
+        function = getattr(function, "__wrapped__", None)
+        if function is None:
+            return
 
 
 def wrap(client: Any) -> bool:
@@ -71,20 +102,22 @@ def wrap(client: Any) -> bool:
     kind = type(client)
     if kind in _swapped.values():
         return True
-    if not all(callable(getattr(kind, method, None)) for method in _METHODS):
+    from openai import _base_client
+
+    if issubclass(kind, _base_client.AsyncAPIClient):
+        request: Callable[..., Any] = _async_request(kind.request)
+    elif issubclass(kind, _base_client.SyncAPIClient):
+        request = _request(kind.request)
+    else:
+        return False
+    if not callable(getattr(kind, "_build_request", None)):
         return False
     if kind not in _swapped:
-        body = {**_methods(kind), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _swapped[kind] = type(kind.__name__, (kind,), body)
+        body = {"request": request, "_build_request": _build(kind._build_request)}
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _swapped[kind] = type(kind.__name__, (kind,), {**body, **names})
     client.__class__ = _swapped[kind]
     return True
-
-
-def _methods(kind: type) -> dict[str, Callable[..., Any]]:
-    request, prepare = kind.request, kind._prepare_options  # type: ignore[attr-defined]
-    if any("async" in base.__name__.lower() for base in kind.__mro__):
-        return {"request": _async_request(request), "_prepare_options": _async_prepare(prepare)}
-    return {"request": _request(request), "_prepare_options": _prepare(prepare)}
 
 
 def _request(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,14 +130,13 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(self, cast_to, options, *args, **kwargs)
         except BaseException as error:
-            call.request.fail(error)
+            call.fail(error)
             raise
         finally:
             _leave(token)
-        follow(result, call.request)
+        call.answered(result)
         return result
 
-    setattr(request, _MARK, original)
     return request
 
 
@@ -118,43 +150,29 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = await original(self, cast_to, options, *args, **kwargs)
         except BaseException as error:
-            call.request.fail(error)
+            call.fail(error)
             raise
         finally:
             _leave(token)
-        follow(result, call.request)
+        call.answered(result)
         return result
 
-    setattr(request, _MARK, original)
     return request
 
 
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _prepare_options(self: Any, options: Any) -> Any:
-        options = original(self, options)
+    def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         _add(self, options)
-        return options
+        return original(self, options, *args, **kwargs)
 
-    setattr(_prepare_options, _MARK, original)
-    return _prepare_options
-
-
-def _async_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def _prepare_options(self: Any, options: Any) -> Any:
-        options = await original(self, options)
-        _add(self, options)
-        return options
-
-    setattr(_prepare_options, _MARK, original)
-    return _prepare_options
+    return _build_request
 
 
 def _begin(client: Any, options: Any) -> _Call | None:
     session = runtime.session()
     try:
-        if _under_way.get() is not None or not _concerns_us(session, client, options):
+        if _under_way.get() is not None or _target(session, client, options) is None:
             return None
         turn = Turn(session)
         return _Call(turn, LogicalRequest(session.counters, turn.program))
@@ -170,34 +188,52 @@ def _leave(token: Any) -> None:
         runtime.session().counters.add("context_reset_failed")
 
 
-def _concerns_us(session: runtime.Session, client: Any, options: Any) -> bool:
+def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
+    """``host:port`` of an LLM request that may be told about programs; ``None`` for all others."""
     if session.config is None or not session.online or options.method.lower() != "post":
-        return False
+        return None
     url = options.url.partition("?")[0]
     if not url.endswith(PATHS):
-        return False
+        return None
     # An absolute URL in the options goes to its own host, whatever the client's base_url is.
     target = client._prepare_url(options.url) if "://" in url else client.base_url
     port = target.port or (443 if target.scheme == "https" else 80)
-    return canonical_host(target.host, port) in session.config.hosts
+    host = canonical_host(target.host, port)
+    return host if host in session.config.hosts else None
+
+
+def _has_place(options: Any) -> bool:
+    """The body is a JSON object, or will be one: bytes, lists and forms are sent as they are."""
+    if getattr(options, "content", None) is not None or getattr(options, "files", None):
+        return False
+    return options.json_data is None or isinstance(options.json_data, Mapping)
 
 
 def _add(client: Any, options: Any) -> None:
     """Add our fields to one attempt. What the user set stays as it is."""
-    session = runtime.session()
+    call = _under_way.get()
+    if call is None or call.prepared is options:
+        return
+    session = call.turn.session
     try:
-        call = _under_way.get()
-        if call is None or call.prepared is options or not _concerns_us(session, client, options):
+        target = _target(session, client, options)
+        if target is None or session.config is None:
             return
         call.prepared = options
         call.request.attempt()
-        theirs = dict(options.extra_json or {})
+        call.at_home = target == session.config.host
+        has_place = _has_place(options)
+        theirs = dict(options.extra_json or {}) if has_place else {}
         given = theirs.get("vllm_xargs")
-        if given is None and isinstance(options.json_data, dict):
+        if given is None and has_place and options.json_data is not None:
             given = options.json_data.get("vllm_xargs")
         # A context of the user's own leaves no place for ours, and so for no events either.
-        ours_fits = given is None or (isinstance(given, dict) and "agentic_context" not in given)
-        body, headers = call.turn.parts(take=ours_fits)
+        unsaid = given is None or (isinstance(given, dict) and "agentic_context" not in given)
+        ours_fits = has_place and unsaid
+        # Events go to the one server that takes them: a replica would not know their program's others.
+        body, headers = call.turn.parts(take=ours_fits and call.at_home)
+        if not has_place:
+            body = {}
         for key, value in body.items():
             if key == "vllm_xargs":
                 if ours_fits:

@@ -7,17 +7,21 @@ with it, where the dialect has a place for them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from . import runtime
 from .context import Place, find
 from .hints import AgenticContext, SojournContext
+from .ids import EmitterId
 from .naming import name_of
 from .program import Program, process_program
 from .step import NO_ADVICE
 from .wire import MAX_CONTEXT_BYTES, encode
+
+if TYPE_CHECKING:
+    from .emitter import Pending
 
 MAX_PIGGYBACK_EVENTS = 64
 _ROOM_BYTES = 256
@@ -43,8 +47,9 @@ def headers() -> dict[str, str]:
 def request_parts(program: Program | None = None) -> Parts:
     """``(body fields, headers)`` for one request; events not yet sent move into the body. Never raises.
 
-    Send what it returns: events it took are not sent again. ``program`` speaks for another program than the
-    one around the running code.
+    Send what it returns, to the server named by ``init()``: events it took are not sent again, and no other
+    server knows what to do with them. ``program`` speaks for another program than the one around the running
+    code.
     """
     return _parts(take=True, program=program)
 
@@ -71,7 +76,15 @@ class Turn:
         self.program: Program = here.program if here.program is not None else process_program(session)
         self._step = here.step
         self._node = (here.step.node if here.step is not None else None) or node or self.program.node
-        self._taken: list[Any] = []
+        self._taken: list[Pending] = []
+        self._emitter: EmitterId | None = None
+        """Whose numbers the taken events bear."""
+
+    def failed(self) -> None:
+        """The request is over and was not answered: the events on it may not have arrived. Never raises."""
+        taken, self._taken = self._taken, []
+        if taken and self._emitter is not None and self.session.emitter is not None:
+            self.session.emitter.put_back(self._emitter, taken)
 
     def parts(self, *, take: bool) -> Parts:
         """Body fields and headers as of now. Events taken for an earlier attempt ride on every later one too:
@@ -83,6 +96,8 @@ class Turn:
         context = self._context()
         if not take or not dialect.carries_events:
             return dialect.fields(context)
+        if self._emitter != session.emitter.id:
+            self._taken, self._emitter = [], session.emitter.id  # a fork lies between two attempts
         plain_bytes = len(encode(context))
         room_bytes = MAX_CONTEXT_BYTES - _ROOM_BYTES - plain_bytes
         now = runtime.clock()

@@ -343,9 +343,9 @@ def test_derived_clients_and_concurrent_programs(online, client):
 
 def patched():
     return [
-        vars(kind)[name]
-        for kind in (_base_client.SyncAPIClient, _base_client.AsyncAPIClient)
-        for name in ("request", "_prepare_options")
+        _base_client.SyncAPIClient.request,
+        _base_client.AsyncAPIClient.request,
+        _base_client.BaseClient._build_request,
     ]
 
 
@@ -380,7 +380,10 @@ def test_somebody_elses_patch_on_top_survives(online, monkeypatch):
         with sojourn.program(), OpenAI(api_key="k", base_url=online.base_url) as client:
             assert client.chat.completions.create(model="m", messages=MESSAGES).choices
     finally:
-        _base_client.SyncAPIClient.request = ours.__sojourn_original__
+        _base_client.SyncAPIClient.request = ours
+        sojourn.instrument()
+        sojourn.uninstrument()
+    assert _base_client.SyncAPIClient.request is not ours
 
 
 def test_wrap_is_about_one_object(online):
@@ -452,7 +455,7 @@ def test_a_stock_server_gets_the_header_only():
 
 
 def test_an_unfamiliar_version_is_left_alone(server, monkeypatch, caplog):
-    monkeypatch.delattr(_base_client.AsyncAPIClient, "_prepare_options")
+    monkeypatch.delattr(_base_client.BaseClient, "_build_request")
     before = _base_client.SyncAPIClient.request
     sojourn.init(server.url)
     assert _base_client.SyncAPIClient.request is before
