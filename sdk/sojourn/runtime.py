@@ -179,8 +179,9 @@ def init(
     may be told about programs, e.g. replicas: nothing is ever added to requests for other hosts. ``dialect``
     is ``"sojourn"`` or ``"vllm"``; without it the server is asked in the background, for whose answer this
     call waits ``probe_timeout_s`` at most. ``threads=True`` carries the current program into new threads and
-    thread pools. Repeating it with the same arguments is harmless; with others it replaces the session.
-    Raises ``ConfigError``.
+    the jobs of thread pools; not into long-lived workers of one's own. Repeating it with the same arguments
+    is harmless; with others it replaces the session. Raises ``ConfigError``, and leaves the session before as it
+    is, where it cannot be set up.
     """
     global _session
     environment = Environment.read()

@@ -1,8 +1,15 @@
 """Carry the current place into threads and thread pools. Opt-in: ``init(url, threads=True)``.
 
 ``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our own context
-variable is handed on; a pool's own worker threads get none at their start, else
-they would keep their first program for life.
+variable is handed on. The threads that ``concurrent.futures`` and
+``multiprocessing`` keep for themselves (workers, the manager of a process pool,
+the feeders of queues) get none at their start, else they would keep their first
+program for life.
+
+The limit: a thread is told once, when it starts. A long-lived worker of somebody's
+own that takes jobs from a queue stays with the program that happened to start it;
+such jobs open ``program(id=...)`` or a child of their own. Jobs of a process pool run
+in other processes, which know no program but the one in ``SOJOURN_PROGRAM_ID``.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ def install() -> None:
     @functools.wraps(start)
     def carrying_start(self: threading.Thread) -> None:
         here = place.get()
-        if here is not NOWHERE and not _is_pool_worker(self):
+        if here is not NOWHERE and not _serves_a_pool(self):
             self.run = _inside(here, self.run)  # type: ignore[method-assign]
         start(self)
 
@@ -68,6 +75,9 @@ def _inside(here: Place, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_pool_worker(thread: threading.Thread) -> bool:
+def _serves_a_pool(thread: threading.Thread) -> bool:
+    """A thread of the standard library's own, by what it runs: its class, or the target it was given."""
     target = getattr(thread, "_target", None)
-    return getattr(target, "__module__", None) == "concurrent.futures.thread"
+    code = type(thread).run if target is None else target
+    module = getattr(code, "__module__", None) or ""
+    return module.startswith(("concurrent.futures.", "multiprocessing."))

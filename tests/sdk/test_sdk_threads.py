@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import multiprocessing.pool
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import sojourn
 
@@ -55,3 +57,24 @@ def test_subclasses_with_their_own_run_are_carried_too(server):
         thread.start()
     thread.join()
     assert seen == [p]
+
+
+def test_threads_that_serve_a_pool_belong_to_no_program(server):
+    """They outlive the program that happened to start them, and so would their share of it."""
+    sojourn.init(server.url, threads=True)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with sojourn.program():
+        before = set(threading.enumerate())
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(int, "1").result()
+            served = set(threading.enumerate()) - before
+            assert any("ExecutorManagerThread" in type(thread).__name__ for thread in served)
+            assert not any("run" in vars(thread) for thread in served)
+        with multiprocessing.pool.ThreadPool(2) as threads:
+            assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
+            assert threads.apply(sojourn.current_program) is None
+        queue.put(1)
+        assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
+        queue.close()
+        queue.join_thread()
