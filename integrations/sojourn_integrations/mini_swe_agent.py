@@ -265,7 +265,7 @@ def _with_request_parts(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_room(settings: Mapping[str, Any]) -> bool:
-    """Whether all of ours can be added, which a context of the user's own, or what cannot be merged, forbids."""
+    """Whether all of ours can be added. What cannot be merged forbids it, as does a context of the user's."""
     extra_body = settings.get("extra_body")
     for value in (extra_body, settings.get("extra_headers"), settings.get("headers")):
         if value is not None and not isinstance(value, Mapping):

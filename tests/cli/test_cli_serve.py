@@ -126,3 +126,29 @@ def test_the_process_becomes_the_engine(monkeypatch):
     assert became["argv"][0] == became["path"]
     assert "PYTHONDONTWRITEBYTECODE" not in became["env"]
     assert "sojourn" in became["env"]["VLLM_PLUGINS"].split(",")
+
+
+def test_keys_are_shown_nowhere(monkeypatch):
+    key = ["--api-key", "sk-1", "--hf-token=sk-2"]
+    assert "sk-" not in invoke("tiny", *key, "--dry-run").output
+    became = []
+    monkeypatch.setattr(serve_command, "_make_model", lambda model: None)
+    monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.extend(argv))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with serve_command.console.capture() as said:
+        assert invoke("tiny", "--host", "127.0.0.1", "--port", port, *key).exit_code == 0
+    assert "--api-key" in said.get()
+    assert "sk-" not in said.get()
+    assert {"sk-1", "--hf-token=sk-2"} <= set(became)
+
+
+def test_says_in_one_line_what_the_cpu_build_ignores(monkeypatch):
+    from sojourn_server.launch import facts
+
+    monkeypatch.setattr(facts, "_has_distribution", lambda name: False)
+    with serve_command.console.capture() as said:
+        dry_run("tiny", "--api-server-count", "2")
+    (line,) = said.get().splitlines()
+    assert "--api-server-count" in line

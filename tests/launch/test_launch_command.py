@@ -182,6 +182,48 @@ def test_the_dry_run_line_is_what_a_shell_reads_back():
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        ("--api-key", "sk-1"),
+        ("--api-key", "sk-1", "sk-2"),
+        ("--api_key=sk-1",),
+        ("--api-k", "sk-1"),
+        ("--hf-token", "sk-1"),
+        ("--hf-token=sk-1",),
+        ("--otlp-traces-endpoint", "http://me:sk-1@host/x"),
+        ("--otlp-traces-endpoint=http://sk-1@host/x",),
+    ],
+)
+@pytest.mark.parametrize("facts", [CPU, CUDA])
+def test_secrets_are_given_to_the_engine_and_not_shown(args, facts):
+    command = build(*args, "--seed", "4", facts=facts)
+    assert command.argv[-len(args) - 2 :] == (*args, "--seed", "4")
+    shown = command.as_shell()
+    assert "sk-" not in shown
+    assert "***" in shown
+    assert shown.endswith("--seed 4")
+
+
+def test_what_is_no_secret_is_shown():
+    shown = build(
+        "--max-num-batched-tokens", "64", "--hf-overrides", "{}", "--api-server-count", "2"
+    ).as_shell()
+    assert "***" not in shown
+
+
+@pytest.mark.parametrize("args", [("--api-server-count", "2"), ("--api_server_count=4",), ("-asc", "2")])
+def test_what_this_vllm_would_ignore_is_said(args):
+    (warning,) = build(*args, facts=CPU).warnings
+    assert "one API server" in warning
+    assert build(*args, facts=CUDA).warnings == ()
+
+
+@pytest.mark.parametrize("args", [(), ("--api-server-count", "1")])
+def test_nothing_is_said_where_nothing_is_ignored(args):
+    assert build(*args, facts=CPU).warnings == ()
+
+
+@pytest.mark.parametrize(
     ("args", "expected"),
     [
         ((), ("", 8000)),

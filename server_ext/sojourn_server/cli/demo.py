@@ -98,6 +98,7 @@ def _run(
     from sojourn_server.demo import arm as arms_room
     from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
     from sojourn_server.demo.tasks import load_tasks
+    from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.models import ModelError, resolve_model
 
     tasks = load_tasks(programs)
@@ -116,7 +117,7 @@ def _run(
         "pool": (
             f"KV for {blocks * arms_room.BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
             if url is None
-            else f"a server at {url}"
+            else f"a server at {without_userinfo(url)}"
         ),
         "pool_blocks": blocks if url is None else None,
         "block_tokens": arms_room.BLOCK_TOKENS if url is None else None,
@@ -127,7 +128,7 @@ def _run(
         "serve_args": list(flags) if url is None else None,
         "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         "versions": _versions(),
-        "command": shlex.join(["sojourn", *sys.argv[1:]]),
+        "command": command_line(),
     }
     console.print(f"{programs} programs; pool: {facts['pool']}", highlight=False, soft_wrap=True)
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds, which belong to no arm
@@ -225,6 +226,13 @@ def _check_installed(plot: Path | None) -> None:
         raise CliError(
             f"the demo needs {', '.join(missing)}", "pip install '.[demo]' in a checkout of sojourn"
         )
+
+
+def command_line() -> str:
+    """This command as it was given, but for secrets: figures are passed on."""
+    from sojourn_server.launch.redaction import redacted
+
+    return shlex.join(["sojourn", *redacted(sys.argv[1:])])
 
 
 def _processor() -> str:

@@ -110,6 +110,7 @@ async def _run(
 ) -> tuple[Tally, dict[str, Any]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.replay.announce import Announcer, Sdk, Silent
     from sojourn_server.replay.client import CompletionsClient
     from sojourn_server.replay.driver import Replay
@@ -148,7 +149,7 @@ async def _run(
         finally:
             announcer.close()
     about = {
-        "url": client.url,
+        "url": without_userinfo(client.url),
         "model": served.name,
         "engine": served.engine,
         "dialect": dialect,

@@ -70,6 +70,8 @@ def serve(
             engine_facts(),
             os.environ,
         )
+        for warning in command.warnings:
+            console.print(f"[yellow]note:[/] {warning}", highlight=False, soft_wrap=True)
         if dry_run:
             sys.stdout.write(command.as_shell() + "\n")
             return

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .redaction import redacted
+
 STOCK = "stock"
 """The policy that is plain vLLM: none of our code is loaded."""
 
@@ -80,17 +82,19 @@ class EngineCommand:
     env: Mapping[str, str]
     """Variables to set."""
     unset: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What of the options will have no effect, one line each."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` with the changes made."""
         return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
 
     def as_shell(self) -> str:
-        """The command as a line for a shell, for ``--dry-run``."""
+        """The command as a line for a shell, to be shown: the values of secret flags read ``***``."""
         unset = [part for name in self.unset for part in ("-u", name)]
         assignments = [f"{name}={value}" for name, value in self.env.items()]
         prefix = ["env", *unset, *assignments] if unset or assignments else []
-        return shlex.join([*prefix, *self.argv])
+        return shlex.join([*prefix, *redacted(self.argv)])
 
 
 def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[str, str]) -> EngineCommand:
@@ -139,6 +143,7 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
         env=env,
         # Without byte code each of the engine's processes compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
+        warnings=_warnings(flags, facts),
     )
 
 
@@ -213,6 +218,16 @@ def _entry(options: ServeOptions, facts: EngineFacts) -> list[str]:
     # Deprecated in favour of the command above, says the module each time it runs.
     quiet = ["-W", "ignore::DeprecationWarning:__main__"]
     return [*quiet, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model_path]
+
+
+def _warnings(flags: Flags, facts: EngineFacts) -> tuple[str, ...]:
+    if facts.has_vllm_cli:
+        return ()
+    for flag in ("--api-server-count", "-asc"):
+        count = flags.value(flag)
+        if count not in (None, "1"):
+            return (f"{flag} {count} has no effect: the CPU build of vLLM runs one API server",)
+    return ()
 
 
 def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
