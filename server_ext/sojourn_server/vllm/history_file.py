@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import threading
@@ -17,31 +19,55 @@ SAVE_EVERY_S = 300.0
 
 logger = init_logger("vllm.sojourn")
 
+_numbers = itertools.count()
+"""Of writes in this process, so that no two share a temporary name."""
+
 
 class HistoryFile:
-    """Loads histories at start, saves them every few minutes and at the end. ``path`` None: neither."""
+    """Loads histories at start, saves them every few minutes and at the end. ``path`` None: neither.
 
-    def __init__(self, path: str | None, now: float) -> None:
-        self._path = Path(path) if path is not None else None
+    Of several data-parallel engines each has its own file, ``path`` with
+    ``.rank0`` and so on behind it: they learn from different requests, and the
+    last to save would overwrite the others. No failure of the file system is
+    raised: histories are worth a warning, not an engine.
+    """
+
+    def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
+        self._path: Path | None = None
+        if path is not None:
+            self._path = Path(path if rank is None else f"{path}.rank{rank}")
         self._saved_at = now
+        self._unread = False
+        """There is a file that may be good but could not be read: the first save must not destroy it."""
+        self._lock = threading.Lock()
+        self._snapshots = 0
+        self._written = 0
 
     def load(self) -> Histories:
         """The saved histories; empty ones where there is no file or it cannot be used.
 
-        A file that cannot be used is kept under another name, so that saving does not destroy it.
+        A file that makes no sense is kept under another name, so that saving
+        does not destroy it. One that cannot be read stays where it is until then.
         """
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return Histories()
         try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return Histories()
+        except OSError as error:
+            self._unread = True
+            logger.warning("sojourn: history %s cannot be read (%s); starting cold", self._path, error)
+            return Histories()
+        try:
+            document = json.loads(content)
             return Histories(
                 tools=ToolHistory.restore(document["tools"]), turns=TurnHistory.restore(document["turns"])
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            kept = self._path.with_name(f"{self._path.name}.unreadable")
-            os.replace(self._path, kept)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            kept = self._set_aside("unreadable")
             logger.warning(
-                "sojourn: history %s cannot be used (%s); kept as %s, starting cold", self._path, error, kept
+                "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept
             )
             return Histories()
 
@@ -50,22 +76,56 @@ class HistoryFile:
         if self._path is None or now - self._saved_at < SAVE_EVERY_S:
             return
         self._saved_at = now
-        threading.Thread(target=self._write, args=(_document(histories),), daemon=True).start()
+        self._snapshots += 1
+        threading.Thread(
+            target=self._write,
+            args=(_document(histories), self._snapshots),
+            name="sojourn-history",
+            daemon=True,
+        ).start()
 
     def save(self, histories: Histories) -> None:
-        """Save now."""
+        """Save now. Waits for a save in the background that is under way."""
         if self._path is not None:
-            self._write(_document(histories))
+            self._snapshots += 1
+            self._write(_document(histories), self._snapshots)
 
-    def _write(self, document: dict[str, Any]) -> None:
+    def _write(self, document: dict[str, Any], number: int) -> None:
         assert self._path is not None
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        unique = f"{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
+        partial = self._path.with_name(f"{self._path.name}.{unique}.partial")
+        with self._lock:
+            if number <= self._written:
+                return  # a later snapshot was quicker to get here
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_text(json.dumps(document), encoding="utf-8")
+                if self._unread:
+                    logger.warning(
+                        "sojourn: history %s was never read; %s", self._path, self._set_aside("unread")
+                    )
+                    self._unread = False
+                os.replace(partial, self._path)
+                self._written = number
+            except OSError as error:
+                logger.warning("sojourn: history %s not saved: %s", self._path, error)
+                _remove(partial)
+
+    def _set_aside(self, suffix: str) -> str:
+        """Rename the file; returns what became of it, in words."""
+        assert self._path is not None
+        kept = self._path.with_name(f"{self._path.name}.{suffix}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(document), encoding="utf-8")
-            partial.replace(self._path)
+            os.replace(self._path, kept)
         except OSError as error:
-            logger.warning("sojourn: history %s not saved: %s", self._path, error)
+            return f"it could not be kept as {kept} ({error})"
+        return f"kept as {kept}"
+
+
+def _remove(path: Path) -> None:
+    # Where this fails the write did as well, and that has been said.
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _document(histories: Histories) -> dict[str, Any]:
