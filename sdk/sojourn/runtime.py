@@ -180,8 +180,8 @@ def init(
     is ``"sojourn"`` or ``"vllm"``; without it the server is asked in the background, for whose answer this
     call waits ``probe_timeout_s`` at most. ``threads=True`` carries the current program into new threads and
     the jobs of thread pools; not into long-lived workers of one's own. Repeating it with the same arguments
-    is harmless; with others it replaces the session. Raises ``ConfigError``, and leaves the session before as it
-    is, where it cannot be set up.
+    is harmless; with others it replaces the session. Raises ``ConfigError`` where it cannot be
+    set up, and leaves the session before as it is.
     """
     global _session
     environment = Environment.read()
