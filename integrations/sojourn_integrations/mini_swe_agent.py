@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 import sojourn
 from sojourn.commandline import main_head
 from sojourn.config import host_key
+from sojourn.request import Turn
+from sojourn.runtime import session
 
 from .overlay import Around, lay, lift, lift_all
-from .scope import enter, fault, leave, may_tell
+from .scope import enter, fault, leave, may_tell, takes_events
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument"]  # noqa: F822
 
@@ -236,18 +238,26 @@ def _status(output: Any) -> str:
 
 
 def _told(model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return query(*args, **_with_request_parts(model, kwargs))
+    turn, kwargs = _with_turn(model, kwargs)
+    try:
+        return query(*args, **kwargs)
+    except BaseException:
+        if turn is not None:
+            turn.failed()  # events that did arrive, as before a FormatError, are told by their numbers
+        raise
 
 
-def _with_request_parts(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_turn(model: Any, kwargs: dict[str, Any]) -> tuple[Turn | None, dict[str, Any]]:
     """``kwargs`` with ours added below the user's, or unchanged where that must not or cannot be done."""
+    turn = None
     try:
         # As mini joins them; so an extra_body given with the call hides that of the settings, as without us.
         theirs = {**(getattr(model.config, "model_kwargs", None) or {}), **kwargs}
         url = _server_url(model, theirs)
         if url is None or not may_tell(url) or not _has_room(theirs):
-            return kwargs
-        body, headers = sojourn.request_parts()  # events it takes are not sent again: from here all goes out
+            return None, kwargs
+        turn = Turn(session())
+        body, headers = turn.parts(take=takes_events(url))
         extra_body = dict(theirs.get("extra_body") or {})
         for key, value in body.items():
             if key == "vllm_xargs":
@@ -258,10 +268,12 @@ def _with_request_parts(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         taken = {str(name).lower() for name in (*extra_headers, *(theirs.get("headers") or {}))}
         extra_headers = {**{k: v for k, v in headers.items() if k.lower() not in taken}, **extra_headers}
         ours = {"extra_body": extra_body, "extra_headers": extra_headers}
-        return {**kwargs, **{name: value for name, value in ours.items() if value}}
+        return turn, {**kwargs, **{name: value for name, value in ours.items() if value}}
     except Exception:
         fault("inject_error")
-        return kwargs
+        if turn is not None:
+            turn.failed()
+        return None, kwargs
 
 
 def _has_room(settings: Mapping[str, Any]) -> bool:

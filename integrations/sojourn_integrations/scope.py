@@ -44,6 +44,12 @@ def may_tell(url: str) -> bool:
     return config is not None and host_key(url) in config.hosts
 
 
+def takes_events(url: str) -> bool:
+    """Whether events may ride on requests for ``url``: only the one server they are sent to knows them."""
+    config = session().config
+    return config is not None and host_key(url) == config.host
+
+
 def fault(name: str) -> None:
     """Count something we had to leave undone; see ``sojourn.stats()``."""
     session().counters.add(name)

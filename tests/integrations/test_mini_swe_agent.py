@@ -299,8 +299,9 @@ def test_our_own_faults_stay_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with MiniServer([calls("true"), SUBMIT]) as server:
         sojourn.init(server.url)
         agent = attached(make_agent(server, tmp_path))
-        for name in ("program", "tool_call", "request_parts"):
+        for name in ("program", "tool_call"):
             monkeypatch.setattr(sojourn, name, broken)
+        monkeypatch.setattr("sojourn_integrations.mini_swe_agent.Turn", broken, raising=False)
         assert agent.run("it")["exit_status"] == "Submitted"
         assert sojourn.stats()["internal_error"] == 3  # the program and two tool calls
         assert sojourn.stats()["inject_error"] == 2
@@ -602,6 +603,29 @@ def test_only_where_the_request_surely_goes_to_our_server(
     agent.model = kind(model_name="openai/m", model_kwargs=settings)
     handed = query_settings(attached(agent).model)
     assert ("X-Session-ID" in handed.get("extra_headers", {})) is expected
+
+
+def test_a_replica_is_told_whose_request_it_is_but_gets_no_events(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as home, MiniServer([SUBMIT]) as replica:
+        sojourn.init(home.url, hosts=[replica.url])
+        attached(make_agent(replica, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        (context,) = contexts(replica)
+        assert context["program_id"] == home.told("program_start")[0]["program_id"]
+        assert replica.events == []
+
+
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+def test_events_of_a_request_that_failed_are_sent_after_all(tmp_path: Path, model: str) -> None:
+    with MiniServer([]) as home:
+        sojourn.init(home.url)
+        agent = attached(make_agent(home, tmp_path, model=model))
+        with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
+            home.answer = lambda *_: (500, {"error": {"message": "lost", "type": "x", "code": 500}})  # type: ignore[method-assign]
+            with pytest.raises(Exception, match="lost"):
+                agent.model.query([{"role": "user", "content": "x"}])
+        assert sojourn.flush(2)
+        assert len(home.told("program_start")) == len(home.told("tool_start")) == 1
 
 
 def test_what_litellm_makes_of_two_urls(tmp_path: Path) -> None:
