@@ -20,12 +20,12 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from .backlog import Backlog, Pending
 from .events import Event
 from .ids import EmitterId
 from .stats import Counters
@@ -63,21 +63,6 @@ class Source(Protocol):
     @property
     def is_open(self) -> bool:
         """Not ended: a beat may still be sent for it."""
-
-
-class Pending(NamedTuple):
-    """An event that happened at ``at_s`` and is not sent yet."""
-
-    program_id: str
-    kind: type[Event]
-    seq: int
-    at_s: float
-    fields: dict[str, Any]
-
-    def encode(self, now: float) -> bytes:
-        """JSON as of ``now``, which fixes ``age_s``. Raises ``WireError``."""
-        age_s = round(max(0.0, now - self.at_s), 6)
-        return encode(self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields))
 
 
 class Emitter:
@@ -125,8 +110,7 @@ class Emitter:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
-        self._pending: dict[str, deque[Pending]] = {}
-        self._size = 0
+        self._pending = Backlog(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
         self._hurry = 0
@@ -146,7 +130,7 @@ class Emitter:
                 if not self._supported or self._closed:
                     self.counters.add("dropped_unsupported" if not self._supported else "dropped_closed")
                     return False
-                if self._size >= self._queue_events:
+                if self._pending.full:
                     self.counters.add("dropped_full")
                     return False
                 self._append(source, kind, fields)
@@ -164,27 +148,14 @@ class Emitter:
 
         At most ``max_events`` of at most ``max_bytes`` of JSON together, with one byte each for the comma.
         """
-        taken: list[Pending] = []
         with self._lock:
-            queue = self._pending.get(program_id)
-            now = self._clock()
-            used = 0
-            while queue and len(taken) < max_events:
-                try:
-                    used += len(queue[0].encode(now)) + 1
-                except Exception:
-                    queue.popleft()
-                    self._size -= 1
-                    self.counters.add("encode_error")
-                    continue
-                if used > max_bytes:
-                    break
-                taken.append(queue.popleft())
-                self._size -= 1
-            if queue is not None and not queue:
-                self._pending.pop(program_id, None)
+            taken, unsayable = self._pending.take(
+                program_id, self._clock(), max_events=max_events, max_bytes=max_bytes
+            )
             if taken:
                 self._drained.notify_all()
+        if unsayable:
+            self.counters.add("encode_error", unsayable)
         if taken:
             self.counters.add("events_piggybacked", len(taken))
         return taken
@@ -198,18 +169,10 @@ class Emitter:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
                     return
-                queues: dict[str, deque[Pending]] = {}
-                for n, pending in enumerate(reversed(taken)):
-                    if self._size >= self._queue_events:
-                        self.counters.add("dropped_full", len(taken) - n)
-                        break
-                    queue = queues.get(pending.program_id)
-                    if queue is None:
-                        queue = self._pending.setdefault(pending.program_id, deque())
-                        queues[pending.program_id] = queue
-                    queue.appendleft(pending)
-                    self._size += 1
-                    self.counters.add("events_returned")
+                lost = self._pending.put_back(taken)
+                self.counters.add("events_returned", len(taken) - lost)
+                if lost:
+                    self.counters.add("dropped_full", lost)
                 if self._idle:
                     self._wake.notify()
                 else:
@@ -233,7 +196,7 @@ class Emitter:
     def pending(self) -> int:
         """Events queued or being sent right now."""
         with self._lock:
-            return sum(map(len, self._pending.values())) + self._sending
+            return len(self._pending) + self._sending
 
     def start(self) -> None:
         """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` where it cannot."""
@@ -346,11 +309,12 @@ class Emitter:
             due, wait_s = self._due()
             with self._lock:
                 for source, kind in due:
-                    if source.is_open and self._size < self._queue_events:
+                    if source.is_open and not self._pending.full:
                         self._append(source, kind, {})
-                hurry = self._closed or self._hurry > 0
                 if self._pending:
-                    break
+                    if not self._closed and not self._hurry:
+                        self._wake.wait(self._linger_s)  # cut short by flush() and close()
+                    return True
                 if self._closed:
                     return False
                 self._idle = True
@@ -358,9 +322,6 @@ class Emitter:
                     self._wake.wait(wait_s)
                 finally:
                     self._idle = False
-        if not hurry:
-            time.sleep(self._linger_s)
-        return True
 
     def _due(self) -> tuple[Iterable[tuple[Source, type[Event]]], float | None]:
         if self._beats is None or not self._supported:
@@ -374,21 +335,12 @@ class Emitter:
     def _append(self, source: Source, kind: type[Event], fields: dict[str, Any]) -> None:
         # One row of numbers for all programs: it also grows within each, whoever resumes one under its id.
         pending = Pending(source.id, kind, next(self._seq), self._clock(), fields)
-        self._pending.setdefault(pending.program_id, deque()).append(pending)
-        self._size += 1
+        self._pending.append(pending)
         self.counters.add("events_queued")
 
     def _pop(self) -> list[Pending]:
-        """The next batch: whole programs, longest waiting first, in the order of their events."""
-        batch: list[Pending] = []
         with self._lock:
-            while self._pending and len(batch) < self._batch_events:
-                program_id, queue = next(iter(self._pending.items()))
-                while queue and len(batch) < self._batch_events:
-                    batch.append(queue.popleft())
-                if not queue:
-                    del self._pending[program_id]
-            self._size = sum(map(len, self._pending.values()))
+            batch = self._pending.batch(self._batch_events)
             self._sending = len(batch)
         return batch
 
@@ -454,9 +406,7 @@ class Emitter:
         """This server has no place for events: forget those queued and drop later ones."""
         with self._lock:
             self._supported = False
-            unsent = sum(map(len, self._pending.values()))
-            self._pending.clear()
-            self._size = 0
+            unsent = self._pending.clear()
             self._drained.notify_all()
         if unsent:
             self.counters.add("dropped_unsupported", unsent)

@@ -21,7 +21,7 @@ from .step import NO_ADVICE
 from .wire import MAX_CONTEXT_BYTES, encode
 
 if TYPE_CHECKING:
-    from .emitter import Pending
+    from .backlog import Pending
 
 MAX_PIGGYBACK_EVENTS = 64
 _ROOM_BYTES = 256

@@ -26,7 +26,7 @@ def client(online):
 @pytest.fixture
 def lingering(online):
     """A sender that leaves time for a request to take events along."""
-    sojourn.runtime.session().emitter._linger_s = 0.3
+    sojourn.runtime.session().emitter._linger_s = 30
     return online
 
 
@@ -188,7 +188,7 @@ def test_a_class_is_judged_by_what_it_is_not_by_its_name(online):
 def test_events_of_a_request_that_nobody_heard_are_sent_after_all(server):
     """The LLM port is dead, the events' own connection is not."""
     sojourn.init(server.url)
-    sojourn.runtime.session().emitter._linger_s = 0.3
+    sojourn.runtime.session().emitter._linger_s = 30
 
     class Refusing(openai._base_client.SyncHttpxClientWrapper):
         def send(self, *args, **kwargs):
@@ -252,7 +252,7 @@ def test_what_a_request_delivered_does_not_come_back(lingering, client):
 def test_a_replica_is_told_who_it_is_but_no_events(server):
     with FakeServer() as replica:
         sojourn.init(server.url, hosts=[replica.host])
-        sojourn.runtime.session().emitter._linger_s = 0.3
+        sojourn.runtime.session().emitter._linger_s = 30
         with sojourn.program() as p, OpenAI(api_key="k", base_url=replica.base_url) as client:
             client.chat.completions.create(model="m", messages=MESSAGES)
             with OpenAI(api_key="k", base_url=server.base_url) as ours:
