@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -26,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_left() -> Iterator[None]:
+    """A finalizer that raises does so in the file that made it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
