@@ -89,7 +89,9 @@ class Backlog:
                 batch.append(row.popleft())
             if not row:
                 del self._rows[program_id]
-        self._size -= len(batch)
+        # Counted afresh: a garbage collection may have appended between any two lines, and a count that drifts
+        # would keep the sender awake for ever.
+        self._size = sum(map(len, self._rows.values()))
         return batch
 
     def clear(self) -> int:
