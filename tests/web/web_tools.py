@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,19 @@ class ScriptedEngine:
                 answer = answer(json.loads(payload))
             found.append(json.dumps(answer))
         return found
+
+
+class HungEngine(ScriptedEngine):
+    """Answers once ``released`` is set; ``calls`` are those that have reached it."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__(engine_answers(**changed))
+        self.released = asyncio.Event()
+
+    async def call(self, op: str, payload: str) -> list[str]:
+        answer = await super().call(op, payload)
+        await self.released.wait()
+        return answer
 
 
 def outcomes(*names: str) -> dict[str, Any]:

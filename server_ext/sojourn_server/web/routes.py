@@ -2,12 +2,12 @@
 
 Nothing here knows vLLM: an engine is whatever answers ``EngineCalls``. Answers
 are the engine's own JSON; they hold ids, names, numbers and reasons, never the
-text of a prompt, a tool's arguments or its output.
+text of a prompt, a tool's arguments or its output. What is polled may be up to
+half a second old.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 from fastapi import APIRouter, Query
@@ -18,16 +18,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from . import answers
+from .asker import Asker
 from .body import read_body
-from .calls import EngineCalls, EngineUnavailable
+from .calls import EngineCalls
 from .failure import Failure, guarded
 from .keys import ApiKeys
 
 PREFIX = "/sojourn/v1"
 EVENTS_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 15.0
-MAX_CALLS_IN_FLIGHT = 256
-"""Calls an engine may owe an answer to; further ones are refused, or a hung engine would fill our memory."""
 MAX_PROGRAMS = 1000
 MAX_DECISIONS = 5000
 NDJSON = "application/x-ndjson"
@@ -38,7 +37,7 @@ Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
 def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
     """All routes, each behind the same key check."""
     router = APIRouter(prefix=PREFIX, route_class=guarded(keys), tags=["sojourn"])
-    ask = _Asker(engine)
+    ask = Asker(engine)
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
@@ -92,7 +91,7 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:
-        """Counters and gauges as the engine has them now; for history scrape ``/metrics``."""
+        """Counters and gauges as the engine has them; for history scrape ``/metrics``."""
         found = [answers.read(answer) for answer in await ask("stats", "{}", QUERY_TIMEOUT_S)]
         return JSONResponse(answers.merge_stats(found, engine.engine_ids()))
 
@@ -128,29 +127,3 @@ def _engine_index(engine_id: str | None, ids: list[str]) -> int:
     if engine_id not in ids:
         raise Failure(404, "no such engine here", f"engine is one of {', '.join(ids)}")
     return ids.index(engine_id)
-
-
-class _Asker:
-    """Calls the engine with a time limit, and with a limit on how many calls it may owe an answer to."""
-
-    def __init__(self, engine: EngineCalls) -> None:
-        self._engine = engine
-        self._in_flight: set[asyncio.Task[list[str]]] = set()
-
-    async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
-        if len(self._in_flight) >= MAX_CALLS_IN_FLIGHT:
-            raise EngineUnavailable(f"{op}: {len(self._in_flight)} calls are waiting for the engine")
-        # Not cancelled when time is up: the engine has the call by then and will answer it, so it
-        # keeps its place among those in flight until it does.
-        task = asyncio.ensure_future(self._engine.call(op, payload))
-        self._in_flight.add(task)
-        task.add_done_callback(self._landed)
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if not done:
-            raise EngineUnavailable(f"{op}: no answer within {timeout_s:g} s")
-        return task.result()
-
-    def _landed(self, task: asyncio.Task[list[str]]) -> None:
-        self._in_flight.discard(task)
-        if not task.cancelled():
-            task.exception()  # read, so that a failure nobody waits for is not reported as forgotten
