@@ -89,7 +89,7 @@ class Backlog:
                 batch.append(row.popleft())
             if not row:
                 del self._rows[program_id]
-        # Counted afresh: a garbage collection may have appended between any two lines, and a count that drifts
+        # Counted afresh: a garbage collection may append between any two lines, and a count that drifted
         # would keep the sender awake for ever.
         self._size = sum(map(len, self._rows.values()))
         return batch
