@@ -51,8 +51,8 @@ class BookAgainstModel(RuleBasedStateMachine):
     @rule(name=names, ttl_s=st.sampled_from([1.0, 15.0, 40.0]), blocks=st.integers(1, 9), beats=st.booleans())
     def grant(self, name: ProgramId, ttl_s: float, blocks: int, beats: bool) -> None:
         used = sum(held.blocks for held in self.model.leases.values())
-        assert self.book.fits(blocks) is (used + blocks <= 20)
-        if name in self.model.leases or not self.book.fits(blocks):
+        assert self.book.blocks == used
+        if name in self.model.leases or used + blocks > self.book.budget_blocks:
             return
         for leases in (self.model.leases, None):
             fresh = lease(name, now=self.now, ttl_s=ttl_s, blocks=blocks, beats=beats)

@@ -11,7 +11,10 @@ from sojourn_server.policy.views import EntryView, GrowthView
 NEWCOMER = EntryView(
     need_blocks=20,
     free_blocks=100,
+    pool_blocks=1_000,
     block_size=10,
+    max_context_tokens=100_000,
+    anything_running=True,
     earlier=(),
     turns_seen=0,
     mean_growth_tokens=0.0,
@@ -23,6 +26,20 @@ YOUNG = GrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
 
 def test_the_first_program_always_enters() -> None:
     assert RoomToGrow().may_enter(replace(NEWCOMER, need_blocks=10_000), 0.0)
+
+
+def test_nobody_waits_while_nothing_runs() -> None:
+    crowded = replace(NEWCOMER, free_blocks=20, earlier=(YOUNG,) * 9)
+    assert not RoomToGrow().may_enter(crowded, 0.0)
+    assert RoomToGrow().may_enter(replace(crowded, anything_running=False), 0.0)
+
+
+def test_no_context_is_expected_to_grow_beyond_its_limit_and_all_not_beyond_the_pool() -> None:
+    policy = RoomToGrow(reserve=1.0)
+    full = GrowthView(turns=1, first_prompt_tokens=100, context_tokens=95)
+    assert policy.expected_growth_tokens(full, replace(NEWCOMER, max_context_tokens=100)) == 5
+    giants = (GrowthView(turns=0, first_prompt_tokens=50_000, context_tokens=10),) * 3
+    assert policy.may_enter(replace(NEWCOMER, free_blocks=1_020, earlier=giants), 0.0)
 
 
 def test_everyone_enters_where_the_engine_decides() -> None:

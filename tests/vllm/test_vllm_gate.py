@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def prompt(start: int, tokens: int) -> range:
     return range(start * 1000, start * 1000 + tokens)
@@ -61,8 +63,12 @@ def test_a_gated_request_can_be_aborted(make_engine):
 
 
 def test_a_leased_program_is_not_asked_again(make_engine, clock):
+    """Also where the room would not do for it any more: it is the third to have come."""
     engine = make_engine("continuum", blocks=101, max_model_len=2048)
     context = {"kv_retention_ttl_seconds": 60}
+    for number in range(2):
+        engine.add(f"q{number}", prompt(20 + number, 16), program_id=f"P{number}")
+        engine.run()
     engine.add("a1", prompt(1, 320), program_id="A", context=context)
     engine.run()
     for number in range(2):
@@ -73,24 +79,87 @@ def test_a_leased_program_is_not_asked_again(make_engine, clock):
     assert "a2" in running(engine)
 
 
-def test_what_a_program_shares_with_those_inside_needs_no_room(make_engine):
-    """Ten agents with one long system prompt: their prompts are mostly the same blocks."""
+@pytest.mark.parametrize(("shared", "inside"), [(True, {"r0", "r1"}), (False, {"r0"})])
+def test_what_a_program_shares_with_those_inside_needs_no_room(make_engine, shared, inside):
+    """Agents with one long system prompt: the second's prompt is mostly the first's blocks."""
+    engine = make_engine("continuum", blocks=151, max_model_len=2048)
+    for number in range(2):
+        system = prompt(70 if shared else 70 + number, 960)
+        engine.add(f"r{number}", [*system, *prompt(number, 16)], program_id=f"P{number}", max_tokens=64)
+        for _ in range(20):
+            engine.step()
+    assert running(engine) == inside
+
+
+def test_an_idle_engine_keeps_nobody_out_for_the_sake_of_a_lease(make_engine, clock):
+    """C8 under the preset with the gate: the earlier program is only leased, and nothing runs."""
     engine = make_engine("continuum", blocks=101, max_model_len=2048)
-    system = list(prompt(7, 960))
-    engine.add("first", [*system, *prompt(1, 16)], program_id="P0", max_tokens=64)
+    hint = {"kv_retention_ttl_seconds": 300}
+    engine.add("a1", prompt(1, 800), program_id="A", context=hint)
+    engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 1
+    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=10)
     engine.step()
-    engine.add("second", [*system, *prompt(2, 16)], program_id="P1", max_tokens=64)
-    engine.step()
-    needed = engine.scheduler.sojourn._shared["second"][1]
-    assert needed == 60
+    assert running(engine) == {"b1"}
 
 
-def test_while_nothing_runs_the_gate_is_open(make_engine, clock):
-    engine = make_engine("continuum", blocks=33, max_model_len=512)
-    for number in range(6):
-        engine.add(f"r{number}", prompt(number, 300), program_id=f"P{number}", max_tokens=40)
-    assert engine.run(max_steps=2000) < 2000
-    assert engine.ask("stats")["ledger"]["turns"] == 6
+def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock):
+    engine = make_engine("continuum", blocks=101, max_model_len=2048, settings={"lease_budget_fraction": 1.0})
+    hint = {"kv_retention_ttl_seconds": 300}
+    engine.add("a1", prompt(1, 32), program_id="A")
+    engine.run()
+    engine.add("b1", prompt(2, 32), program_id="B")
+    engine.run()
+    for number in range(3, 6):
+        engine.add(f"c{number}", prompt(number, 400), program_id=f"C{number}", context=hint)
+        engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 3
+    engine.add("a2", prompt(10, 64), program_id="A", max_tokens=60)
+    engine.step()
+    engine.add("b2", prompt(11, 640), program_id="B", max_tokens=30)
+    engine.step()
+    assert running(engine) == {"a2", "b2"}
+    assert engine.ask("stats")["leases"]["count"] < 3
+
+
+def test_a_program_kept_out_for_long_holds_the_line(make_engine, clock):
+    """Strangers pass it for a while; then it stands in their way, as the head of stock vLLM's queue would."""
+    engine = crowd(make_engine)
+    engine.add("early", prompt(9, 32), max_tokens=5)
+    engine.step()
+    assert "early" in running(engine)
+    clock.now += 31.0
+    engine.add("late", prompt(10, 32), max_tokens=5)
+    engine.step()
+    assert "late" not in running(engine)
+    engine.run()
+    assert engine.ask("stats")["requests"] == 0
+
+
+def test_a_second_request_of_a_program_inside_passes(make_engine):
+    engine = crowd(make_engine)
+    engine.add("branch", [*prompt(2, 320), *prompt(30, 16)], program_id="P1", max_tokens=8)
+    engine.step()
+    assert "branch" in running(engine)
+    assert status(engine, "P2") == "gated"
+
+
+def test_an_announcement_gives_no_place_in_line(make_engine):
+    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
+    engine.tell({"type": "program_start", "program_id": "EARLY", "seq": 0})
+    engine.add("first", prompt(1, 32), program_id="A")
+    engine.add("second", prompt(2, 32), program_id="EARLY")
+    assert [request.request_id for request in engine.scheduler.waiting] == ["first", "second"]
+
+
+def test_an_ended_programs_id_used_again_stands_at_the_end(make_engine):
+    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
+    engine.add("a1", prompt(1, 32), program_id="A")
+    engine.run()
+    engine.tell({"type": "program_end", "program_id": "A", "seq": 1})
+    engine.add("b1", prompt(2, 32), program_id="B")
+    engine.add("a2", prompt(3, 32), program_id="A")
+    assert [request.request_id for request in engine.scheduler.waiting] == ["b1", "a2"]
 
 
 def test_programs_pass_the_gate_in_the_order_of_their_arrival(make_engine):

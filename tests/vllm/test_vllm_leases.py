@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sojourn_server.vllm.adapter import SchedulerAdapter
 
 
@@ -263,3 +264,59 @@ def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
     metrics = engine.ask("drain_metrics")["counters"]["sojourn_hints_total"]
     assert {row[0]["outcome"]: row[1] for row in metrics}["rejected"] == 6
     assert engine.ask("programs")["total"] == 0
+
+
+def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
+    """Tools that start and stop without end: the lease ends at its limit, and is not taken again in this gap."""
+    engine = make_engine("continuum", blocks=65)
+    engine.add("a1", prompt(1, 300), program_id="A", context={"kv_retention_ttl_seconds": 300})
+    engine.run()
+    begin = clock.now
+    sequence = 0
+    while clock.now - begin < 400.0:
+        clock.now += 1.0
+        for kind in ("tool_start", "tool_stop"):
+            sequence += 1
+            event = {"type": kind, "program_id": "A", "seq": sequence, "call_id": f"c{sequence // 2}"}
+            extra = {"tool": f"t{sequence}"} if kind == "tool_start" else {"duration_s": 0.1}
+            engine.tell({**event, **extra})
+    released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
+    assert [d["reason"] for d in released] == ["ttl"]
+    assert released[0]["held_s"] <= 311.0
+    assert engine.ask("stats")["leases"]["count"] == 0
+
+
+def test_what_leases_share_counts_once_against_the_budget(make_engine, clock):
+    """Nine agents with one system prompt of 30 blocks and a block each of their own, in a pool of 64."""
+    engine = make_engine("static-ttl", blocks=65)
+    for number in range(9):
+        engine.add(f"p{number}", [*prompt(90, 480), *prompt(number, 17)], program_id=f"P{number}")
+        engine.run()
+        engine.tell(tool(f"P{number}", 1))
+    stats = engine.ask("stats")
+    assert stats["leases"]["count"] == 9
+    assert stats["pool"]["leased"] == 30 + 9
+
+
+def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
+    """Their blocks are those of a running request: ending them would help nobody."""
+    settings = {"lease_budget_fraction": 1.0}
+    engine = make_engine("static-ttl", blocks=41, max_model_len=1024, settings=settings)
+    shared = list(prompt(90, 480))
+    engine.add("p0", shared, program_id="P0")
+    engine.run()
+    engine.tell(tool("P0", 1))
+    engine.add("runs", [*shared, *prompt(1, 100)], program_id="P1", max_tokens=40)
+    assert engine.run(max_steps=200) < 200
+    assert engine.ask("program", program_id="P1")["ledger"][0]["output_tokens"] == 40
+
+
+def test_a_model_with_several_kv_cache_groups_is_refused(make_engine):
+    from sojourn_server.vllm.scheduler import SojournMixin, UnsupportedModel
+
+    class Upstream:
+        def __init__(self) -> None:
+            self.kv_cache_config = type("Config", (), {"kv_cache_groups": [1, 2]})()
+
+    with pytest.raises(UnsupportedModel, match="--policy stock"):
+        type("Mixed", (SojournMixin, Upstream), {})()

@@ -49,7 +49,7 @@ def test_a_returning_program_is_not_preempted_for_having_come_back_late(make_eng
 
 
 def test_victims_priority_is_put_back(make_engine):
-    engine = make_engine("continuum", blocks=33, max_model_len=512)
+    engine = make_engine("continuum-paper", blocks=33, max_model_len=512)
     requests = [engine.add(f"r{n}", prompt(n, 100), max_tokens=150, program_id=f"P{n}") for n in range(4)]
     while engine.scheduler.has_unfinished_requests():
         engine.step()

@@ -130,13 +130,16 @@ class Desk:
         steward = self._steward
         lease = steward.leases.get(program.id)
         if lease is not None:
-            # The time-to-live was chosen for the tool's run, which begins now.
-            steward.leases.extend(program.id, started_s + lease.ttl_s)
+            if not lease.anchored:  # once a gap: the time-to-live was chosen for a run that begins now
+                lease.anchored = True
+                steward.leases.extend(program.id, started_s + lease.ttl_s)
             program.pending_tool = key
         elif program.pending_tool != key and steward.contexts.get(program.id) is not None:
-            # The output showed no tool call, or another one: the client knows better.
+            # The output showed no tool call, or another one: the client knows better. But what was given up
+            # or has run out in this gap is not taken back.
             program.pending_tool = key
-            steward.keeper.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
+            if not program.gap_leased:
+                steward.keeper.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
         return Outcome.APPLIED, ""
 
     def _tool_stop(self, program: Program, event: ToolStop, now: float) -> tuple[Outcome, str]:

@@ -58,6 +58,10 @@ class TurnEnd:
     output_tokens: int
     cached_blocks: int
     """Full blocks it can leave in the prefix cache."""
+    held_blocks: int | None = None
+    """Distinct blocks that leases hold at this moment; None: as many as they were granted."""
+    unheld_blocks: int | None = None
+    """Of ``cached_blocks`` those that no lease holds yet; None: all."""
     block_hashes: Sequence[Any]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -63,15 +63,24 @@ class Keeper:
         self._refused: tuple[RoomNeed, int] | None = None
         """The last need for which no lease was given up, and the state of the book then."""
 
-    def make_room(self, need: RoomNeed, now: float) -> int:
-        """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
+    def make_room(
+        self, need: RoomNeed, now: float, freed_by: Callable[[ProgramId], int] | None = None
+    ) -> int:
+        """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``.
+
+        ``freed_by`` says how many blocks the end of a program's lease would
+        free; without it, as many as the lease holds.
+        """
         if not len(self.leases):
             return 0
         # A waiting request asks again in every step; where nothing has changed, neither does the answer.
         asked = (need, self.leases.changes)
         if need.anything_running and asked == self._refused:
             return 0
-        chosen = self._preset.room.release(need, [lease.view() for lease in self.leases], now)
+        views = [lease.view() for lease in self.leases]
+        if freed_by is not None:
+            views = [view._replace(blocks=freed_by(view.program_id)) for view in views]
+        chosen = self._preset.room.release(need, views, now)
         for program_id in chosen or ():
             self.end(program_id, Reason.PRESSURE, now)
         if not chosen:
@@ -105,6 +114,9 @@ class Keeper:
         hinted_ttl_s: float | None,
         now: float,
         kind: str = "keep",
+        *,
+        held_blocks: int | None = None,
+        unheld_blocks: int | None = None,
     ) -> Lease | None:
         """Ask how long to keep ``blocks`` cached blocks of the program; book and return the lease, if any."""
         reload_s = self._reload.seconds(program.context_tokens)
@@ -124,7 +136,10 @@ class Keeper:
         )
         if keep.ttl_s > 0 and not blocks:
             keep = Keep(0.0, Reason.NOTHING_CACHED)
-        if keep.ttl_s > 0 and not self.leases.fits(blocks):
+        # What several leases share is held once, and counts once against the budget.
+        more = blocks if unheld_blocks is None else unheld_blocks
+        held = self.leases.blocks if held_blocks is None else held_blocks
+        if keep.ttl_s > 0 and held + more > self.leases.budget_blocks:
             keep = Keep(0.0, Reason.OVER_BUDGET)
         self.log_keep(program, keep, blocks, now, kind)
         if keep.ttl_s <= 0:
@@ -134,7 +149,9 @@ class Keeper:
             program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
             keep.reason, tool,
         )  # fmt: skip
+        lease.limit_s = now + self._limits.max_held_s
         self.leases.grant(lease)
+        program.gap_leased = True
         return lease
 
     def log_keep(self, program: Program, keep: Keep, blocks: int, now: float, kind: str = "keep") -> None:

@@ -32,6 +32,10 @@ class Lease:
     reload_s: float
     reason: Reason
     tool: str | None = None
+    limit_s: float = float("inf")
+    """It ends by then, however often its client asks for more."""
+    anchored: bool = False
+    """Its time already runs from a tool's reported start."""
     waiting: bool = False
     """A request of the program has arrived: the lease stays until it is scheduled (Continuum §5.2)."""
 
@@ -71,10 +75,6 @@ class LeaseBook:
         """The program's lease, if it has one."""
         return self._leases.get(program_id)
 
-    def fits(self, blocks: int) -> bool:
-        """Whether a lease of ``blocks`` more stays within the budget."""
-        return self.blocks + blocks <= self.budget_blocks
-
     def grant(self, lease: Lease) -> None:
         """Book a lease. The program must not hold another."""
         assert lease.program_id not in self._leases
@@ -100,9 +100,12 @@ class LeaseBook:
             self._push(lease)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> bool:
-        """Move the expiry later; never earlier. True where it moved."""
+        """Move the expiry later, within the lease's limit; never earlier. True where it moved."""
         lease = self._leases.get(program_id)
-        if lease is None or expires_s <= lease.expires_s:
+        if lease is None:
+            return False
+        expires_s = min(expires_s, lease.limit_s)
+        if expires_s <= lease.expires_s:
             return False
         lease.expires_s = expires_s
         self._push(lease)

@@ -19,6 +19,10 @@ class StewardLimits:
     max_ends_per_tick: int = 1000
     """Leases ended in one engine step at most; the rest follow in the next."""
     max_hinted_ttl_s: float = 300.0
+    max_held_s: float = 310.0
+    """No lease outlives its grant by more, whatever its client reports."""
+    line_patience_s: float = 30.0
+    """Strangers go past a program that is kept out for so long; then it holds the line, as in stock vLLM."""
     return_grace_s: float = 2.0
     """How long a lease outlives its tool's reported end: the time a request needs to arrive."""
     idle_program_s: float = 1800.0
@@ -35,6 +39,9 @@ class Pool:
     block_size: int
     """Tokens a block holds."""
     block_bytes: int = 0
+    max_context_tokens: int = 1 << 31
+    dropped_hit_blocks: int = 0
+    """Cached blocks at the end of a prefix that this engine computes anew on purpose (EAGLE: 1)."""
 
 
 @dataclass(slots=True)
@@ -63,6 +70,7 @@ class Ticket:
     final: bool = False
     prompt_tokens: int = 0
     preempted: bool = False
-    passed: bool = False
-    """The entry policy let it in; the engine may not have found room yet."""
     admitted: bool = False
+    """It has run, though it may have been preempted since."""
+    gated_since_s: float | None = None
+    """Since when the entry policy keeps it out."""

@@ -7,7 +7,7 @@ that a recorded run gives the same decisions again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -22,7 +22,7 @@ from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
 from ..policy.views import EntryView, GrowthView, RoomNeed, VictimView, WaitingView
 from ..program.record import Program
-from ..program.status import OVER, Signal
+from ..program.status import OVER, ProgramStatus, Signal
 from ..program.table import ProgramTable
 from .facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from .keeper import Keeper
@@ -31,6 +31,10 @@ from .state import Histories, Pool, StewardLimits, Ticket
 
 MAX_NAME_CHARS = 256
 """Longest agent type or graph node kept of a hint, in characters."""
+
+
+_EVICTED = frozenset({Lost.EVICTED, Lost.EXPIRED, Lost.SILENT, Lost.PRESSURE})
+"""Losses of programs that had been evicted, in the sense of Continuum's T̄."""
 
 
 class Steward:
@@ -69,6 +73,8 @@ class Steward:
         self.tickets: dict[str, Ticket] = {}
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
+        self._holding: dict[str, Ticket] = {}
+        """Requests of programs that hold KV: admitted, or let in a moment ago."""
 
     # -- requests -----------------------------------------------------------
 
@@ -76,6 +82,10 @@ class Steward:
         """A request has reached the engine: it belongs to a program, and ends its tool calls."""
         self._arrivals += 1
         program = self._open(fact, now)
+        if program is not None and (not program.ranked or program.status is ProgramStatus.ENDED):
+            # A place in line comes with the first request, not with an announcement; and an id used again
+            # after its program's end is a new program.
+            program.rank, program.ranked = self.table.next_rank(), True
         ticket = Ticket(
             fact.request_id,
             program.rank if program else self.table.next_rank(),
@@ -104,6 +114,12 @@ class Steward:
         )
         return ticket
 
+    def stranger(self, request_id: str, now: float) -> None:
+        """A request that could not be taken in: it belongs to nobody and stands in line by its arrival."""
+        self._arrivals += 1
+        rank = self.table.next_rank()
+        self.tickets[request_id] = Ticket(request_id, rank, self._arrivals, None, None, now)
+
     def admitted(self, fact: Admission, now: float) -> None:
         """A request got its blocks: its program's lease has done its work."""
         ticket = self.tickets.get(fact.request_id)
@@ -115,8 +131,10 @@ class Steward:
         program, record = ticket.program, ticket.record
         if program is None or record is None:
             return
+        self._holding[fact.request_id] = ticket
         if not first:
-            record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
+            if fact.resumed:
+                record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
             return
         record.admitted_s = now
         self._awaiting_first_token[fact.request_id] = record
@@ -131,9 +149,10 @@ class Steward:
             before_full_blocks=len(before) if before is not None else 0,
             shared_blocks=shared,
             cause=cause,
+            dropped_hit_blocks=self.pool.dropped_hit_blocks,
         )
         wait_s = now - ticket.arrived_s
-        if program.turns and any(cause is not Lost.CHANGED for cause in record.tokens.lost):
+        if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
             self.histories.evicted_waits.observe(wait_s)
         self.keeper.end(program.id, Reason.RETURN, now)
         self.keeper.let_go.pop(program.id, None)
@@ -159,6 +178,7 @@ class Steward:
         if ticket is None:
             return
         ticket.preempted = True
+        self._holding.pop(request_id, None)
         if ticket.record is not None:
             ticket.record.preemptions += 1
         program = ticket.program
@@ -167,6 +187,7 @@ class Steward:
     def finished(self, fact: TurnEnd, now: float) -> Lease | None:
         """A request has left the engine. Returns the lease under which its blocks are to be held, if any."""
         ticket = self.tickets.pop(fact.request_id, None)
+        self._holding.pop(fact.request_id, None)
         if ticket is None or ticket.program is None:
             return None
         program = ticket.program
@@ -192,6 +213,7 @@ class Steward:
         program.context_tokens = context_tokens
         program.turn_over_s = now
         program.gap_reported = False
+        program.gap_leased = False
         program.pending_tool = self._slowest(fact)
         program.hinted_ttl_s = ticket.hinted_ttl_s
         self.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
@@ -200,7 +222,15 @@ class Steward:
             return None
         if program.id in self.leases:  # a parallel branch of the same program still holds one
             self.keeper.end(program.id, Reason.SUPERSEDED, now)
-        return self.keeper.grant(program, program.pending_tool, fact.cached_blocks, ticket.hinted_ttl_s, now)
+        return self.keeper.grant(
+            program,
+            program.pending_tool,
+            fact.cached_blocks,
+            ticket.hinted_ttl_s,
+            now,
+            held_blocks=fact.held_blocks,
+            unheld_blocks=fact.unheld_blocks,
+        )
 
     def evicted(
         self, block_hash: Any, owner: ProgramId | None, taker_request_id: str | None, now: float
@@ -240,24 +270,31 @@ class Steward:
         """The orders not yet carried out; they are the caller's now."""
         return self.keeper.take_actions()
 
-    def make_room(self, need: RoomNeed, now: float) -> int:
+    def make_room(
+        self, need: RoomNeed, now: float, freed_by: Callable[[ProgramId], int] | None = None
+    ) -> int:
         """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
-        return self.keeper.make_room(need, now)
+        return self.keeper.make_room(need, now, freed_by)
 
-    def may_enter(self, ticket: Ticket, need_blocks: int, free_blocks: int, now: float) -> bool:
+    def may_enter(
+        self, ticket: Ticket, need_blocks: int, free_blocks: int, now: float, *, anything_running: bool
+    ) -> bool:
         """Whether a waiting request may be admitted, as far as the entry policy is concerned.
 
-        Only programs that hold no KV are ever kept out: strangers, preempted
-        requests and programs with a lease pass. ``need_blocks`` is what its
-        prompt takes, ``free_blocks`` what the pool has.
+        Only programs that hold no KV are ever kept out (``behind_gate``).
+        ``need_blocks`` is what its prompt takes, ``free_blocks`` what the pool has.
         """
         program = ticket.program
-        if program is None or ticket.preempted or not self.preset.entry.gates or program.id in self.leases:
+        if program is None or not self.behind_gate(ticket):
             return True
+        later = sum(lease.blocks for lease in self.leases if lease.rank > ticket.rank)
         entry = EntryView(
             need_blocks=need_blocks,
-            free_blocks=free_blocks,
+            free_blocks=free_blocks + later,
+            pool_blocks=self.pool.blocks,
             block_size=self.pool.block_size,
+            max_context_tokens=self.pool.max_context_tokens,
+            anything_running=anything_running,
             earlier=tuple(self._holding_before(ticket.rank)),
             turns_seen=self.histories.growth_tokens.count(),
             mean_growth_tokens=self.histories.growth_tokens.mean(),
@@ -265,27 +302,45 @@ class Steward:
             mean_turns=self.histories.turns.mean_turns(),
         )
         enters = self.preset.entry.may_enter(entry, now)
-        # Several may pass in one step, before the engine reports any of them as admitted.
-        ticket.passed = enters
         self.table.signal(program, Signal.UNGATE if enters else Signal.GATE)
+        if enters:
+            # Several may pass in one step, before the engine reports any of them as admitted.
+            self._holding[ticket.request_id] = ticket
+            ticket.gated_since_s = None
+        else:
+            self._holding.pop(ticket.request_id, None)
+            if ticket.gated_since_s is None:
+                ticket.gated_since_s = now
         return enters
 
+    def behind_gate(self, ticket: Ticket) -> bool:
+        """Whether the entry policy has a say: not for strangers, preempted requests, or programs that
+        hold KV under a lease or with another request."""
+        program = ticket.program
+        if program is None or ticket.preempted or not self.preset.entry.gates or program.id in self.leases:
+            return False
+        return not any(
+            other != ticket.request_id and other in self._holding for other in program.live_requests
+        )
+
+    def holds_the_line(self, ticket: Ticket, now: float) -> bool:
+        """Whether a request that is kept out has waited so long that nobody later may go past it."""
+        since = ticket.gated_since_s
+        return since is not None and now - since > self.limits.line_patience_s
+
     def _holding_before(self, rank: int) -> Iterator[GrowthView]:
-        """Programs that arrived before ``rank`` and hold KV."""
-        for lease in self.leases:
-            program = self.table.get(lease.program_id)
-            if lease.rank < rank and program is not None:
-                yield GrowthView(program.turns, program.first_prompt_tokens, program.context_tokens)
-        for ticket in self.tickets.values():
+        """Programs that arrived before ``rank`` and hold KV, each once."""
+        seen: set[ProgramId] = set()
+        for ticket in self._holding.values():
             program = ticket.program
-            if (
-                program is not None
-                and ticket.rank < rank
-                and (ticket.admitted or ticket.passed)
-                and program.id not in self.leases
-            ):
+            if program is not None and ticket.rank < rank and program.id not in seen:
+                seen.add(program.id)
                 first_tokens = program.first_prompt_tokens or ticket.prompt_tokens
                 yield GrowthView(program.turns, first_tokens, ticket.prompt_tokens)
+        for lease in self.leases:
+            program = self.table.get(lease.program_id)
+            if lease.rank < rank and program is not None and program.id not in seen:
+                yield GrowthView(program.turns, program.first_prompt_tokens, program.context_tokens)
 
     def program_over(self, program: Program, signal: Signal, outcome: str, now: float) -> None:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
@@ -312,14 +367,34 @@ class Steward:
         leased = program is not None and program.id in self.leases
         return WaitingView(ticket.preempted, leased, ticket.rank, ticket.arrival)
 
-    def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
-        """The engine holds ``blocks`` still-cached blocks after ``PIN_CACHED``: book them."""
+    def pinned(
+        self,
+        program_id: ProgramId,
+        blocks: int,
+        now: float,
+        *,
+        held_blocks: int | None = None,
+        unheld_blocks: int | None = None,
+    ) -> Lease | None:
+        """The engine can hold ``blocks`` still-cached blocks after ``PIN_CACHED``: book them.
+
+        ``held_blocks`` are held by leases now, ``unheld_blocks`` of the program's by none.
+        """
         program = self.table.get(program_id)
         if program is None or program.live_requests or program.id in self.leases or not blocks:
             return None
         if program.status in OVER:  # it ended between the order and its execution
             return None
-        return self.keeper.grant(program, program.tool_now(), blocks, program.hinted_ttl_s, now, "late_keep")
+        return self.keeper.grant(
+            program,
+            program.tool_now(),
+            blocks,
+            program.hinted_ttl_s,
+            now,
+            "late_keep",
+            held_blocks=held_blocks,
+            unheld_blocks=unheld_blocks,
+        )
 
     def cache_reset(self, now: float) -> None:
         """The engine's prefix cache is about to be cleared."""

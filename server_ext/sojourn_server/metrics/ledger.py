@@ -116,6 +116,7 @@ def split_tokens(
     before_full_blocks: int,
     shared_blocks: int | None,
     cause: Lost,
+    dropped_hit_blocks: int = 0,
 ) -> TokenSplit:
     """Split a prompt of ``prompt`` tokens of which ``device`` were found in the cache.
 
@@ -125,11 +126,13 @@ def split_tokens(
     that is missing is missing. The last prompt token is always computed, so a
     full hit stops one block short. ``shared_blocks`` None: the previous context
     itself is no longer known, and all that it may have held is lost by ``cause``.
+    ``dropped_hit_blocks`` at a hit's end the engine computes anew on purpose: ``tail``.
     """
     if shared_blocks is None:
         again = max(0, min(before_tokens, prompt) - device)
         return TokenSplit(prompt, device, prompt - device - again, 0, {cause: again} if again else {})
-    usable = min(shared_blocks, max(0, prompt - 1) // block_size) * block_size
+    reusable = min(shared_blocks, max(0, prompt - 1) // block_size)
+    usable = max(0, reusable - dropped_hit_blocks) * block_size
     lost: dict[Lost, int] = {}
     if usable > device:
         lost[cause] = usable - device

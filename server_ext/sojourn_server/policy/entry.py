@@ -32,8 +32,9 @@ class RoomToGrow:
     what it had just computed. Continuum leaves admission to the engine; here a
     program that holds no KV waits until its prompt fits beside the expected
     growth of those that arrived before it and hold KV. Later ones are not
-    counted: they are the first to give way. The earliest program in memory
-    therefore always enters, and nobody waits while memory is idle.
+    counted: they are the first to give way, and their leases count as free.
+    The earliest program therefore always enters, and whoever is first enters
+    where nothing runs.
 
     Growth is what turns have added so far, over as many turns as finished
     programs had; before enough of either was seen, the priors.
@@ -50,17 +51,18 @@ class RoomToGrow:
     its first prompt; the medians of public agent traces lie between two and six times."""
 
     def may_enter(self, entry: EntryView, now: float) -> bool:
-        if not entry.earlier:
+        if not entry.earlier or not entry.anything_running:
             return True
         growth = sum(self.expected_growth_tokens(program, entry) for program in entry.earlier)
-        reserved_blocks = self.reserve * growth / entry.block_size
+        reserved_blocks = min(self.reserve * growth / entry.block_size, entry.pool_blocks)
         return entry.free_blocks - entry.need_blocks >= reserved_blocks
 
     def expected_growth_tokens(self, program: GrowthView, entry: EntryView) -> float:
-        """Tokens the program's context will still grow by: at least one turn's."""
+        """Tokens the program's context will still grow by: at least one turn's, at most to its limit."""
         turns = entry.mean_turns if entry.programs_seen >= MIN_PROGRAMS_SEEN else self.prior_turns
         if entry.turns_seen >= MIN_TURNS_SEEN:
             per_turn = entry.mean_growth_tokens
         else:
             per_turn = self.prior_growth * program.first_prompt_tokens
-        return max(1.0, turns - program.turns) * per_turn
+        room = max(0, entry.max_context_tokens - program.context_tokens)
+        return min(max(1.0, turns - program.turns) * per_turn, room)

@@ -19,8 +19,8 @@ class RequestFcfs:
 class ProgramFcfs:
     """Preempted first, then those whose KV is held, then by the program's first arrival (C6; Continuum §4.3).
 
-    A request of no program counts as a program of one turn, so that traffic
-    without hints keeps its place in line.
+    A request of no program counts as a program of one turn: it keeps its place
+    among programs by its arrival, and later turns of earlier programs go first.
     """
 
     def key(self, request: WaitingView) -> tuple[float, ...]:

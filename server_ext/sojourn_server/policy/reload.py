@@ -7,6 +7,9 @@ from .costs import PrefillCurve
 MIN_STEP_TOKENS = 64
 """Steps with fewer tokens say nothing of prefill speed."""
 
+MIN_TOKENS_A_REQUEST = 8
+"""Nor do steps in which nearly every request only decodes a token."""
+
 
 class ReloadEstimate:
     """Prefill-Reload(r) of Continuum §4.1.
@@ -21,9 +24,9 @@ class ReloadEstimate:
         self._smoothing = smoothing
         self._s_per_token: float | None = None
 
-    def observe_step(self, tokens: int, seconds: float) -> None:
-        """Learn from one engine step that computed ``tokens`` tokens in ``seconds``."""
-        if tokens < MIN_STEP_TOKENS or seconds <= 0:
+    def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
+        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``."""
+        if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
         if self._s_per_token is None:

@@ -95,7 +95,13 @@ class EntryView:
     need_blocks: int
     """Blocks of its prompt. An estimate from above."""
     free_blocks: int
+    """Free blocks, and those of later programs' leases: they give way."""
+    pool_blocks: int
     block_size: int
+    max_context_tokens: int
+    """No context grows beyond this."""
+    anything_running: bool
+    """False: unless it enters, the engine stands still."""
     earlier: tuple[GrowthView, ...]
     """Programs that arrived before it and hold KV: running, or leased."""
     turns_seen: int

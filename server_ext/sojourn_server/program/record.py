@@ -69,6 +69,10 @@ class Program:
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     pending_tool: str | None = None
     """Tool key parsed from the last output; its gap runs from ``turn_over_s``."""
+    ranked: bool = False
+    """Its rank is its first request's; an announcement alone gives no place in line."""
+    gap_leased: bool = False
+    """It has had a lease since its last turn: no second one in the same gap."""
     gap_reported: bool = False
     """The client reported this gap's durations, so the inferred one is not recorded."""
     turn_over_s: float | None = None

@@ -71,6 +71,8 @@ class SchedulerAdapter:
                 blocks=self._pool.num_gpu_blocks - 1,
                 block_size=scheduler.block_size,
                 block_bytes=_block_bytes(scheduler),
+                max_context_tokens=scheduler.max_model_len,
+                dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
             ),
             limits=settings.limits(),
             curve=profile.prefill if profile is not None else None,
@@ -86,16 +88,18 @@ class SchedulerAdapter:
         self._reader = ToolCallReader(scheduler.vllm_config.model_config)
         self._queue = ProgramFreeQueue(
             self._pool.free_block_queue,
-            evicted=self._evicted,
-            score=self._owner_score if preset.eviction.by_program else None,
+            evicted=self._guarded_evicted,
+            score=self._guarded_score if preset.eviction.by_program else None,
         )
         self._pool.free_block_queue = self._queue
         self._held = HeldBlocks(self._pool, self._queue)
-        gates = preset.entry.gates
+        # With user priorities the gate would let an unimportant early program keep an important one out.
+        gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
         scheduler.waiting = self._waiting = PolicyQueue(
             self._queue_key,
             gated=self._belongs_behind_gate if gates else None,
             may_pass=self._may_enter if gates else None,
+            holds_line=self._holds_line if gates else None,
         )
         scheduler.kv_holding_waiting = PolicyQueue(self._queue_key)
         self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -105,6 +109,7 @@ class SchedulerAdapter:
             clock=clock,
             carry_out=self._carry_out,
             guarded=self.guarded,
+            freed_by=self._held.freed_by,
         )
         self._scheduled_at: float | None = None
         self._steps = 0
@@ -122,6 +127,13 @@ class SchedulerAdapter:
     def arrived(self, request: Request) -> None:
         """Before the scheduler files a new request."""
         now = self._clock()
+        try:
+            self._take_in(request, now)
+        finally:
+            if request.request_id not in self.steward.tickets:
+                self.steward.stranger(request.request_id, now)
+
+    def _take_in(self, request: Request, now: float) -> None:
         params = request.sampling_params
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
@@ -137,13 +149,13 @@ class SchedulerAdapter:
 
     def before_step(self) -> None:
         """Before the scheduler plans a step."""
+        self._waiting.open_step()
+        self._steps += 1
         self._shortage.restore_victim()
         now = self._clock()
         self.steward.tick(now)
         if self.steward.actions:
             self._carry_out(now)
-        self._waiting.open_step()
-        self._steps += 1
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""
@@ -164,7 +176,9 @@ class SchedulerAdapter:
         """Before the scheduler takes in a step's results: how long the step took is known now."""
         if self._scheduled_at is not None:
             self.steward.reload.observe_step(
-                output.total_num_scheduled_tokens, self._clock() - self._scheduled_at
+                output.total_num_scheduled_tokens,
+                self._clock() - self._scheduled_at,
+                len(output.num_scheduled_tokens),
             )
             self._scheduled_at = None
 
@@ -189,7 +203,10 @@ class SchedulerAdapter:
             self.steward.tickets.pop(request.request_id)
             return
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
-        calls = self._reader.read(request.output_token_ids) if outcome is TurnOutcome.STOPPED else ()
+        calls = ()
+        if outcome is TurnOutcome.STOPPED:
+            # By itself: an output that cannot be decoded must not keep its turn from ending.
+            calls = self.guarded(self._reader.read, request.output_token_ids) or ()
         cached = self._cached_blocks(request)
         self._queue.own(cached, ticket.program.id)
         lease = self.steward.finished(
@@ -201,6 +218,8 @@ class SchedulerAdapter:
                 output_tokens=request.num_output_tokens,
                 cached_blocks=len(cached),
                 block_hashes=request.block_hashes,
+                held_blocks=self._held.blocks(),
+                unheld_blocks=self._held.unheld(cached),
             ),
             now,
         )
@@ -223,6 +242,10 @@ class SchedulerAdapter:
         self.steward.cache_reset(now)
         self._carry_out(now)
 
+    def cache_was_reset(self) -> None:
+        """After the prefix cache was cleared: no block belongs to anybody any more."""
+        self._queue.forget_all()
+
     def call(self, operation: str, payload: str) -> str:
         """One operation asked for over HTTP, between two steps."""
         now = self._clock()
@@ -244,7 +267,8 @@ class SchedulerAdapter:
     def _carry_out(self, now: float) -> None:
         while self.steward.actions:
             for action in self.steward.take_actions():
-                self._carry_out_one(action, now)
+                # Each by itself: one that fails must not lose the others, whose leases are gone already.
+                self.guarded(self._carry_out_one, action, now)
 
     def _carry_out_one(self, action: Action, now: float) -> None:
         program_id = action.program_id
@@ -255,7 +279,14 @@ class SchedulerAdapter:
         elif action.kind is ActionKind.PIN_CACHED:
             hashes = self.steward.contexts.get(program_id)
             blocks = self._held.still_cached(hashes) if hashes is not None else []
-            if self.steward.pinned(program_id, len(blocks), now) is not None:
+            lease = self.steward.pinned(
+                program_id,
+                len(blocks),
+                now,
+                held_blocks=self._held.blocks(),
+                unheld_blocks=self._held.unheld(blocks),
+            )
+            if lease is not None:
                 self._held.hold(program_id, blocks)
         self._queue.rescore(program_id)
         program = self.steward.table.get(program_id)
@@ -332,33 +363,46 @@ class SchedulerAdapter:
         return [b for group in groups for b in group if b.block_hash is not None and not b.is_null]
 
     def _queue_key(self, request: Request) -> Key:
-        ticket = self.steward.tickets.get(request.request_id)
-        if ticket is None:  # a request we failed to take in: in line by its arrival, behind nobody of ours
-            key: Key = (request.status != RequestStatus.PREEMPTED, 0.0)
-        else:
-            ticket.preempted = request.status == RequestStatus.PREEMPTED
-            key = self.steward.preset.order.key(self.steward.waiting_view(ticket))
+        key = self.guarded(self._ordered, request)
+        if key is None:  # in line by its arrival, as far as we can tell, and ahead of nobody we know
+            key = (request.status != RequestStatus.PREEMPTED, True, float("inf"), request.arrival_time)
         return (request.priority, *key) if self._priority_matters else key
 
+    def _ordered(self, request: Request) -> Key:
+        ticket = self.steward.tickets[request.request_id]
+        ticket.preempted = request.status == RequestStatus.PREEMPTED
+        return self.steward.preset.order.key(self.steward.waiting_view(ticket))
+
     def _belongs_behind_gate(self, request: Request) -> bool:
-        ticket = self.steward.tickets.get(request.request_id)
-        if ticket is None or ticket.program is None or request.status == RequestStatus.PREEMPTED:
+        return self.guarded(self._behind_gate, request) is True
+
+    def _behind_gate(self, request: Request) -> bool:
+        if request.kv_transfer_params:  # its peer waits for it: who enters is settled elsewhere
             return False
-        return ticket.program.id not in self.steward.leases
+        ticket = self.steward.tickets[request.request_id]
+        ticket.preempted = request.status == RequestStatus.PREEMPTED
+        return self.steward.behind_gate(ticket)
 
     def _may_enter(self, request: Request) -> bool:
         return self.guarded(self._ask_to_enter, request) is not False
 
+    def _holds_line(self, request: Request) -> bool:
+        return self.guarded(self._has_waited_long, request) is True
+
+    def _has_waited_long(self, request: Request) -> bool:
+        return self.steward.holds_the_line(self.steward.tickets[request.request_id], self._clock())
+
     def _ask_to_enter(self, request: Request) -> bool:
-        ticket = self.steward.tickets.get(request.request_id)
-        if ticket is None:
-            return True
+        ticket = self.steward.tickets[request.request_id]
         need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
         free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
-        if self.steward.may_enter(ticket, need_blocks, free_blocks, now):
+        running = bool(self._scheduler.running)
+        if self.steward.may_enter(ticket, need_blocks, free_blocks, now, anything_running=running):
             return True
         shared = self._shared_blocks(request)
-        return shared > 0 and self.steward.may_enter(ticket, need_blocks - shared, free_blocks, now)
+        return shared > 0 and self.steward.may_enter(
+            ticket, need_blocks - shared, free_blocks, now, anything_running=running
+        )
 
     def _shared_blocks(self, request: Request) -> int:
         """Blocks of the prompt that others hold anyway. Looked up anew only every few steps."""
@@ -368,6 +412,13 @@ class SchedulerAdapter:
             shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
             known = self._shared[request.request_id] = (self._steps, shared)
         return known[1]
+
+    def _guarded_score(self, program_id: ProgramId) -> tuple[float, ...]:
+        return self.guarded(self._owner_score, program_id) or (float("-inf"),)
+
+    def _guarded_evicted(self, block: KVCacheBlock, owner: Owner) -> None:
+        # The block has left the queue already: a failure here would lose it.
+        self.guarded(self._evicted, block, owner)
 
     def _owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
         program = self.steward.table.get(program_id)

@@ -2,7 +2,7 @@
 
 A factory, not a class: it mixes sojourn into whichever scheduler the engine
 would have used (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in
-only tells the adapter what happens; every hook fails open.
+only tells the adapter what happens; every hook and every callback fails open.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from .adapter import SchedulerAdapter
 from .settings import Settings
 
 
+class UnsupportedModel(RuntimeError):
+    """The model's KV cache has a shape the adapter has not been run with."""
+
+
 class SojournMixin:
     """Tells a ``SchedulerAdapter`` what the engine's scheduler does. Mix in before a scheduler class."""
 
@@ -28,6 +32,12 @@ class SojournMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+        if groups != 1:
+            raise UnsupportedModel(
+                f"this model has {groups} KV cache groups (sliding windows, state-space layers); "
+                "sojourn has been run with one. Serve it with --policy stock."
+            )
         settings = Settings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)  # type: ignore[arg-type]
 
@@ -58,7 +68,10 @@ class SojournMixin:
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.sojourn.guarded(self.sojourn.cache_reset)
-        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        if done:
+            self.sojourn.guarded(self.sojourn.cache_was_reset)
+        return done
 
     def shutdown(self) -> None:
         self.sojourn.guarded(self.sojourn.shutdown)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sojourn.ids import ProgramId
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
@@ -32,12 +33,14 @@ class Shortage:
         clock: Callable[[], float],
         carry_out: Callable[[float], None],
         guarded: Callable[..., Any],
+        freed_by: Callable[[ProgramId], int],
     ) -> None:
         self._scheduler = scheduler
         self._steward = steward
         self._clock = clock
         self._carry_out = carry_out
         self._guarded = guarded
+        self._freed_by = freed_by
         self.allocating: Request | None = None
         """Whom blocks are being allocated for, so that an eviction has a name to it."""
         self._chosen: tuple[Request, int] | None = None
@@ -61,11 +64,16 @@ class Shortage:
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
             blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
-            if blocks is None:
+            if blocks is None and not self._blocks_are_coming():
                 blocks = self._guarded(self._make_room, request, args, kwargs)
             return blocks
 
         return allocate_slots
+
+    def _blocks_are_coming(self) -> bool:
+        """Upstream then waits a step rather than preempt; so do we rather than end leases."""
+        connector = self._scheduler.connector
+        return connector is not None and connector.has_pending_block_frees()
 
     def _make_room(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,6 +81,7 @@ class Shortage:
         running = request.status == RequestStatus.RUNNING
         ticket = self._steward.tickets.get(request.request_id)
         blocks: KVCacheBlocks | None = None
+        pool = self._scheduler.kv_cache_manager.block_pool
         while blocks is None and len(self._steward.leases):
             now = self._clock()
             need = RoomNeed(
@@ -82,16 +91,20 @@ class Shortage:
                 running=running,
                 anything_running=bool(self._scheduler.running),
             )
-            if not self._steward.make_room(need, now):
+            free = pool.get_num_free_blocks()
+            if not self._steward.make_room(need, now, self._freed_by):
                 break
             self._carry_out(now)
+            if pool.get_num_free_blocks() == free:  # all of it is shared with somebody who runs
+                break
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None and running:
             self._choose_victim()
         return blocks
 
     def _short(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> int:
-        """Blocks missing, from above: what may turn out to be shared counts as needed."""
+        """Blocks missing, about: what may turn out to be shared counts as needed, reservations of
+        transfers do not. Where it is too few, the next round asks for more."""
         block_size = self._scheduler.block_size
         manager = self._scheduler.kv_cache_manager
         if running:

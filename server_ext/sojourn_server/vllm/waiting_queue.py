@@ -57,7 +57,8 @@ class PolicyQueue(RequestQueue):
 
     Requests for which ``gated(request)`` holds stand behind a gate: where
     ``may_pass`` keeps the first of them out, all of them wait, in order, and
-    the others go past them. The gate is asked once a step (``open_step``).
+    the others go past them, until ``holds_line`` says of the first that it has
+    been passed long enough. The gate is asked once a step (``open_step``).
     Gated requests count in ``len`` but not in ``bool``: to the scheduler there
     is then nobody to admit, while the engine knows it has work left.
 
@@ -72,11 +73,13 @@ class PolicyQueue(RequestQueue):
         *,
         gated: Callable[[Request], bool] | None = None,
         may_pass: Callable[[Request], bool] | None = None,
+        holds_line: Callable[[Request], bool] | None = None,
     ) -> None:
         self._open = _Heap(key)
         self._gated = _Heap(key)
         self._belongs_behind_gate = gated
         self._may_pass = may_pass
+        self._holds_line = holds_line
         self._shut = False
         self._peeked: Request | None = None
 
@@ -146,5 +149,7 @@ class PolicyQueue(RequestQueue):
             assert self._may_pass is not None
             if self._may_pass(kept[2]):
                 return kept[2]
+            if self._holds_line is not None and self._holds_line(kept[2]):
+                return None
             self._shut = True
         return free[2] if free is not None else None
