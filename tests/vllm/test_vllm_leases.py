@@ -267,7 +267,7 @@ def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
 
 
 def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
-    """Tools that start and stop without end: the lease ends at its limit, and is not taken again in this gap."""
+    """Tools that start and stop without end: the lease ends at its limit, and no other follows in the gap."""
     engine = make_engine("continuum", blocks=65)
     engine.add("a1", prompt(1, 300), program_id="A", context={"kv_retention_ttl_seconds": 300})
     engine.run()

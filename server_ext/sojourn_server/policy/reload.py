@@ -25,7 +25,7 @@ class ReloadEstimate:
         self._s_per_token: float | None = None
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
-        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``."""
+        """Learn from an engine step: ``tokens`` tokens of ``requests`` requests took ``seconds``."""
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / tokens
