@@ -136,12 +136,11 @@ def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
     emitter.close(1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_died_is_replaced(monkeypatch):
     sink = Sink()
     emitter = Emitter(sink, Counters(), linger_s=0.0)
     with monkeypatch.context() as broken:
-        broken.setattr(Emitter, "_pop", lambda self: (_ for _ in ()).throw(SystemExit()))
+        broken.setattr(Emitter, "_wait_for_events", lambda self: False)
         emitter.put(Program(), Heartbeat)
         emitter._thread.join(5)
         assert not emitter._thread.is_alive()
@@ -270,3 +269,18 @@ def test_an_answered_request_ends_the_backoff(monkeypatch):
         time.sleep(0.002)
     assert sink.bodies
     emitter.close(1)
+
+
+def test_a_program_that_promised_to_beat_is_heard_soon_after_the_server_is_back(online, monkeypatch):
+    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    online.mode = "500"
+    with sojourn.program("silent", heartbeat=False):
+        while not sojourn.stats()["http_500"]:
+            time.sleep(0.005)
+        online.mode = "ok"
+        with sojourn.tool_call("t"):
+            time.sleep(0.6)
+        assert online.events() == []
+        with sojourn.program("promising"):
+            online.wait_for_events(3)
