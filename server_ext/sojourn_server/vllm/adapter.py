@@ -62,7 +62,9 @@ class SchedulerAdapter:
         """Errors of ours that were swallowed so that the engine could go on."""
         manager = scheduler.kv_cache_manager
         self._pool = manager.block_pool
-        self._history = HistoryFile(settings.history_file, clock())
+        parallel = scheduler.vllm_config.parallel_config
+        rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
         profile = settings.profile()
         self.steward = Steward(
