@@ -41,6 +41,9 @@ class EchoEngine:
             def do_GET(self) -> None:
                 if self.path == "/metrics":
                     self._send(owner.metrics().encode(), "text/plain")
+                elif self.path.startswith("/sojourn/v1/decisions"):
+                    taken = [{"kind": "keep", "reason": "cold_start"}] * 3
+                    self._send(json.dumps({"decisions": taken, "next": 3}).encode())
                 else:
                     self._send(capabilities)
 

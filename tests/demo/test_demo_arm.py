@@ -64,6 +64,7 @@ def test_our_arm_carries_context_next_to_the_forced_tokens(tmp_path: Path) -> No
     with EchoEngine() as engine:
         record, _ = play("sojourn", engine, tmp_path)
     assert succeeded([record])
+    assert record.decisions == {"keep: cold_start": 3}
     assert all(set(body["vllm_xargs"]) == {"replay_ids", "agentic_context"} for body in engine.forced)
     contexts = [json.loads(body["vllm_xargs"]["agentic_context"]) for body in engine.forced]
     assert len({context["program_id"] for context in contexts}) == len(TASKS)
