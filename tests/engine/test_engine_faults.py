@@ -95,7 +95,8 @@ def test_a_stream_that_is_broken_off_leaves_nothing_running(server: EngineServer
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: the stream ends with its iterator
+        next(lines)
         time.sleep(0.6)  # answers may be half a second old
         assert stats(server)["requests"] == 1
     wait_until(lambda: stats(server)["requests"] == 0, 30.0)
