@@ -37,7 +37,8 @@ def build(policy: str | None) -> Any:
     settings = None if policy is None else {"policy": policy, "strict": True}
     engine = BareEngine(
         BareEngineOptions(
-            blocks=RUNNING * (CONTEXT_TOKENS + 6_000) // BLOCK_SIZE + 25_000,
+            # Room enough for all of them to grow as expected: the entry gate is to keep nobody out.
+            blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=65_536,
             sojourn=settings,
@@ -58,8 +59,11 @@ def build(policy: str | None) -> Any:
     for number in range(RUNNING):
         prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
         engine.add(f"run{number}", prompt, max_tokens=100_000, program_id=f"run{number}" if policy else None)
-    while any(r.num_output_tokens == 0 for r in engine.scheduler.requests.values()):
+    for _ in range(200):
         engine.step()
+        if all(r.num_output_tokens for r in engine.scheduler.requests.values()):
+            break
+    assert len(engine.scheduler.running) == RUNNING
     return engine
 
 
