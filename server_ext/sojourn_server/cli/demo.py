@@ -51,6 +51,7 @@ def demo(
 ) -> None:
     """Exit code 0 only if every program of every arm ended and fixed its repository."""
     chosen = _checked_arms(arms, url)
+    _check_policy(policy)
     _check_installed(plot)
     from sojourn_server.demo import report
     from sojourn_server.demo.agent import prepare_environment
@@ -205,6 +206,15 @@ def _run_one(
         raise CliError(f"the server at {url} does not answer: {error}", remedy) from error
     except RuntimeError as error:
         raise CliError(str(error), "see the server's log; --keep keeps it") from error
+
+
+def _check_policy(policy: str) -> None:
+    from sojourn_server.policy.preset import PresetError, load_preset
+
+    try:
+        load_preset(policy)
+    except PresetError as error:
+        raise CliError(str(error), "sojourn demo --help") from None
 
 
 def _checked_arms(text: str, url: str | None) -> list[str]:

@@ -38,7 +38,7 @@ def replay(
         None, min=2, help="End programs before the first turn that needs more"
     ),
     force_tokens: bool = typer.Option(
-        False, help="Force outputs (sojourn serve), so that prefixes are exact"
+        False, help="Force outputs, so that prefixes are exact; the server needs our logits processor"
     ),
     dialect: str = typer.Option(
         "auto", help="sojourn: report programs and tools; vllm: plain requests; auto"

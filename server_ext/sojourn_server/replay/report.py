@@ -15,12 +15,12 @@ CACHED_TOKENS_MISSING = (
     "the server doesn't report cached tokens: start it with --enable-prompt-tokens-details"
 )
 FORCING_IGNORED = (
-    "the server did not generate the forced tokens: start it with sojourn serve, which loads the "
-    "logits processor for vllm_xargs.replay_ids"
+    "the server did not generate the forced tokens: start it with "
+    "--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens"
 )
 OUTPUTS_UNKNOWN = (
     "the server doesn't return token ids, so prompts hold made-up outputs and each turn's output is "
-    "computed again; use --force-tokens against sojourn serve for exact prefixes"
+    "computed again; use --force-tokens for exact prefixes"
 )
 
 
