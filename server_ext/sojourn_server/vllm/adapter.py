@@ -158,6 +158,7 @@ class SchedulerAdapter:
         self.steward.tick(now)
         if self.steward.actions:
             self._carry_out(now)
+        self._shortage.prepare_step()
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""

@@ -49,7 +49,29 @@ class Shortage:
         scheduler.policy = SchedulingPolicy.PRIORITY
         manager = scheduler.kv_cache_manager
         self._allocate = manager.allocate_slots
-        manager.allocate_slots = self._stand_in(self._allocate)
+        self._with_leases = self._stand_in(self._allocate)
+        manager.allocate_slots = self._with_leases
+        config = scheduler.scheduler_config
+        # What one step can take at most for requests that run already, with room to spare.
+        self._step_blocks = 2 * (config.max_num_batched_tokens // scheduler.block_size + 1)
+
+    def prepare_step(self) -> None:
+        """Step aside for a step in which nothing can run short: nobody waits, and memory is ample.
+
+        Most steps of an unpressed engine are such, and the call less for every
+        running request is most of what the adapter costs. Evictions in them
+        have no name to them.
+        """
+        scheduler = self._scheduler
+        free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
+        ample = (
+            free > self._step_blocks + 4 * len(scheduler.running)
+            and not len(scheduler.waiting)
+            and not len(scheduler.kv_holding_waiting)
+        )
+        if ample:
+            self.allocating = None
+        scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._with_leases
 
     def restore_victim(self) -> None:
         """Give a chosen victim its own priority back."""
