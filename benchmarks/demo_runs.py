@@ -62,8 +62,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             runs = [run_demo(seed, Path(folder) / f"{seed}.json") for seed in range(options.runs)]
     runs = [without_details(run) for run in runs]
+    source = "--from " + " ".join(["FILE"] * len(runs)) if options.files else f"--runs {len(runs)}"
     result = {
-        "command": f"python benchmarks/demo_runs.py --runs {len(runs)} --json benchmarks/results/demo.json",
+        "command": f"python benchmarks/demo_runs.py {source} --json benchmarks/results/demo.json",
         "median": medians(runs),
         "runs": runs,
     }

@@ -145,7 +145,10 @@ def main() -> None:
         gc.collect()
     gc.enable()
     result: dict[str, Any] = {
-        "command": f"python benchmarks/scheduler_cost.py --policy {options.policy}",
+        "command": (
+            f"python benchmarks/scheduler_cost.py --policy {options.policy} "
+            f"--slices {options.slices} --steps {options.steps}"
+        ),
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
         "versions": {"vllm": _vllm_version(), "sojourn": version("sojourn")},
         "running": RUNNING,
