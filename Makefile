@@ -1,18 +1,21 @@
 # make setup   an environment in .venv with the CPU engine, our packages and the test tools
 # make demo    setup, then the demonstration (about nine minutes); figures in $(JSON), picture in $(PLOT)
-# make test    setup, then every test, those that start an engine included
+# make test    setup, then every test, those that start an engine included, and the frameworks'
+# make frameworks  the frameworks' tests alone, with the newest and the oldest releases we support
 # make fast    setup, then the tests that start no engine
 # make check   setup, then ruff and mypy
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
 # PIP_EXTRA_INDEX_URL=...     where pip finds CPU builds of PyTorch, where the default index has none
-# TESTS="tests/launch -k x"   what test and fast run
+# TESTS="tests/launch -k x"   what test, fast and frameworks run
+# WORKERS=4                   processes that test runs in (default: 2); a file of tests stays in one of them
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
 EXTRAS ?= cpu,demo,dev
 TESTS ?=
+WORKERS ?= 2
 JSON ?= demo-out/demo.json
 PLOT ?= demo-out/demo.png
 ARGS ?=
@@ -27,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: setup demo test fast check clean
+.PHONY: setup demo test fast frameworks check clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -40,7 +43,13 @@ demo: setup
 	$(BIN)/sojourn demo --json "$(JSON)" --plot "$(PLOT)" $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+ifeq ($(TESTS),)
+	$(BIN)/tox run
+endif
+
+frameworks: setup
+	$(BIN)/tox run -- $(or $(TESTS),tests/frameworks)
 
 fast: setup
 	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
@@ -51,4 +60,4 @@ check: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .tox .mypy_cache .ruff_cache .pytest_cache

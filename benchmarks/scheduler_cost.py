@@ -98,7 +98,7 @@ def expiry_step(leases: int) -> dict[str, Any]:
         BareEngineOptions(
             blocks=2 * leases + 1_000,
             block_size=BLOCK_SIZE,
-            sojourn={"policy": "static-ttl", "strict": True, "lease_budget_fraction": 1.0},
+            sojourn={"policy": "fixed-ttl", "strict": True, "lease_budget_fraction": 1.0},
         ),
         lambda: now[0],
     )

@@ -104,7 +104,7 @@ SINKS: dict[str, Callable[[int], dict[str, Any]]] = {
 def turns_against(url: str | None, turns: int) -> dict[str, Any]:
     """Time single turns. Agents think between turns, so the sender gets a moment every few of them."""
     if url is not None:
-        sojourn.init(url, dialect="sojourn")
+        sojourn.init(url, dialect="sojourn", history=False)
     took_us = []
     with sojourn.program("bench", agent_type="bench"):
         for n in range(turns + 100):
@@ -143,7 +143,7 @@ def openai_patch(calls: int) -> dict[str, float]:
         return (time.perf_counter_ns() - before) / 1000
 
     with ServerProcess("ok") as url:
-        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"])
+        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"], history=False)
         took: dict[bool, list[float]] = {True: [], False: []}
         with sojourn.program("bench"):
             for n in range(2 * calls + 100):

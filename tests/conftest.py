@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+os.environ["SOJOURN_HISTORY"] = "off"  # no test writes what it learned into the home of whoever runs it
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Engines of several test processes share the cores: with a thread for every core each, they would
+    # wait for one another most of the time.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # the frameworks' environments do without
+    pass
+else:
+    # How long an example takes says more of what else the machine does; a test that hangs has its timeout.
+    usual = settings.get_profile("ci" if os.environ.get("CI") else "default")
+    settings.register_profile("no deadline", usual, deadline=None)
+    settings.load_profile("no deadline")
+
+
+LONG = ("test_engine_tokens.py", "engine", "demo")
+"""Files and folders whose tests take minutes, the longest first: begun last, they would leave a core idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first; a file's tests stay together, in their order."""
+    items.sort(
+        key=lambda item: next((i for i, name in enumerate(LONG) if name in item.path.parts), len(LONG))
+    )
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

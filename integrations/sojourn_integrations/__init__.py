@@ -1,1 +1,1 @@
-"""One file per agent framework; each imports the SDK and, lazily, its framework."""
+"""A file or folder per agent framework; each imports the SDK and, lazily, its framework."""

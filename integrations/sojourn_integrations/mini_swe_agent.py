@@ -6,6 +6,9 @@ Three ways in, none of which needs a change to mini:
 - ``instrument()`` once per process, which ``sojourn run mini …`` does for you;
 - ``attach(agent)`` for one agent built by hand.
 
+Its requests are told by the patches of openai and litellm, which ``sojourn.init`` makes; here they are only
+joined: what mini sends again is the same logical request.
+
 An agent, its model and its environment get a subclass of their own class each,
 with the same name (see ``overlay``), so that ``isinstance`` and ``serialize()`` say what they said,
 and copies act on themselves. Everything the user's code raises passes unchanged; nothing of ours
@@ -15,46 +18,24 @@ is ever raised into an agent. mini is not imported before it is needed. Checked 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import sojourn
-from sojourn.commandline import main_head
-from sojourn.config import host_key
-from sojourn.request import Turn
-from sojourn.runtime import session
+from sojourn.commandline import command_class
+from sojourn.outgoing import OneRequest
 
 from .overlay import Around, lay, lift, lift_all
-from .scope import enter, fault, leave, may_tell, takes_events
+from .patches import Patches
+from .scope import enter, fault, leave
 
-__all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument"]  # noqa: F822
-
-_URL_VARIABLES = {
-    "openai": ("OPENAI_BASE_URL", "OPENAI_API_BASE"),
-    "hosted_vllm": ("HOSTED_VLLM_API_BASE",),
-}
-"""Where litellm looks for the server of a provider, if the model's settings name none."""
-
-_ELSEWHERE = ("client", "fallbacks", "model_list", "use_litellm_proxy")
-"""Settings of litellm with which a request may go to another server than the one named."""
+__all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
 
 _running: ContextVar[frozenset[int]] = ContextVar("sojourn_mini_running", default=frozenset())
 _executing: ContextVar[frozenset[int]] = ContextVar("sojourn_mini_executing", default=frozenset())
 
-
-class _Patch(NamedTuple):
-    """A method of mini's class that ``instrument`` replaced."""
-
-    owner: type
-    ours: Callable[..., Any]
-    original: Callable[..., Any]
-
-
-_patches: dict[str, _Patch] = {}
-_instrumented = False
+_patches = Patches()
 
 
 def attach(agent: Any) -> Any:
@@ -80,19 +61,7 @@ def instrument() -> None:
 
     Where this mini has no ``DefaultAgent`` with ``run``, it is left untouched.
     """
-    global _instrumented
-    from minisweagent.agents.default import DefaultAgent as agent_class
-
-    if getattr(agent_class, "run", None) is None:
-        return
-    for name, make in (("__init__", _attaching), ("run", _running_in_program)):
-        current = getattr(agent_class, name)
-        if name in _patches and _is_beneath(_patches[name].ours, current):
-            continue
-        patch = _Patch(agent_class, make(current), current)
-        setattr(agent_class, name, patch.ours)
-        _patches[name] = patch
-    _instrumented = True
+    patch()
 
 
 def uninstrument() -> None:
@@ -100,22 +69,29 @@ def uninstrument() -> None:
 
     What somebody else put above our patch stays; ours then does nothing below it.
     """
-    global _instrumented
-    _instrumented = False
-    for name, patch in list(_patches.items()):
-        if vars(patch.owner).get(name) is patch.ours:
-            setattr(patch.owner, name, patch.original)
-            del _patches[name]
+    _patches.undo()
     lift_all()
 
 
 def patch() -> bool:
-    """``instrument``, for ``sojourn.instruments.register``. False where mini looks unfamiliar."""
-    instrument()
-    return _instrumented
+    """``instrument``, for ``sojourn.init``. False where mini looks unfamiliar."""
+    from minisweagent.agents.default import DefaultAgent as agent_class
+
+    if not {"__init__", "run"} <= vars(agent_class).keys():
+        return False
+    _patches.put(agent_class, "__init__", _attaching)
+    _patches.put(agent_class, "run", _running_in_program)
+    return True
 
 
 unpatch = uninstrument
+
+
+def wrap(target: Any) -> Any | None:
+    """``attach``, for ``sojourn.wrap``. ``None`` where it is no agent of mini's."""
+    if not all(hasattr(target, name) for name in ("run", "model", "env")):
+        return None
+    return attach(target)
 
 
 def __getattr__(name: str) -> Any:
@@ -144,7 +120,7 @@ def _attaching(initialise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(initialise)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        if _instrumented:
+        if _patches.active:
             _attach_parts(self)
 
     return __init__
@@ -153,7 +129,7 @@ def _attaching(initialise: Callable[..., Any]) -> Callable[..., Any]:
 def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _instrumented:
+        if not _patches.active:
             return original(self, *args, **kwargs)
         _attach_parts(self)  # made by a copy or a pickle, it was never initialised
         return _in_program(self, functools.partial(original, self), args, kwargs)
@@ -161,21 +137,15 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_beneath(ours: Callable[..., Any], current: Any) -> bool:
-    """Whether ``current`` is ours, or wraps it as ``functools.wraps`` records. Markers would not tell: that
-    copies them to the wrapper."""
-    while current is not None and current is not ours:
-        current = getattr(current, "__wrapped__", None)
-    return current is ours
-
-
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``run`` inside a program of its own, unless this run has one already."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)
-    name = type(agent).__name__
-    scope = enter(lambda: sojourn.program(name, agent_type=name))
+    kind = type(agent).__name__
+    # mini-extra's batch runs name their agents after the instance.
+    name = getattr(agent, "instance_id", None) or kind
+    scope = enter(lambda: sojourn.program(str(name), agent_type=kind))
     token = _running.set(running | {id(agent)})
     try:
         result = run(*args, **kwargs)
@@ -213,14 +183,14 @@ def _in_tool_call(
         raise
     finally:
         _executing.reset(token)
-    leave(scope, status=_status(output))
+    leave(scope, status=lambda: _status(output))
     return output
 
 
 def _tool_call(action: Any) -> Any:
     fields = action if isinstance(action, Mapping) else {}
     command = fields.get("command")
-    head = main_head(command) if isinstance(command, str) else None
+    head = command_class(command) if isinstance(command, str) else None
     return sojourn.tool_call("bash", fields.get("tool_call_id"), tool_class=head)
 
 
@@ -237,79 +207,12 @@ def _status(output: Any) -> str:
 # ---- one request
 
 
-def _told(model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    turn, kwargs = _with_turn(model, kwargs)
-    try:
+def _as_one_request(
+    model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """mini tries again by itself, ten times; what is sent is told by the patches of openai and litellm."""
+    with OneRequest():
         return query(*args, **kwargs)
-    except BaseException:
-        if turn is not None:
-            turn.failed()  # events that did arrive, as before a FormatError, are told by their numbers
-        raise
-
-
-def _with_turn(model: Any, kwargs: dict[str, Any]) -> tuple[Turn | None, dict[str, Any]]:
-    """``kwargs`` with ours added below the user's, or unchanged where that must not or cannot be done."""
-    turn = None
-    try:
-        # As mini joins them; so an extra_body given with the call hides that of the settings, as without us.
-        theirs = {**(getattr(model.config, "model_kwargs", None) or {}), **kwargs}
-        url = _server_url(model, theirs)
-        if url is None or not may_tell(url) or not _has_room(theirs):
-            return None, kwargs
-        turn = Turn(session())
-        body, headers = turn.parts(take=takes_events(url))
-        extra_body = dict(theirs.get("extra_body") or {})
-        for key, value in body.items():
-            if key == "vllm_xargs":
-                extra_body[key] = {**value, **(extra_body.get(key) or {})}
-            else:
-                extra_body.setdefault(key, value)
-        extra_headers = theirs.get("extra_headers") or {}
-        taken = {str(name).lower() for name in (*extra_headers, *(theirs.get("headers") or {}))}
-        extra_headers = {**{k: v for k, v in headers.items() if k.lower() not in taken}, **extra_headers}
-        ours = {"extra_body": extra_body, "extra_headers": extra_headers}
-        return turn, {**kwargs, **{name: value for name, value in ours.items() if value}}
-    except Exception:
-        fault("inject_error")
-        if turn is not None:
-            turn.failed()
-        return None, kwargs
-
-
-def _has_room(settings: Mapping[str, Any]) -> bool:
-    """Whether all of ours can be added. What cannot be merged forbids it, as does a context of the user's."""
-    extra_body = settings.get("extra_body")
-    for value in (extra_body, settings.get("extra_headers"), settings.get("headers")):
-        if value is not None and not isinstance(value, Mapping):
-            return False
-    if settings.get("vllm_xargs") is not None:
-        return False  # litellm lets it replace the whole of that in extra_body
-    if {"extra_body", "vllm_xargs"} & set(settings.get("additional_drop_params") or ()):
-        return False
-    given = (extra_body or {}).get("vllm_xargs")
-    return given is None or (isinstance(given, Mapping) and "agentic_context" not in given)
-
-
-def _server_url(model: Any, settings: Mapping[str, Any]) -> str | None:
-    """Where litellm will send the request; ``None`` where that is not certain.
-
-    Its order: ``base_url``, ``api_base``, ``litellm.api_base``, the environment. But ``base_url`` means
-    nothing to its Responses API, and which of the latter two comes first depends on the provider. So the two
-    of either pair have to agree.
-    """
-    litellm = sys.modules.get("litellm")
-    if any(settings.get(name) for name in _ELSEWHERE) or getattr(litellm, "model_fallbacks", None):
-        return None
-    if getattr(litellm, "use_litellm_proxy", None) or os.environ.get("USE_LITELLM_PROXY"):
-        return None
-    named = [settings.get("api_base")]
-    if not _is_from(model, "minisweagent.models.litellm_response"):
-        named.append(settings.get("base_url"))
-    name = str(getattr(model.config, "model_name", ""))
-    provider = settings.get("custom_llm_provider") or name.partition("/")[0]
-    found = [getattr(litellm, "api_base", None), *map(os.environ.get, _URL_VARIABLES.get(str(provider), ()))]
-    urls = [str(url) for url in (named if any(named) else found) if url]
-    return urls[0] if len({host_key(url) for url in urls}) == 1 else None
 
 
 # ---- wrapping
@@ -327,13 +230,8 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
     model = getattr(agent, "model", None)
     # A model that switches between others (roulette) makes its requests through them.
     for each in (model, *(getattr(model, "models", None) or ())):
-        # Only these pass ``extra_body`` and ``extra_headers`` on; others would send them as they are.
-        if _is_from(each, "minisweagent.models.litellm"):
-            yield each, "query", _told
-
-
-def _is_from(model: Any, module: str) -> bool:
-    return any(base.__module__.startswith(module) for base in type(model).__mro__)
+        if each is not None:
+            yield each, "query", _as_one_request
 
 
 def _lay(owner: Any, name: str, around: Around) -> None:

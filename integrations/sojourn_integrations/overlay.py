@@ -17,6 +17,8 @@ from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
+from .patches import in_place_of
+
 Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """``around(owner, original, args, kwargs)`` stands for ``original(*args, **kwargs)``. A module's function."""
 
@@ -44,7 +46,7 @@ class _Method:
             return around(owner, original, args, kwargs) if self.active else original(*args, **kwargs)
 
         call.__name__ = name
-        self._call = functools.wraps(getattr(base, name))(call) if hasattr(base, name) else call
+        self._call = in_place_of(getattr(base, name), call) if hasattr(base, name) else call
 
     def __set_name__(self, overlay: type, name: str) -> None:
         self._overlay = overlay

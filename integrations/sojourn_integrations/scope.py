@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sojourn.config import host_key
 from sojourn.runtime import session
 
 
@@ -26,28 +25,24 @@ def enter(make: Callable[[], Any]) -> Scope | None:
         return None
 
 
-def leave(scope: Scope | None, error: BaseException | None = None, *, status: str | None = None) -> None:
-    """Leave it, as after ``error`` where there was one. The caller raises its own errors itself."""
+def leave(
+    scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
+) -> None:
+    """Leave it, as after ``error`` where there was one. The caller raises its own errors itself.
+
+    ``status`` is a function where it is read from a result, which may be anything.
+    """
     if scope is None:
         return
     try:
         if status is not None:
-            scope.handle.status = status
+            scope.handle.status = status() if callable(status) else status
+    except Exception:
+        fault("internal_error")
+    try:
         scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
     except Exception:
         fault("internal_error")
-
-
-def may_tell(url: str) -> bool:
-    """Whether requests for ``url`` may carry ids: only the servers named to ``sojourn.init`` get them."""
-    config = session().config
-    return config is not None and host_key(url) in config.hosts
-
-
-def takes_events(url: str) -> bool:
-    """Whether events may ride on requests for ``url``: only the one server they are sent to knows them."""
-    config = session().config
-    return config is not None and host_key(url) == config.host
 
 
 def fault(name: str) -> None:

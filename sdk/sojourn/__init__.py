@@ -10,6 +10,7 @@ Nothing here raises once an agent runs, blocks it, or sends prompts, arguments o
 
 from __future__ import annotations
 
+from .aeg import Aeg
 from .errors import ArgumentError, ConfigError, SojournError
 from .instruments import active as _active
 from .instruments import instrument, uninstrument, wrap
@@ -24,6 +25,7 @@ from .tools import ToolCall, tool, tool_call
 __version__ = "0.1.0"
 
 __all__ = [
+    "Aeg",
     "ArgumentError",
     "ConfigError",
     "Program",

@@ -31,12 +31,18 @@ _SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 _LEADING_WORDS = frozenset({"!", "{", "do", "elif", "else", "if", "then", "until", "while"})
 _NO_COMMAND = frozenset({"}", "[", "[[", "case", "done", "esac", "fi", "for", "function", "select"})
 
+_NOT_HEADS = _PREFIXES | _SHELLS | _LEADING_WORDS | _NO_COMMAND
+"""What in a command's place is not the command."""
+
 _SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
 _OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;|\n()]|&(?!>)")
 _REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>\||[<>]&|<>|[<>])|&>>?")
 _HEREDOC_END = re.compile(r"""[ \t]*(['"]?)([\w.+-]+)\1""")
 _PLAIN = re.compile(r"[^\s'\"\\;|&()<>`$]+")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_ONE_COMMAND = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)(?:[ \t]+[A-Za-z0-9_./:@%,+-]+)*[ \t]*")
+"""A name and plain words: most of what agents run, and read at once."""
 _NUMBER = re.compile(r"[+-]?[\d.]+[smhd]?")
 
 
@@ -75,6 +81,17 @@ def main_head(line: str) -> str | None:
         if head not in TRIVIAL_HEADS and not (command.piped and head in _FILTERS):
             return head
     return commands[0].head if commands else None
+
+
+def command_class(line: str) -> str | None:
+    """``main_head`` as the class of a tool call, which is told to others: only what looks like a program's
+    name. A quoted sentence or a substitution in its place is part of somebody's arguments."""
+    if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
+        head = found[1]
+        if head not in _NOT_HEADS:
+            return head[:MAX_HEAD_CHARS]
+    head = main_head(line)
+    return head if head is not None and _NAME.fullmatch(head) else None
 
 
 def commands_of(line: str) -> list[Command]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from .errors import ConfigError
@@ -27,11 +29,17 @@ class Environment:
     api_key: str | None = None
     """``SOJOURN_API_KEY``: bearer key for the events. ``OPENAI_API_KEY`` is never used for them."""
     dialect: str | None = None
-    """``SOJOURN_DIALECT``: ``sojourn`` or ``vllm``; without it the server is asked."""
+    """``SOJOURN_DIALECT``: a name of ``dialects.DIALECTS``; without it the server is asked."""
+    tool_events: str | None = None
+    """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint where Dynamo takes tool events."""
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: everything becomes a no-op with the same API."""
+    history: str | None = None
+    """``SOJOURN_HISTORY``: the file that keeps what was learned of tools and programs; ``off`` keeps none."""
+    data_home: str | None = None
+    """Where this platform has applications keep what they learn; ``None`` where there is no such place."""
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
@@ -41,8 +49,11 @@ class Environment:
             url=env.get("SOJOURN_URL") or None,
             api_key=env.get("SOJOURN_API_KEY") or None,
             dialect=env.get("SOJOURN_DIALECT") or None,
+            tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
             program_id=checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
+            history=env.get("SOJOURN_HISTORY") or None,
+            data_home=_data_home(env),
         )
 
 
@@ -59,10 +70,16 @@ class Config:
     """``host:port`` of every server that may be told about programs. Loopback names count as one host."""
     dialect: str | None = None
     """Name given by the caller; ``None`` asks the server."""
+    tool_events: str | None = None
+    """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
     """How long ``init()`` may wait for the server's answer about its dialect; 0 does not wait."""
     threads: bool = False
     """Carry the current program into new threads and thread pools."""
+    instrument: bool = True
+    """Attach to every framework; else to what ``instrument()`` and ``wrap()`` are given."""
+    history: str | None = None
+    """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
     program_id: str | None = None
     queue_events: int = 10_000
     """Events held unsent; further ones are dropped and counted."""
@@ -82,8 +99,11 @@ class Config:
         api_key: str | None = None,
         hosts: Iterable[str] | None = None,
         dialect: str | None = None,
+        tool_events: str | None = None,
         probe_timeout_s: float = 0.3,
         threads: bool = False,
+        instrument: bool = True,
+        history: str | os.PathLike[str] | bool | None = None,
         environment: Environment | None = None,
     ) -> Config:
         """Join arguments and environment; arguments win. Raises ``ConfigError``."""
@@ -98,8 +118,12 @@ class Config:
         if dialect is not None:
             from .dialects import DIALECTS
 
+            dialect = dialect.replace("-", "_")
             if dialect not in DIALECTS:
                 raise ConfigError(f"dialect {dialect!r} is unknown; expected one of {sorted(DIALECTS)}")
+        tool_events = _zmq_endpoint(tool_events or environment.tool_events)
+        if tool_events is not None and dialect not in (None, "dynamo"):
+            raise ConfigError(f"tool_events is for the dialect 'dynamo'; {dialect!r} has no such endpoint")
         if not (math.isfinite(probe_timeout_s) and probe_timeout_s >= 0):
             raise ConfigError(f"probe_timeout_s is {probe_timeout_s}; expected seconds ≥ 0")
         key = api_key or environment.api_key
@@ -112,8 +136,11 @@ class Config:
             host=own_host,
             hosts=frozenset(named),
             dialect=dialect,
+            tool_events=tool_events,
             probe_timeout_s=probe_timeout_s,
             threads=threads,
+            instrument=instrument,
+            history=_history(history, environment),
             program_id=environment.program_id,
         )
 
@@ -134,6 +161,7 @@ def host_key(host: str, like: str = "http://") -> str:
     return canonical_host(parts.hostname, port)
 
 
+@lru_cache(maxsize=256)
 def canonical_host(hostname: str, port: int) -> str:
     """``host:port`` with one name for this machine, since ``localhost`` and ``127.0.0.1`` get mixed
     freely."""
@@ -171,6 +199,18 @@ def unclaim() -> None:
         os.environ.pop(_CLAIM, None)
 
 
+def _zmq_endpoint(text: str | None) -> str | None:
+    """``text`` where one can connect to it. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    scheme, separator, rest = text.partition("://")
+    host, colon, port = rest.rpartition(":")
+    reachable = host not in ("", "*") and colon and port.isascii() and port.isdigit() and int(port) < 65536
+    if separator and ((scheme == "ipc" and rest) or (scheme == "tcp" and reachable)):
+        return text
+    raise ConfigError(f"tool_events is {text!r}; expected e.g. 'tcp://127.0.0.1:20390'")
+
+
 def _root(url: str) -> tuple[str, str]:
     try:
         parts = urlsplit(url)
@@ -183,6 +223,37 @@ def _root(url: str) -> tuple[str, str]:
     # People paste the base_url of their OpenAI client; the events live beside /v1, not under it.
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{scheme}://{parts.netloc}{path}", host
+
+
+def _history(given: str | os.PathLike[str] | bool | None, environment: Environment) -> str | None:
+    if given is None:
+        given = environment.history
+        word = "" if given is None else given.strip().lower()
+        if word in _TRUE or (word and word in _FALSE):
+            given = word in _TRUE
+    if given is False:
+        return None
+    if given is None or given is True:
+        folder = environment.data_home
+        return None if folder is None else os.path.join(folder, "sojourn", "history.sqlite3")
+    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not path or not isinstance(path, str):
+        raise ConfigError(f"history is {given!r}; expected a path, False for none, True for the usual place")
+    # Absolute, so that a process that changes its folder keeps one history.
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _data_home(env: Mapping[str, str]) -> str | None:
+    """``$XDG_DATA_HOME``, else the platform's own place."""
+    named = env.get("XDG_DATA_HOME", "")
+    if os.path.isabs(named):  # "all paths must be absolute … if relative, ignore": XDG base directories
+        return named
+    if sys.platform == "win32":
+        return env.get("LOCALAPPDATA") or None
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):  # a user without a home, as in some containers
+        return None
+    return os.path.join(home, "Library/Application Support" if sys.platform == "darwin" else ".local/share")
 
 
 def _switch(name: str, value: str) -> bool:

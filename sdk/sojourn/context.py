@@ -28,6 +28,8 @@ class Place(NamedTuple):
 
 
 NOWHERE = Place()
+opened: list[Program] = []
+"""Programs of the whole process, by ``program().open()``: the last is the one of code that knows no other."""
 place: ContextVar[Place] = ContextVar("sojourn_place", default=NOWHERE)
 
 
@@ -36,6 +38,8 @@ class Resolved(NamedTuple):
 
     program: Program | None = None
     node: str | None = None
+    tool_call: ToolCall | None = None
+    """The program's call in which the code runs: what it opens is a child in that call."""
 
 
 Resolver = Callable[[], "Resolved | None"]
@@ -56,6 +60,18 @@ def remove_resolver(resolver: Resolver) -> None:
 
 def find(counters: Counters) -> tuple[Place, str | None]:
     """The deepest known place, and the node a framework named for it."""
+    if not _resolvers:
+        here = place.get()
+        if here.program is not None:
+            return here, None
+    here, node = deepest(counters)
+    if here.program is None and opened:
+        here = here._replace(program=opened[-1])
+    return here, node
+
+
+def deepest(counters: Counters) -> tuple[Place, str | None]:
+    """``find``, without the programs that are the whole process's."""
     here = place.get()
     node: str | None = None
     for resolver in _resolvers:
@@ -74,6 +90,8 @@ def find(counters: Counters) -> tuple[Place, str | None]:
                 here.step if here.program is None else None,
                 call if call is not None and call.program is program else None,
             )
+        if resolved.tool_call is not None and here.tool_call is None and program is here.program:
+            here = here._replace(tool_call=resolved.tool_call)
         if program is None or program is here.program:
             node = resolved.node or node
     return here, node

@@ -1,14 +1,20 @@
 """The bounded background sender. ``put`` never blocks, never raises; what cannot be sent is dropped and
 counted.
 
-    agent thread(s) ── put ──▶ queue per program ──▶ one daemon thread ── POST batch ──▶ server
-                                     └── take ──▶ rides along on the program's next request
+    agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── courier ──▶ server
+                                               └── take ──▶ rides along on the program's next request
 
+How a batch travels is the dialect's matter: its *courier* knows (``dialects/courier.py``).
 An event leaves by one of the two doors, and comes back from the second where the
 request failed. A batch that failed is dropped, not sent again: what happened
 seconds ago helps nobody decide now, and the server copes with silence by leases.
-Locks are re-entrant since a garbage collection inside ``put`` may close a
+Locks are re-entrant since a garbage collection inside ``take`` may close a
 generator that ends a program, which puts an event.
+
+What an agent's thread pays for is mostly what it has not touched for a while: the model answered, and
+caches are cold. So ``put`` takes no lock and wakes nobody while the thread looks by itself, as it does for
+some seconds after each event: waking it cost the agent more than all the rest, for both then want the
+interpreter.
 """
 
 from __future__ import annotations
@@ -16,31 +22,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
-import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import msgspec
-
 from .backlog import Backlog, Pending
-from .events import Event
+from .dialects import Batch, Courier, Delivery, Road, SojournCourier
+from .events import Event, Heartbeat
 from .ids import EmitterId
 from .stats import Counters
 from .transport import Transport
-from .wire import (
-    EVENTS_PATH,
-    MAX_BATCH_BYTES,
-    WIRE_VERSION,
-    EventBatch,
-    WireError,
-    decode_outcomes,
-    encode,
-)
-
-logger = logging.getLogger("sojourn")
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
@@ -48,10 +42,11 @@ MAX_BEATING_BACKOFF_S = 5.0
 """While a heartbeat is promised: leases end after 10 to 20 s of silence, so two tries must fit in."""
 THREAD_RETRY_S = 1.0
 """A thread that could not be started is not tried again with every event."""
-_ENVELOPE_BYTES = 1024
-"""Room left in a batch for everything that is not an event."""
-_NOT_OURS = frozenset({404, 405, 501})
-"""Answers of a server that has no such endpoint."""
+LOOK_EVERY_S = 0.02
+"""How often the thread looks for events while it expects some: the longest that one waits to be noticed."""
+LOOK_FOR_S = 5.0
+"""After the last event; then the next one wakes it."""
+_LOOKS = round(LOOK_FOR_S / LOOK_EVERY_S)
 
 
 class Source(Protocol):
@@ -81,13 +76,14 @@ class Emitter:
         first: Callable[[], None] | None = None,
         promised: Callable[[], bool] = lambda: False,
         beats: Callable[[float], tuple[Iterable[tuple[Source, type[Event]]], float | None]] | None = None,
-        delivered: Callable[[], None] | None = None,
-        unsupported: Callable[[], None] | None = None,
+        delivered: Callable[[], object] | None = None,
+        unsupported: Callable[[], Courier | None] | None = None,
     ) -> None:
         """``first`` runs once on the thread before anything is sent. ``promised()`` tells whether a server
         counts on heartbeats. ``beats(now)`` gives events that are due by the clock alone, and the seconds
         until it wants to be asked again. ``delivered`` and ``unsupported`` run on the thread when the server
-        took a batch, or turned out to have no place for one.
+        showed that it reads our batches, or turned out to have no place for one; the latter may give another
+        courier to go on with. Events travel as sojourn's own until ``use`` says otherwise.
         """
         self.counters = counters
         self._transport = transport
@@ -101,6 +97,7 @@ class Emitter:
         self._beats = beats
         self._on_delivered = delivered
         self._on_unsupported = unsupported
+        self._courier: Courier = SojournCourier(Road(transport, counters))
         self._supported = True
         self._thread: threading.Thread | None = None
         self._fresh()
@@ -110,55 +107,89 @@ class Emitter:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
+        self._inbox: deque[Pending] = deque()
+        """Put and not yet numbered. Whoever holds the lock takes them into ``_pending``; no order is lost."""
         self._pending = Backlog(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
         self._hurry = 0
         self._idle = False
-        self._backing_off = False
+        """The thread waits to be woken."""
+        self._asleep = True
+        """So it does, or there is none: ``put`` has to ring."""
+        self._looks_left = 0
+        self.backing_off = False
+        """The thread leaves the server alone for a while."""
         self._starting = False
         self._no_start_before_s = float("-inf")
         self._closed = False
         self._thread = None
+        self._open_door()
+
+    def _open_door(self) -> None:
+        """Which events are taken now."""
+        shut = self._closed or not self._supported
+        self._kinds: frozenset[type[Event]] = frozenset() if shut else self._courier.kinds
 
     # ---- the agent's side
 
     def put(self, source: Source, kind: type[Event], **fields: Any) -> bool:
         """Queue an event that happened now. False where it had to be dropped."""
         try:
-            with self._lock:
-                if not self._supported or self._closed:
-                    self.counters.add("dropped_unsupported" if not self._supported else "dropped_closed")
-                    return False
-                if self._pending.full:
-                    self.counters.add("dropped_full")
-                    return False
-                self._append(source, kind, fields)
-                if self._idle:
-                    self._wake.notify()
-                else:
-                    self._ensure_thread()
+            if kind not in self._kinds:
+                closed = self._closed and self._supported
+                self.counters.add("dropped_closed" if closed else "dropped_unsupported")
+                return False
+            inbox = self._inbox
+            if len(inbox) + self._pending.size >= self._queue_events:
+                self.counters.add("dropped_full")
+                return False
+            inbox.append(Pending(source.id, kind, -1, self._clock(), fields))
+            # Looked at after the event is there; the thread looks for events after it says that it sleeps.
+            if self._asleep:
+                self._ring()
             return True
         except Exception:
             self.counters.add("internal_error")
             return False
 
-    def take(self, program_id: str, *, max_events: int, max_bytes: int) -> list[Pending]:
+    def _ring(self) -> None:
+        with self._lock:
+            if self._idle:
+                self._asleep = False
+                self._wake.notify()
+            else:
+                self._ensure_thread()
+
+    def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[Pending]:
         """Remove and return the oldest unsent events of one program: they ride on its request.
 
         At most ``max_events`` of at most ``max_bytes`` of JSON together, with one byte each for the comma.
+        Without that bound nothing is encoded here.
         """
+        if not (self._inbox or self._pending.size):
+            return []
         with self._lock:
+            self._take_in()
             taken, unsayable = self._pending.take(
-                program_id, self._clock(), max_events=max_events, max_bytes=max_bytes
+                program_id, self._clock, max_events=max_events, max_bytes=max_bytes
             )
-            if taken:
+            if self._hurry:
                 self._drained.notify_all()
         if unsayable:
             self.counters.add("encode_error", unsayable)
         if taken:
             self.counters.add("events_piggybacked", len(taken))
         return taken
+
+    def untake(self, taken: list[Pending]) -> None:
+        """As if they had not been taken; nothing was sent meanwhile."""
+        with self._lock:
+            self._take_in()
+            lost = self._pending.put_back(taken)
+        self.counters.add("events_piggybacked", -len(taken))
+        if lost:
+            self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[Pending]) -> None:
         """The request which took these events failed: they go first again. The server may have seen them
@@ -169,22 +200,22 @@ class Emitter:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
                     return
+                self._take_in()
                 lost = self._pending.put_back(taken)
                 self.counters.add("events_returned", len(taken) - lost)
                 if lost:
                     self.counters.add("dropped_full", lost)
-                if self._idle:
-                    self._wake.notify()
-                else:
-                    self._ensure_thread()
+                self._looks_left = _LOOKS
+                if self._asleep:
+                    self._ring()
         except Exception:
             self.counters.add("internal_error")
 
     def server_answered(self) -> None:
         """The server was just seen alive: a sender that waits because it was not may try again."""
-        if self._backing_off:
+        if self.backing_off:
             with self._lock:
-                self._backing_off = False
+                self.backing_off = False
                 self._wake.notify_all()
 
     @property
@@ -194,9 +225,10 @@ class Emitter:
 
     @property
     def pending(self) -> int:
-        """Events queued or being sent right now."""
+        """Events queued or being sent right now; all of them are in the count ``events_queued`` by then."""
         with self._lock:
-            return len(self._pending) + self._sending
+            self._take_in()  # a thread that hangs in a send numbers nothing
+            return self._pending.size + self._sending
 
     def start(self) -> None:
         """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` where it cannot."""
@@ -213,7 +245,7 @@ class Emitter:
             self._ensure_thread()
             try:
                 self._wake.notify_all()
-                while self._pending or self._sending:
+                while self._inbox or self._pending.size or self._sending:
                     left_s = end_s - time.monotonic()
                     if left_s <= 0 or self._thread is None:
                         return False
@@ -229,6 +261,7 @@ class Emitter:
         try:
             with self._lock:
                 self._closed = True
+                self._open_door()
                 self._wake.notify_all()
                 thread = self._thread
             if thread is not None and thread is not threading.current_thread():
@@ -243,6 +276,7 @@ class Emitter:
         # An empty context: else the thread would hold the first caller's context variables for ever.
         contextvars.Context().run(thread.start)
         self._thread = thread
+        self._asleep = False
 
     def _ensure_thread(self) -> None:
         """Start the thread where there is none, or none alive. Called with the lock held."""
@@ -262,6 +296,13 @@ class Emitter:
             self._starting = False
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            if self._thread is threading.current_thread():
+                self._asleep = True
+
+    def _work(self) -> None:
         backoff_s = 0.0
         first, self._first = self._first, None
         try:
@@ -287,44 +328,55 @@ class Emitter:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
                 self._back_off(backoff_s)
         with contextlib.suppress(Exception):
+            self._courier.close()
+        with contextlib.suppress(Exception):
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
         """Leave the server alone, with the lock held. ``flush``, ``close`` and signs of life cut it short;
         ``put`` does not, it wakes the idle only."""
         started_s = time.monotonic()
-        self._backing_off = True
-        while self._backing_off and not self._closed and not self._hurry:
+        self.backing_off = True
+        while self.backing_off and not self._closed and not self._hurry:
             # Asked again and again: a program may open meanwhile and promise to be heard from.
             limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
             left_s = started_s + limit_s - time.monotonic()
             if left_s <= 0:
                 break
             self._wake.wait(min(left_s, MAX_BEATING_BACKOFF_S))
-        self._backing_off = False
+        self.backing_off = False
 
     def _wait_for_events(self) -> bool:
         """Sleep until there is something to send. False once closed and empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
+                self._take_in()
+                looks_left = self._looks_left
                 for source, kind in due:
-                    if source.is_open and not self._pending.full:
-                        self._append(source, kind, {})
-                if self._pending:
+                    if source.is_open and not (self._pending.full or self._closed):
+                        self._inbox.append(Pending(source.id, kind, -1, self._clock(), {}))
+                        self._take_in()
+                self._looks_left = looks_left  # a beat does not announce another event
+                if self._pending.size:
                     if not self._closed and not self._hurry:
                         self._wake.wait(self._linger_s)  # cut short by flush() and close()
                     return True
                 if self._closed:
                     return False
-                self._idle = True
+                if self._looks_left > 0:
+                    self._looks_left -= 1
+                    self._wake.wait(LOOK_EVERY_S if wait_s is None else min(LOOK_EVERY_S, wait_s))
+                    continue
+                self._idle = self._asleep = True
                 try:
-                    self._wake.wait(wait_s)
+                    if not self._inbox:
+                        self._wake.wait(wait_s)
                 finally:
-                    self._idle = False
+                    self._idle = self._asleep = False
 
     def _due(self) -> tuple[Iterable[tuple[Source, type[Event]]], float | None]:
-        if self._beats is None or not self._supported:
+        if self._beats is None or Heartbeat not in self._kinds:
             return (), None
         try:
             return self._beats(self._clock())
@@ -332,91 +384,60 @@ class Emitter:
             self.counters.add("internal_error")
             return (), None
 
-    def _append(self, source: Source, kind: type[Event], fields: dict[str, Any]) -> None:
-        # One row of numbers for all programs: it also grows within each, whoever resumes one under its id.
-        pending = Pending(source.id, kind, next(self._seq), self._clock(), fields)
-        self._pending.append(pending)
-        self.counters.add("events_queued")
+    def _take_in(self) -> None:
+        """Number what was put since. With the lock held."""
+        if self._inbox:
+            # One row of numbers for all programs: it grows within each too, whoever resumes one by its id.
+            count = self._pending.take_in(self._inbox, self._seq)
+            self._looks_left = _LOOKS
+            self.counters.add("events_queued", count)
 
     def _pop(self) -> list[Pending]:
         with self._lock:
+            self._take_in()
             batch = self._pending.batch(self._batch_events)
             self._sending = len(batch)
         return batch
 
-    def _send(self, batch: list[Pending]) -> bool:
-        now = self._clock()
-        bodies: list[list[msgspec.Raw]] = [[]]
-        used = 0
-        for pending in batch:
-            try:
-                raw = pending.encode(now)
-            except Exception:  # one event that cannot be said must not spoil the others
-                self.counters.add("encode_error")
-                continue
-            used += len(raw) + 1
-            if used > MAX_BATCH_BYTES - _ENVELOPE_BYTES:
-                bodies.append([])
-                used = len(raw) + 1
-            bodies[-1].append(msgspec.Raw(raw))
-        for sent, events in enumerate(bodies):
-            if events and not self._post(events):
-                self.counters.add("dropped_send", sum(map(len, bodies[sent:])))
-                return False
-        return True
-
-    def _post(self, events: list[msgspec.Raw]) -> bool:
+    def _send(self, events: list[Pending]) -> bool:
+        """Whether the server may be spoken to at once again."""
         if not self._supported:
             self.counters.add("dropped_unsupported", len(events))
             return True
         dropped = self.counters["dropped_full"] + self.counters["dropped_send"]
-        body = encode(EventBatch(v=WIRE_VERSION, emitter=self.id, events=events, dropped=dropped))
-        try:
-            answer = self._transport.post(EVENTS_PATH, body)
-        except Exception as error:
-            self.counters.add(f"net_{type(error).__name__}")
-            return False
-        if answer.status in _NOT_OURS:
-            self.counters.add(f"http_{answer.status}")
-            self.counters.add("dropped_unsupported", len(events))
-            self.stop_sending()
-            return True
-        if not 200 <= answer.status < 300:
-            if self.counters[f"http_{answer.status}"] == 0:
-                logger.warning("the server answered %d to events; they are being dropped", answer.status)
-            self.counters.add(f"http_{answer.status}")
-            return False
-        self.counters.add("events_sent", len(events))
-        self._read_outcomes(answer.body, len(events))
-        return True
-
-    def _read_outcomes(self, body: bytes, expected: int) -> None:
-        try:
-            outcomes = decode_outcomes(body[: 2 * MAX_BATCH_BYTES]).outcomes
-        except WireError:
-            self.counters.add("answer_unreadable")
-            return
-        for outcome in outcomes:
-            self.counters.add(f"outcome_{outcome.outcome.value}")
-        # Some servers answer 200 to everything; only one answer per event shows that ours was read.
-        if len(outcomes) == expected and self._on_delivered is not None:
+        delivery = self._courier.deliver(Batch(self.id, events, self._clock(), dropped))
+        if delivery is Delivery.SHOWN and self._on_delivered is not None:
             self._on_delivered()
+        elif delivery is Delivery.NO_PLACE:
+            self.use(None if self._on_unsupported is None else self._on_unsupported())
+        return delivery is not Delivery.FAILED
 
-    def stop_sending(self) -> None:
-        """This server has no place for events: forget those queued and drop later ones."""
+    def use(self, courier: Courier | None) -> None:
+        """Let events travel with this one from now on; ``None``: this server takes none, so those queued are
+        forgotten and later ones dropped. On the emitter's thread, or before it starts."""
+        before = self._courier
         with self._lock:
-            self._supported = False
-            unsent = self._pending.clear()
+            if courier is not None:
+                self._courier, self._supported = courier, True
+                self._open_door()
+                unsent = 0
+            else:
+                self._supported = False
+                self._open_door()
+                self._take_in()
+                unsent = self._pending.clear()
             self._drained.notify_all()
         if unsent:
             self.counters.add("dropped_unsupported", unsent)
-        if self._on_unsupported is not None:
-            self._on_unsupported()
+        if before is not courier:
+            with contextlib.suppress(Exception):
+                before.close()
 
     # ---- processes
 
     def after_fork(self) -> None:
         """In the child: nothing of the parent's queue, connection or numbering is used again."""
         self._first = None
+        self._courier.after_fork()
         self._transport.after_fork()
         self._fresh()

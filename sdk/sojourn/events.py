@@ -31,6 +31,8 @@ class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pr
     """The parent's tool call in which this sub-program runs."""
     heartbeat: bool = False
     """The client promises heartbeats: silence then ends leases."""
+    tenant: str | None = None
+    """On whose behalf it runs, as the client says. Advice: fairness goes by authenticated identity."""
 
 
 class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_start"):
@@ -42,7 +44,9 @@ class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_
     tool_class: str | None = None
     """A finer class the client can tell, e.g. the command head ``pytest``."""
     expected_s: float | None = None
-    """The client's own estimate of the duration, in seconds."""
+    """The client's own estimate of the duration, in seconds: the median of what it has seen."""
+    expected_p95_s: float | None = None
+    """The same, 95th percentile."""
 
 
 class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_stop"):
@@ -59,10 +63,39 @@ class Heartbeat(Event, frozen=True, kw_only=True, omit_defaults=True, tag="heart
     """The client lives and still means to come back."""
 
 
+class AegNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step of an agent."""
+
+    id: str
+    tools: list[str] = []
+    """Names of the tools it may call."""
+
+
+class AegEdge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the ends of a run."""
+
+    source: str
+    target: str
+    probability: float | None = None
+    """Of this edge among all from ``source``; absent where the client does not know."""
+
+
+class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An Agent Execution Graph (SAGA §3.2)."""
+
+    nodes: list[AegNode]
+    edges: list[AegEdge]
+    complete: bool = True
+    """False: there may be edges that are not listed."""
+
+
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
-    """An Agent Execution Graph by content hash. Reserved: servers of wire 1 answer ``unsupported``."""
+    """The program follows this graph. Each emitter spells a graph out once, then only gives its hash."""
 
     graph_hash: str
+    agent_type: str | None = None
+    graph: AegGraph | None = None
+    """Absent where this emitter has told it before."""
 
 
 class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):

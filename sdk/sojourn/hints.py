@@ -24,6 +24,10 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """No program was opened: the id stands for a whole process, whose requests have nothing in common."""
     final: bool = False
     """No further turn will follow."""
+    tenant: str | None = None
+    """As in ``program_start``."""
+    expected_steps_left: float | None = None
+    """Turns the client expects to follow this one, from the programs of this kind it has seen; ≥ 0."""
     events: list[msgspec.Raw] = []
     """Events not yet sent, riding along because the request would overtake them."""
 
@@ -38,6 +42,8 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The parent waits for this program."""
     expected_resume: bool | None = None
     """False: the client expects no further turn after this one."""
+    request_id: str | None = None
+    """One logical request; its retries say the same, so that a second attempt is not taken for a turn."""
     step_id: str | None = None
     priority: int | None = None
     """Higher matters more; each dialect converts."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import runtime
 from ._import_hook import forget, when_imported
@@ -13,22 +12,38 @@ from .errors import ArgumentError
 
 logger = logging.getLogger("sojourn")
 
-_PATCHES: dict[str, tuple[str, str]] = {"openai": ("openai", "sojourn.openai")}
-"""Name → (package to wait for, our module with ``patch() -> bool`` and ``unpatch()``)."""
-_wrappers: list[Callable[[Any], Any | None]] = []
+
+class Framework(NamedTuple):
+    """Where one framework is patched."""
+
+    package: str
+    """Top-level package to wait for."""
+    module: str
+    """Ours, with ``patch() -> bool | None``, ``unpatch()`` and ``wrap(object) -> object | None``. Imported
+    once the package is there. ``patch`` says ``None`` of a package that merely bears the framework's name."""
+    kin: tuple[str, ...] = ()
+    """Further top-level packages whose objects ``wrap()`` takes."""
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "openai": Framework("openai", "sojourn.openai"),
+    "litellm": Framework("litellm", "sojourn_integrations.litellm"),
+    "mini_swe_agent": Framework("minisweagent", "sojourn_integrations.mini_swe_agent"),
+    "autogen": Framework(
+        "autogen_agentchat", "sojourn_integrations.autogen", kin=("autogen_core", "autogen_ext")
+    ),
+    "openai_agents": Framework("agents", "sojourn_integrations.openai_agents"),
+    # ``langgraph`` is a namespace without code of its own: nothing to wait for. All its parts load this one.
+    "langgraph": Framework("langgraph.pregel", "sojourn_integrations.langgraph", kin=("langgraph",)),
+    "langchain": Framework("langchain_core", "sojourn_integrations.langchain", kin=("langchain",)),
+}
+"""By the name that ``instrument()`` and ``stats().instrumented`` use."""
 _active: set[str] = set()
 
 
-def register(name: str, package: str, module: str) -> None:
-    """Offer a further framework to ``instrument()``: ``module`` has ``patch() -> bool`` and ``unpatch()``."""
-    _PATCHES[name] = (package, module)
-
-
-def register_wrapper(wrapper: Callable[[Any], Any | None]) -> None:
-    """Offer a further kind of object to ``wrap()``: the wrapped object, or ``None`` where it is another
-    kind."""
-    if wrapper not in _wrappers:
-        _wrappers.append(wrapper)
+def register(name: str, package: str, module: str, *, kin: tuple[str, ...] = ()) -> None:
+    """Offer a further framework to ``instrument()`` and ``wrap()``; see ``Framework``."""
+    FRAMEWORKS[name] = Framework(package, module, kin)
 
 
 def instrument(*names: str) -> None:
@@ -38,7 +53,7 @@ def instrument(*names: str) -> None:
     ``stats().instrumented`` says what is patched.
     """
     for name in _checked(names):
-        package, module = _PATCHES[name]
+        package, module, _ = FRAMEWORKS[name]
         if not runtime.session().disabled and name not in _active:
             when_imported(package, lambda name=name, module=module: _patch(name, module))  # type: ignore[misc]
 
@@ -46,7 +61,7 @@ def instrument(*names: str) -> None:
 def uninstrument(*names: str) -> None:
     """Undo ``instrument``: the framework's own functions are back, the very same objects."""
     for name in _checked(names):
-        package, module = _PATCHES[name]
+        package, module, _ = FRAMEWORKS[name]
         forget(package)
         if name in _active:
             _active.discard(name)
@@ -62,37 +77,40 @@ def active() -> tuple[str, ...]:
 
 
 def wrap(target: Any) -> Any:
-    """Tell the server about requests of this one client, without patching its class for others.
+    """Tell the server about this one client, graph, team or agent, without patching its class for others.
 
-    Takes an ``OpenAI`` or ``AsyncOpenAI`` client (or a kind that an integration registered) and returns it.
-    Clients derived from it by ``with_options()`` or ``copy()`` stay wrapped. Raises ``ArgumentError`` for
-    anything else.
+    Use what it returns: the same object where that is possible, else one that stands for it. An ``OpenAI``
+    or ``AsyncOpenAI`` client is returned itself, and clients derived from it by ``with_options()`` or
+    ``copy()`` stay wrapped. Raises ``ArgumentError`` for a kind of object that no framework here knows.
     """
     if runtime.session().disabled:
         return target
-    for wrapper in _wrappers:
-        wrapped = wrapper(target)
+    packages = {kind.__module__.partition(".")[0] for kind in type(target).__mro__}
+    for framework in FRAMEWORKS.values():
+        if packages.isdisjoint((framework.package, *framework.kin)):
+            continue
+        wrapped = import_module(framework.module).wrap(target)
         if wrapped is not None:
             return wrapped
-    if any(kind.__module__.partition(".")[0] == "openai" for kind in type(target).__mro__):
-        from . import openai
-
-        if openai.wrap(target):
-            return target
-    raise ArgumentError(f"cannot wrap a {type(target).__name__}; expected an OpenAI or AsyncOpenAI client")
+    known = ", ".join(sorted(FRAMEWORKS))
+    raise ArgumentError(f"cannot wrap a {type(target).__name__}; expected an object of one of: {known}")
 
 
 def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(name.replace("-", "_") for name in names)
     for name in names:
-        if name not in _PATCHES:
-            raise ArgumentError(f"{name!r} is unknown; expected one of {sorted(_PATCHES)}")
-    return names or tuple(_PATCHES)
+        if name not in FRAMEWORKS:
+            raise ArgumentError(f"{name!r} is unknown; expected one of {sorted(FRAMEWORKS)}")
+    return names or tuple(FRAMEWORKS)
 
 
 def _patch(name: str, module: str) -> None:
     # Runs inside somebody's import statement: nothing may get out.
     try:
-        if import_module(module).patch():
+        patched = import_module(module).patch()
+        if patched is None:
+            return
+        if patched:
             _active.add(name)
             return
         logger.warning("this version of %s looks unfamiliar; it is left as it is", name)

@@ -43,6 +43,14 @@ class Heartbeats:
         """No beat follows."""
         self._open.pop(ref(program), None)
 
+    def find(self, program_id: str) -> Program | None:
+        """An open program of this id that promised to be heard from."""
+        for reference in self._open.copy():
+            program = reference()
+            if program is not None and program.id == program_id and program.is_open:
+                return program
+        return None
+
     def due(self, now: float) -> tuple[list[Program], float | None]:
         """Programs to beat for at ``now``, and how many seconds to sleep until the next could be due.
 

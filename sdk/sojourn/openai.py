@@ -19,42 +19,17 @@ from typing import Any
 
 from . import runtime
 from .config import canonical_host
-from .request import Turn
-from .streams import LogicalRequest, follow
+from .outgoing import PATHS, Outgoing
 
-PATHS = ("/chat/completions", "/completions", "/responses")
-
-_under_way: ContextVar[_Call | None] = ContextVar("sojourn_request", default=None)
+_under_way: ContextVar[Outgoing | None] = ContextVar("sojourn_request", default=None)
+_MAX_TARGETS = 256
+_targets: dict[tuple[int, str], tuple[Any, str]] = {}
+"""A client's URL, by its id, and a request's → the former, kept so that nothing else gets its id, and the
+host: taking URLs apart is slow."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
 """Class and method → our function and theirs. Kept here: ``functools.wraps`` copies marks made on a function
 to whatever a tracer puts on top of it."""
-
-
-class _Call:
-    """A logical request between the two patched methods."""
-
-    __slots__ = ("at_home", "prepared", "request", "turn")
-
-    def __init__(self, turn: Turn, request: LogicalRequest) -> None:
-        self.turn = turn
-        self.request = request
-        self.prepared: Any = None
-        """Options of the current attempt, so that two patched layers add to it once."""
-        self.at_home = False
-        """It goes to the server that takes the events."""
-
-    def answered(self, result: Any) -> None:
-        """The answer, or its head, is there. Never raises."""
-        follow(result, self.request)
-        emitter = self.turn.session.emitter
-        if self.at_home and emitter is not None:
-            emitter.server_answered()
-
-    def fail(self, error: BaseException) -> None:
-        """It raised. Never raises."""
-        self.request.fail(error)
-        self.turn.failed()
 
 
 def patch() -> bool:
@@ -97,11 +72,11 @@ def _layers(function: Any) -> Iterator[Any]:
             return
 
 
-def wrap(client: Any) -> bool:
-    """Patch this one object by giving it a subclass of its own class. False where it is no such client."""
+def wrap(client: Any) -> Any | None:
+    """Patch this one object by giving it a subclass of its own class. ``None`` where it is no such client."""
     kind = type(client)
     if kind in _swapped.values():
-        return True
+        return client
     from openai import _base_client
 
     if issubclass(kind, _base_client.AsyncAPIClient):
@@ -109,15 +84,15 @@ def wrap(client: Any) -> bool:
     elif issubclass(kind, _base_client.SyncAPIClient):
         request = _request(kind.request)
     else:
-        return False
+        return None
     if not callable(getattr(kind, "_build_request", None)):
-        return False
+        return None
     if kind not in _swapped:
         body = {"request": request, "_build_request": _build(kind._build_request)}
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _swapped[kind] = type(kind.__name__, (kind,), {**body, **names})
     client.__class__ = _swapped[kind]
-    return True
+    return client
 
 
 def _request(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,13 +144,17 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_request
 
 
-def _begin(client: Any, options: Any) -> _Call | None:
+def _begin(client: Any, options: Any) -> Outgoing | None:
     session = runtime.session()
     try:
-        if _under_way.get() is not None or _target(session, client, options) is None:
+        if _under_way.get() is not None:
             return None
-        turn = Turn(session)
-        return _Call(turn, LogicalRequest(session.counters, turn.program))
+        target = _target(session, client, options)
+        if target is None:
+            return None
+        call = Outgoing.begin(session, target, options.url.partition("?")[0], options.json_data)
+        call.bound_for = options.url, target
+        return call
     except Exception:
         session.counters.add("internal_error")
         return None
@@ -190,16 +169,28 @@ def _leave(token: Any) -> None:
 
 def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
     """``host:port`` of an LLM request that may be told about programs; ``None`` for all others."""
-    if session.config is None or not session.online or options.method.lower() != "post":
+    config, url = session.config, options.url
+    if config is None or session.emitter is None or options.method.lower() != "post":
         return None
-    url = options.url.partition("?")[0]
-    if not url.endswith(PATHS):
+    base_url = client.base_url
+    known = _targets.get((id(base_url), url))
+    if known is not None and known[0] is base_url:
+        host = known[1]
+    elif not url.partition("?")[0].endswith(PATHS):
         return None
-    # An absolute URL in the options goes to its own host, whatever the client's base_url is.
-    target = client._prepare_url(options.url) if "://" in url else client.base_url
-    port = target.port or (443 if target.scheme == "https" else 80)
-    host = canonical_host(target.host, port)
-    return host if host in session.config.hosts else None
+    elif "://" in url:
+        # An absolute URL in the options goes to its own host, whatever the client's base_url is.
+        host = _host(client._prepare_url(url))
+    else:
+        host = _host(base_url)
+        if len(_targets) >= _MAX_TARGETS:
+            _targets.clear()
+        _targets[id(base_url), url] = base_url, host
+    return host if host in config.hosts else None
+
+
+def _host(url: Any) -> str:
+    return canonical_host(url.host, url.port or (443 if url.scheme == "https" else 80))
 
 
 def _has_place(options: Any) -> bool:
@@ -216,35 +207,27 @@ def _add(client: Any, options: Any) -> None:
         return
     session = call.turn.session
     try:
-        target = _target(session, client, options)
-        if target is None or session.config is None:
+        url, target = call.bound_for
+        if options.url != url:  # somebody's hook sent it elsewhere
+            target = _target(session, client, options)
+        if target is None:
             return
         call.prepared = options
-        call.request.attempt()
-        call.at_home = target == session.config.host
-        has_place = _has_place(options)
-        theirs = dict(options.extra_json or {}) if has_place else {}
-        given = theirs.get("vllm_xargs")
-        if given is None and has_place and options.json_data is not None:
-            given = options.json_data.get("vllm_xargs")
-        # A context of the user's own leaves no place for ours, and so for no events either.
-        unsaid = given is None or (isinstance(given, dict) and "agentic_context" not in given)
-        ours_fits = has_place and unsaid
-        # Events go to the one server that takes them: a replica would not know their program's others.
-        body, headers = call.turn.parts(take=ours_fits and call.at_home)
-        if not has_place:
-            body = {}
-        for key, value in body.items():
-            if key == "vllm_xargs":
-                if ours_fits:
-                    theirs[key] = {**value, **(given or {})}
-            else:
-                theirs.setdefault(key, value)
-        if theirs:
-            options.extra_json = theirs
-        known = dict(options.headers) if isinstance(options.headers, dict) else {}
-        always = getattr(client, "_custom_headers", None) or {}
-        taken = {name.lower() for name in (*known, *always)}
-        options.headers = {**{k: v for k, v in headers.items() if k.lower() not in taken}, **known}
+        headers = options.headers
+        names = known = headers if type(headers) is dict else {}
+        custom = getattr(client, "_custom_headers", None)
+        if custom:
+            names = {**known, **custom}
+        data, extra = options.json_data, options.extra_json
+        if type(data) is dict and not extra and _has_place(options):
+            body, said = call.parts(target, data, names)
+            if body:
+                options.json_data = {**data, **body}
+        else:
+            extra = dict(extra or {})
+            body, said = call.parts(target, {**(data or {}), **extra} if _has_place(options) else None, names)
+            if body:
+                options.extra_json = {**extra, **body}
+        options.headers = {**said, **known}
     except Exception:
         session.counters.add("inject_error")

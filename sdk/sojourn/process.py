@@ -14,7 +14,7 @@ class Watched(Protocol):
     def after_fork(self) -> None:
         """Runs in the child, first thing."""
 
-    def close(self) -> None:
+    def exit(self) -> None:
         """Runs when the process ends; bounded by itself."""
 
 
@@ -32,10 +32,12 @@ def watch(session: Watched) -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork)
     atexit.register(_close)
-    from multiprocessing import util
+    from multiprocessing import process, util
 
-    # Forked workers of multiprocessing leave through os._exit: only its own finalizers run there.
+    # Workers of multiprocessing leave through os._exit: only its own finalizers run there.
     util.register_after_fork(_watched, _close_with_worker)
+    if process.parent_process() is not None:  # this is one already, set up by itself
+        _close_with_worker(_watched)
 
 
 def _after_fork() -> None:
@@ -51,4 +53,4 @@ def _close_with_worker(_: object) -> None:
 
 def _close() -> None:
     for session in list(_watched):
-        session.close()
+        session.exit()

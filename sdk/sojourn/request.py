@@ -7,6 +7,7 @@ with it, where the dialect has a place for them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,13 +16,15 @@ from . import runtime
 from .context import Place, find
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
-from .naming import name_of
+from .naming import name_of, new_request_id
 from .program import Program, process_program
 from .step import NO_ADVICE
 from .wire import MAX_CONTEXT_BYTES, encode
 
 if TYPE_CHECKING:
     from .backlog import Pending
+    from .dialects import Dialect
+    from .emitter import Emitter
 
 MAX_PIGGYBACK_EVENTS = 64
 _ROOM_BYTES = 256
@@ -54,6 +57,22 @@ def request_parts(program: Program | None = None) -> Parts:
     return _parts(take=True, program=program)
 
 
+def additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What to set in a body that has the user's own fields ``theirs``: theirs win, objects are joined.
+
+    Their ``null`` in place of an object counts as absent, any other is left as it is.
+    """
+    added: dict[str, Any] = {}
+    for name, value in ours.items():
+        if name not in theirs:
+            added[name] = value
+        elif isinstance(value, Mapping):
+            given = theirs[name]
+            if given is None or isinstance(given, Mapping):
+                added[name] = {**(given or {}), **additions(value, given or {})}
+    return added
+
+
 def _parts(*, take: bool, program: Program | None = None) -> Parts:
     session = runtime.session()
     if not session.online:
@@ -68,17 +87,28 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 class Turn:
     """One logical request: its program and advice are settled when it begins, retries say the same again."""
 
+    __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
+
     def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
         here, node = find(session.counters)
         if program is not None and program is not here.program:
             here, node = Place(program), None
         self.session = session
         self.program: Program = here.program if here.program is not None else process_program(session)
-        self._step = here.step
-        self._node = (here.step.node if here.step is not None else None) or node or self.program.node
+        step = self._step = here.step
+        self.node = (None if step is None else step.node) or node or self.program.node
+        self.id = new_request_id()
+        """The same for every attempt."""
         self._taken: list[Pending] = []
         self._emitter: EmitterId | None = None
         """Whose numbers the taken events bear."""
+
+    def yields_to(self, theirs: Mapping[str, Any]) -> bool:
+        """The user's own body has a field beside which this server would refuse ours."""
+        server = self.session.server
+        if server is None or not server.dialect.yields_to:
+            return False
+        return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
     def failed(self) -> None:
         """The request is over and was not answered: the events on it may not have arrived. Never raises."""
@@ -90,34 +120,69 @@ class Turn:
         """Body fields and headers as of now. Events taken for an earlier attempt ride on every later one too:
         the server recognises those it has seen."""
         session = self.session
-        if session.server is None or session.emitter is None:
+        server, emitter = session.server, session.emitter
+        if server is None or emitter is None:
             return {}, {}
-        dialect = session.server.dialect
-        context = self._context()
+        dialect = server.dialect
         if not take or not dialect.carries_events:
-            return dialect.fields(context)
-        if self._emitter != session.emitter.id:
-            self._taken, self._emitter = [], session.emitter.id  # a fork lies between two attempts
-        plain_bytes = len(encode(context))
-        room_bytes = MAX_CONTEXT_BYTES - _ROOM_BYTES - plain_bytes
+            return dialect.fields(self._context())
+        if self._emitter != emitter.id:
+            self._taken, self._emitter = [], emitter.id  # a fork lies between two attempts
+        if not self._taken:
+            fresh = emitter.take(self.program.id, max_events=MAX_PIGGYBACK_EVENTS)
+            if not fresh:
+                return dialect.fields(self._context())
+            self._taken = fresh
+            try:
+                now = runtime.clock()
+                return dialect.fields(self._context([each.event(now) for each in fresh]))
+            except Exception:  # they are too long together, or one of them cannot be said
+                self._taken = []
+                emitter.untake(fresh)
+        return self._measured(dialect, emitter)
+
+    def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
+        """``parts`` with as many events as have room, each encoded by itself first."""
+        room_bytes = MAX_CONTEXT_BYTES - _ROOM_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
-        fresh = session.emitter.take(
+        fresh = emitter.take(
             self.program.id,
             max_events=MAX_PIGGYBACK_EVENTS - len(events),
             max_bytes=room_bytes - sum(map(len, events)) - len(events),
         )
         self._taken += fresh
         events += [pending.encode(now) for pending in fresh]
-        if events:
-            context = self._context(session.emitter.id, [msgspec.Raw(event) for event in events])
-        return dialect.fields(context)
+        return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
 
-    def _context(self, emitter: str | None = None, events: list[msgspec.Raw] | None = None) -> AgenticContext:
+    def _context(self, riding: list[Any] | None = None) -> AgenticContext:
+        """``riding``: events, as structs or as JSON."""
         program, step = self.program, self._step
+        node = None if self.node is None else name_of(self.node)
         hints = program.advice
         if step is not None and step.advice is not NO_ADVICE:
             hints = step.advice.over(hints)
+        ours = SojournContext(
+            emitter=self._emitter if riding else None,
+            agent_type=program.agent_type,
+            implicit=program.implicit,
+            node=node,
+            heartbeat=program.heartbeat,
+            final=bool(hints.final),
+            tenant=program.tenant,
+            expected_steps_left=None if hints.final else self._turns_left(),
+            events=riding or [],
+        )
+        step_id = None if step is None or step.step_id is None else name_of(step.step_id)
+        if hints is NO_ADVICE:
+            return AgenticContext(
+                program_id=program.id,
+                parent_program_id=program.parent_id,
+                root_program_id=program.root_id,
+                request_id=self.id,
+                step_id=step_id,
+                sojourn=ours,
+            )
         deadline_s: float | None = None
         if hints.deadline_at_s is not None:
             deadline_s = round(max(0.0, hints.deadline_at_s - runtime.clock()), 3)
@@ -128,21 +193,18 @@ class Turn:
             root_program_id=program.root_id,
             blocks_parent=hints.blocks_parent,
             expected_resume=False if resume is None and hints.final else resume,
-            step_id=None if step is None or step.step_id is None else name_of(step.step_id),
+            request_id=self.id,
+            step_id=step_id,
             priority=hints.priority,
             deadline_seconds=deadline_s,
             expected_output_length=hints.expected_output_length,
             kv_retention_ttl_seconds=hints.kv_retention_ttl_s,
-            sojourn=SojournContext(
-                emitter=emitter,
-                agent_type=program.agent_type,
-                implicit=program.implicit,
-                node=None if self._node is None else name_of(self._node),
-                heartbeat=program.heartbeat,
-                final=bool(hints.final),
-                events=events or [],
-            ),
+            sojourn=ours,
         )
 
+    def _turns_left(self) -> float | None:
+        advisor = self.session.advisor
+        return None if advisor is None else advisor.turns_left(self.program, self.node)
 
-__all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "headers", "request_fields", "request_parts"]
+
+__all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "additions", "headers", "request_fields", "request_parts"]

@@ -4,10 +4,14 @@ Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``events_retu
 (by a request that failed), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
 ``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches),
 ``outcome_X`` (the server's answers), ``answer_unreadable``, ``encode_error``,
-``internal_error``, ``inject_error``, ``attach_error``,
-``resolver_error``, ``context_reset_failed``, ``hint_invalid``, ``requests_started``,
+``internal_error``, ``listener_error``, ``inject_error``, ``attach_error``,
+``history_error`` (the file cannot be used), ``history_busy`` (another process held it),
+``history_dropped`` (not learned or not saved), ``graph_too_large``,
+``resolver_error``, ``context_reset_failed``, ``resume_busy`` and ``resume_failed`` (a resume
+file that another run holds, or that could not be used), ``hint_invalid``, ``requests_started``,
 ``requests_ended``, ``requests_failed``, ``requests_cancelled``, ``requests_closed_early``,
-``requests_abandoned``, ``request_attempts``, ``ttft_count`` and ``ttft_ms_sum``.
+``requests_abandoned``, ``request_attempts``, ``ttft_count``, ``ttft_ms_sum``, and of the span export
+``otel_outcomes_failed`` and ``otel_outcomes_skipped``.
 """
 
 from __future__ import annotations
@@ -63,3 +67,8 @@ class Stats(Counter[str]):
     """Frameworks that are patched now."""
     events_pending: int = 0
     """Events not yet sent."""
+
+    def __repr__(self) -> str:
+        state = {name: getattr(self, name) for name in ("url", "dialect", "dialect_known", "instrumented")}
+        said = ", ".join(f"{name}={value!r}" for name, value in state.items())
+        return f"Stats({dict(self)!r}, {said})"

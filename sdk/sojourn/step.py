@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import runtime
 from .context import Place, leave, place
+from .observe import tell
 
 if TYPE_CHECKING:
     from .stats import Counters
@@ -83,6 +84,8 @@ class Step:
     def __enter__(self) -> Step:
         here = place.get()
         self._token = place.set(here._replace(step=self._within(here.step)))
+        if self.node is not None and here.program is not None:
+            tell("node_entered", here.program, self.node)
         return self
 
     def __exit__(

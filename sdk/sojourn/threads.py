@@ -1,15 +1,17 @@
 """Carry the current place into threads and thread pools. Opt-in: ``init(url, threads=True)``.
 
 ``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our own context
-variable is handed on. The threads that ``concurrent.futures`` and
-``multiprocessing`` keep for themselves (workers, the manager of a process pool,
-the feeders of queues) get none at their start, else they would keep their first
-program for life.
+variable is handed on, with what a framework's own context says of the program. The
+threads that ``concurrent.futures`` and ``multiprocessing`` keep for themselves (workers,
+the manager of a process pool, the feeders of queues) get none at their start, else they
+would keep their first program for life.
 
 The limit: a thread is told once, when it starts. A long-lived worker of somebody's
 own that takes jobs from a queue stays with the program that happened to start it;
-such jobs open ``program(id=...)`` or a child of their own. Jobs of a process pool run
-in other processes, which know no program but the one in ``SOJOURN_PROGRAM_ID``.
+such jobs come with their program and say ``with p.here(): ...``. Jobs of a process pool
+run in other processes, which know no program but the one in ``SOJOURN_PROGRAM_ID``:
+they take theirs as an argument (a ``Program`` can be pickled) and do the same, or open a
+child with ``program(parent=p)``. Not ``program(id=p.id)``: its end would be the program's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .context import NOWHERE, Place, place
+from .context import NOWHERE, Place, deepest, place
+from .runtime import session
 
 _originals: dict[str, Any] = {}
 
@@ -35,7 +38,7 @@ def install() -> None:
 
     @functools.wraps(start)
     def carrying_start(self: threading.Thread) -> None:
-        here = place.get()
+        here = deepest(session().counters)[0]
         if here is not NOWHERE and not _serves_a_pool(self):
             self.run = _inside(here, self.run)  # type: ignore[method-assign]
         start(self)
@@ -44,7 +47,7 @@ def install() -> None:
     def carrying_submit(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        here = place.get()
+        here = deepest(session().counters)[0]
         return submit(self, fn if here is NOWHERE else _inside(here, fn), *args, **kwargs)
 
     _originals.update(our_start=carrying_start, our_submit=carrying_submit)

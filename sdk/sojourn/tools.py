@@ -12,6 +12,7 @@ from . import runtime
 from .context import Place, find, leave, place
 from .events import ToolStart, ToolStop
 from .naming import call_id_of, name_of, new_call_id
+from .observe import tell
 from .program import Program, process_program, status_of
 
 P = ParamSpec("P")
@@ -56,20 +57,24 @@ class ToolCall:
             self._started_s = runtime.clock()
             if self.program is not None:
                 self.program.running_tools.add(self.call_id)
+                expected_s, expected_p95_s = self._sane_expectation(session)
                 session.emit(
                     self.program,
                     ToolStart,
                     call_id=self.call_id,
                     tool=self.tool,
                     tool_class=self.tool_class,
-                    expected_s=self._sane_expectation(session),
+                    expected_s=expected_s,
+                    expected_p95_s=expected_p95_s,
                 )
+                tell("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
         return self
 
-    def stop(self, status: str = "ok") -> None:
-        """Report the end. Repeating it is harmless. Never raises."""
+    def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
+        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: for a call that became
+        known only at its end."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
@@ -80,16 +85,20 @@ class ToolCall:
                 status = "ok"
             if self.program is not None:
                 self.program.running_tools.discard(self.call_id)
-                duration_s = round(max(0.0, runtime.clock() - started_s), 6)
+                if duration_s is None:
+                    duration_s = runtime.clock() - started_s
+                duration_s = round(max(0.0, duration_s), 6)
                 session.emit(
                     self.program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                 )
+                tell("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")
 
     def __enter__(self) -> ToolCall:
         self.start()
-        self._token = place.set(place.get()._replace(tool_call=self))
+        here = place.get()
+        self._token = place.set(Place(here.program, here.step, self))
         return self
 
     def __exit__(
@@ -108,14 +117,16 @@ class ToolCall:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def _sane_expectation(self, session: runtime.Session) -> float | None:
+    def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
+        """Median and 95th percentile: the caller's estimate, which knows nothing of a tail, or else what was
+        learned from earlier calls."""
         value = self._expected_s
-        if value is None:
-            return None
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if value is not None:
+            if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
+                return float(value), None
             session.counters.add("hint_invalid")
-            return None
-        return float(value)
+        seen = None if session.advisor is None else session.advisor.expected(self.tool, self.tool_class)
+        return (None, None) if seen is None else (seen.median_s, seen.p95_s)
 
 
 def tool_call(

@@ -1,10 +1,24 @@
-"""The SDK's own HTTP client: nothing of it is shared with, or patched by, what it observes."""
+"""The SDK's own HTTP client: nothing of it is shared with, or patched by, what it observes.
+
+The standard library's, since it runs beside the agent on one interpreter and takes the least of it, and
+since tracers that patch HTTP libraries leave it alone.
+"""
 
 from __future__ import annotations
 
+import http.client
+import os
+import ssl
+import time
+from base64 import b64encode
 from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import httpx
+KEEP_ALIVE_S = 4.0
+"""vLLM's server closes a connection idle for 5 s; reusing it at that very moment would lose a batch."""
+MAX_ANSWER_BYTES = 1024 * 1024
+"""Read of an answer; nothing we ask for is longer."""
 
 
 class Answer(NamedTuple):
@@ -31,50 +45,130 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """``Transport`` over httpx. Proxies come from the environment, as they do for the agent's own client."""
+    """``Transport`` over one connection, for one thread. Proxies and certificates come from the environment,
+    as they do for the agent's own client. Raises ``ValueError`` for a proxy it cannot speak to."""
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
-        self._url = url
+        parts = urlsplit(url)
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if self._secure else 80)
+        self._prefix = parts.path.rstrip("/")
         self._timeout_s = timeout_s
-        self._headers = {"content-type": "application/json"}
+        self._headers = {"content-type": "application/json", "host": parts.netloc.rpartition("@")[2]}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._inherited: list[httpx.Client] = []
-        # Now, on the caller's thread, since it imports: a fork while the sender imported would leave the
-        # child with half a module for good. The codec is imported by the first look-up of a host's address.
-        self._client: httpx.Client | None = self._new()
+        elif parts.username:
+            self._headers["authorization"] = _basic(parts.username, parts.password)
+        # Loading certificates takes tens of milliseconds and serves nothing on plain HTTP.
+        self._tls = _tls() if self._secure else None
+        self._proxy = _Proxy.of_environment(parts.scheme, self._host)
+        if self._proxy is not None and not self._secure:
+            self._prefix = f"{parts.scheme}://{self._headers['host']}{self._prefix}"
+            self._headers |= self._proxy.headers
+        self._connection: http.client.HTTPConnection | None = None
+        self._used_at_s = 0.0
+        self._inherited: list[http.client.HTTPConnection] = []
+        # Imported by the first look-up of a host's address: now, since a fork while the sender imported would
+        # leave the child with half a module for good.
         "x".encode("idna")
 
     def post(self, path: str, body: bytes) -> Answer:
-        response = self._open().post(self._url + path, content=body)
-        return Answer(response.status_code, response.content)
+        return self._ask("POST", path, body, self._timeout_s)
 
     def get(self, path: str, timeout_s: float) -> Answer:
-        response = self._open().get(self._url + path, timeout=timeout_s)
-        return Answer(response.status_code, response.content)
+        return self._ask("GET", path, None, timeout_s)
 
     def after_fork(self) -> None:
         # Kept, not closed: closing a TLS connection would say goodbye in the parent's name.
-        if self._client is not None:
-            self._inherited.append(self._client)
-        self._client = None
+        if self._connection is not None:
+            self._inherited.append(self._connection)
+        self._connection = None
 
     def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-    def _open(self) -> httpx.Client:
-        if self._client is None:
-            self._client = self._new()
-        return self._client
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        if self._connection is not None and time.monotonic() - self._used_at_s > KEEP_ALIVE_S:
+            self.close()
+        reused = self._connection is not None
+        try:
+            return self._once(method, path, body, timeout_s)
+        except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+            if not reused:
+                raise
+        # The server had closed the idle connection. If it did read the events, their numbers tell.
+        return self._once(method, path, body, timeout_s)
 
-    def _new(self) -> httpx.Client:
-        return httpx.Client(
-            headers=self._headers,
-            timeout=self._timeout_s,
-            # Loading certificates takes tens of milliseconds and serves nothing on plain HTTP.
-            verify=self._url.startswith("https"),
-            # vLLM's server closes a connection idle for 5 s; reusing it at that very moment loses a batch.
-            limits=httpx.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=4.0),
-        )
+    def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = self._connected()
+        try:
+            connection.timeout = timeout_s
+            if connection.sock is not None:
+                connection.sock.settimeout(timeout_s)
+            connection.request(method, self._prefix + path, body, self._headers)
+            response = connection.getresponse()
+            answer = Answer(response.status, response.read(MAX_ANSWER_BYTES))
+            if not response.isclosed():
+                self.close()  # longer than anything we ask for: the rest stays unread
+        except BaseException:
+            self.close()
+            raise
+        self._used_at_s = time.monotonic()
+        return answer
+
+    def _connected(self) -> http.client.HTTPConnection:
+        proxy = self._proxy
+        host, port = (self._host, self._port) if proxy is None else (proxy.host, proxy.port)
+        if self._tls is None:
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        secure = http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls)
+        if proxy is not None:
+            secure.set_tunnel(self._host, self._port, proxy.headers)
+        return secure
+
+
+class _Proxy(NamedTuple):
+    """An HTTP proxy."""
+
+    host: str
+    port: int
+    headers: dict[str, str]
+
+    @classmethod
+    def of_environment(cls, scheme: str, host: str) -> _Proxy | None:
+        """The one that ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY`` name for ``host``.
+        Raises ``ValueError``."""
+        proxies = getproxies()
+        url = proxies.get(scheme) or proxies.get("all")
+        if not url or proxy_bypass(host):
+            return None
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"the proxy for {host} is {parts.scheme}://{parts.hostname}; expected http://")
+        headers = {}
+        if parts.username:
+            headers["proxy-authorization"] = _basic(parts.username, parts.password)
+        return cls(parts.hostname, parts.port or 80, headers)
+
+
+def _basic(user: str, password: str | None) -> str:
+    return "Basic " + b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
+
+
+def _tls() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    named = os.environ.get("SSL_CERT_FILE")
+    if named:
+        context.load_verify_locations(named)  # said aloud where it is not there; the default is silent
+    elif not os.environ.get("SSL_CERT_DIR") and not context.get_ca_certs():
+        try:  # an interpreter that was built elsewhere may know no certificates of this machine
+            import certifi
+        except ImportError:
+            return context
+        context.load_verify_locations(certifi.where())
+    return context

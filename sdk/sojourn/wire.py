@@ -23,6 +23,12 @@ MAX_CONTEXT_BYTES = 16 * 1024
 """Longest ``agentic_context`` accepted, in bytes (vLLM Router's limit)."""
 MAX_BATCH_BYTES = 256 * 1024
 MAX_BATCH_EVENTS = 1024
+MAX_GRAPH_NODES = 1024
+MAX_GRAPH_EDGES = 4096
+MAX_GRAPH_TOOLS = 64
+"""Tools named for one node of a graph."""
+MAX_GRAPH_BYTES = 128 * 1024
+"""Longest graph report, in bytes of JSON."""
 MAX_EVENT_NAME_BYTES = 256
 """Longest tool or agent name kept; longer ones are cut by the client."""
 
@@ -115,7 +121,7 @@ def check_event(event: Event) -> None:
     _check_id("program_id", event.program_id)
     if event.seq < 0:
         raise WireError(f"seq is {event.seq}; expected a number that grows from 0")
-    for field in ("age_s", "duration_s", "expected_s"):
+    for field in ("age_s", "duration_s", "expected_s", "expected_p95_s"):
         value = getattr(event, field, None)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise WireError(f"{field} is {value}; expected seconds ≥ 0")
@@ -123,7 +129,7 @@ def check_event(event: Event) -> None:
         value = getattr(event, field, None)
         if value is not None:
             _check_id(field, value)
-    for field in ("tool", "tool_class", "name", "agent_type"):
+    for field in ("tool", "tool_class", "name", "agent_type", "tenant"):
         value = getattr(event, field, None)
         if value is not None and len(value.encode("utf-8", "replace")) > MAX_EVENT_NAME_BYTES:
             raise WireError(f"{field} is longer than {MAX_EVENT_NAME_BYTES} bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
@@ -81,23 +82,7 @@ def _generator(function: Callable[..., Any], fresh: Fresh) -> Callable[..., Any]
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
-            step: Callable[[], Any] = functools.partial(next, inner)
-            while True:
-                with between:
-                    try:
-                        item = step()
-                    except StopIteration as stop:
-                        return stop.value
-                try:
-                    sent = yield item
-                except GeneratorExit:
-                    with between:
-                        inner.close()
-                    raise
-                except BaseException as error:
-                    step = functools.partial(inner.throw, error)
-                else:
-                    step = functools.partial(inner.send, sent)
+            return (yield from _driven(inner, between))
         except BaseException as error:
             failure = error
             raise
@@ -105,6 +90,36 @@ def _generator(function: Callable[..., Any], fresh: Fresh) -> Callable[..., Any]
             between.close(failure)
 
     return wrapper
+
+
+def _driven(
+    inner: Generator[Any, Any, Any], between: AbstractContextManager[Any]
+) -> Generator[Any, Any, Any]:
+    step: Callable[[], Any] = functools.partial(next, inner)
+    while True:
+        with between:
+            try:
+                item = step()
+            except StopIteration as stop:
+                return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            with between:
+                inner.close()
+            raise
+        except BaseException as error:
+            step = functools.partial(inner.throw, error)
+        else:
+            step = functools.partial(inner.send, sent)
+
+
+@types.coroutine
+def closed(inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
+    """``await closed(inner, between)`` is ``await inner.aclose()``, with ``between`` entered only while that
+    runs, never while it waits: one that Python destroys, having no event loop to close it by, waits for ever,
+    in the context of whatever code ran just then."""
+    return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 
 def _async_generator(function: Callable[..., Any], fresh: Fresh) -> Callable[..., Any]:
@@ -124,8 +139,7 @@ def _async_generator(function: Callable[..., Any], fresh: Fresh) -> Callable[...
                 try:
                     sent = yield item
                 except GeneratorExit:
-                    with between:
-                        await inner.aclose()
+                    await closed(inner, between)
                     raise
                 except BaseException as error:
                     step = functools.partial(inner.athrow, error)

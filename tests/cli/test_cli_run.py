@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sojourn.instruments import FRAMEWORKS
 from sojourn.testing import FakeServer
 from sojourn_server.cli.run import autostart_directory, child_environment
 
@@ -144,6 +145,31 @@ def test_openai_clients_are_instrumented_as_they_are_imported(tmp_path: Path, be
     assert "openai" in result.stdout
     assert request.context is not None
     assert request.headers["x-session-id"] == request.context.program_id
+
+
+def test_it_waits_for_every_framework_that_can_be_instrumented() -> None:
+    hook: dict[str, object] = {}
+    source = (Path(autostart_directory()) / "sitecustomize.py").read_text()
+    exec(source.partition("watch_imports()\nrun_hidden")[0], hook)
+    packages = {framework.package for framework in FRAMEWORKS.values()}
+    assert {*hook["PACKAGES"], "minisweagent"} == packages  # type: ignore[misc]
+
+
+def test_litellm_is_instrumented_although_it_imports_openai_itself(tmp_path: Path) -> None:
+    pytest.importorskip("litellm")
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import sys, litellm\n"
+        "settings = dict(api_base=sys.argv[1] + '/v1', messages=[{'role': 'user', 'content': 'hi'}])\n"
+        "litellm.completion(model='hosted_vllm/m', **settings)\n"
+        "print(*sys.modules['sojourn'].stats().instrumented)\n"
+    )
+    with FakeServer() as server:
+        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        result = sojourn_run(sys.executable, str(script), server.url, url=server.url, **offline)
+        assert result.returncode == 0, result.stderr
+        assert server.requests[0].context is not None
+    assert {"litellm", "openai"} <= set(result.stdout.split())
 
 
 def test_a_server_named_by_the_script_is_not_replaced(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def test_the_script_mends_the_repository(task: Task, tokenizer: Tokenizer, tmp_p
     assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
     # One turn sees the tests fail; everything else goes as the script expects.
     assert sorted(done.returncodes) == [0] * (len(done.returncodes) - 1) + [1]
-    assert done.context_tokens == pytest.approx(task.context_tokens, rel=0.03)
+    # Failing tests show paths, and those are as long as the temporary folder's name makes them.
+    assert done.context_tokens == pytest.approx(task.context_tokens, rel=0.05)
     assert 3_000 <= done.context_tokens <= 6_000
     assert all(
         later > earlier for earlier, later in zip(done.prompt_tokens, done.prompt_tokens[1:], strict=False)

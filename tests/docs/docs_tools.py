@@ -35,7 +35,8 @@ def room_imports(folder: Path) -> tuple[set[str], set[str]]:
     for path in folder.rglob("*.py"):
         if "tasks" in path.relative_to(folder).parts:
             continue
-        for name in _modules(ast.parse(path.read_text(encoding="utf-8"))):
+        depth = len(path.relative_to(folder).parts) - 1
+        for name in _modules(ast.parse(path.read_text(encoding="utf-8")), depth):
             top, _, rest = name.partition(".")
             if top == "sojourn_server":
                 rooms.add(rest.partition(".")[0] or "sojourn_server")
@@ -46,14 +47,15 @@ def room_imports(folder: Path) -> tuple[set[str], set[str]]:
     return rooms - {folder.name}, packages
 
 
-def _modules(tree: ast.Module) -> Iterator[str]:
+def _modules(tree: ast.Module, depth: int) -> Iterator[str]:
+    """What a file imports that lies ``depth`` folders deep in its room."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level == 0:
                 yield node.module or ""
-            elif node.level == 2:
+            elif node.level == depth + 2:
                 yield f"sojourn_server.{node.module or node.names[0].name}"
 
 

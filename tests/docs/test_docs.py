@@ -18,6 +18,7 @@ from docs_tools import ROOMS, ROOT, SERVER, block, code_words, documents, room_i
 from sojourn.events import ToolStart
 from sojourn.wire import Outcome, decode_batch, decode_context, decode_event
 from sojourn_server.cli import COMMANDS, build_app
+from sojourn_server.lab.baselines.catalog import BASELINES
 from sojourn_server.launch.command import EngineFacts, ServeOptions, build_command
 from sojourn_server.metrics.ledger import Lost
 from sojourn_server.policy.base import Reason
@@ -98,6 +99,7 @@ def test_there_are_commands_to_check() -> None:
 def test_commands_and_their_options_exist(line: str) -> None:
     words = shlex.split(line.replace("…", "X"), comments=True)
     command: Any = typer.main.get_command(build_app()).commands[words[1]]  # type: ignore[attr-defined]
+    command = getattr(command, "commands", {}).get("".join(words[2:3]), command)  # sojourn trace is a group
     known = {
         option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
     }
@@ -241,13 +243,23 @@ def test_methods_named_in_the_life_of_a_turn_exist() -> None:
 # -- mechanisms --------------------------------------------------------------------------
 
 MECHANISM_ROWS = rows(block(MECHANISMS, "mechanisms"))
+BASELINE_ROWS = rows(block(MECHANISMS, "baselines"))
 
 
-def test_all_nine_mechanisms_have_a_row() -> None:
-    assert [row[0] for row in MECHANISM_ROWS] == [f"C{number}" for number in range(1, 10)]
+def test_all_mechanisms_have_a_row() -> None:
+    assert [row[0] for row in MECHANISM_ROWS] == [
+        *(f"C{number}" for number in range(1, 10)),
+        *(f"S{number}" for number in (1, 2, 3, 4, 5, 10)),
+    ]
 
 
-@pytest.mark.parametrize("row", MECHANISM_ROWS, ids=lambda row: row[0])
+def test_baselines_of_our_own_making_have_a_row() -> None:
+    ours = {row[0] for row in BASELINE_ROWS}
+    assert ours == {"admit", "autellix", "infercept", "thunderagent", "static-ttl"}
+    assert ours <= set(BASELINES)
+
+
+@pytest.mark.parametrize("row", [*MECHANISM_ROWS, *BASELINE_ROWS], ids=lambda row: row[0])
 def test_a_mechanism_names_code_and_tests_that_exist(row: list[str]) -> None:
     objects, tests = code_words(row[2]), code_words(row[3])
     assert objects
@@ -322,3 +334,20 @@ def test_the_variants_are_the_committed_results() -> None:
         return
     table = generate.variants_table(json.loads(generate.VARIANTS.read_text(encoding="utf-8")))
     assert generate.placed(MECHANISMS, "variants", table) == MECHANISMS
+
+
+def test_the_overhead_is_the_committed_result() -> None:
+    generate = generator()
+    text = (DOCS / "frameworks.md").read_text(encoding="utf-8")
+    table = generate.overhead_table(generate.overhead_reports())
+    assert generate.placed(text, "framework-overhead", table) == text, "run: python docs/generate.py"
+
+
+def test_the_differences_are_those_of_the_examples() -> None:
+    generate = generator()
+    text = (DOCS / "frameworks.md").read_text(encoding="utf-8")
+    assert generate.with_diffs(text) == text, "run: python docs/generate.py"
+    for path in (ROOT / "examples").glob("*.py"):
+        added = [line for line in generate.example_diff(path).splitlines() if line.startswith("+ ")]
+        assert generate.example_diff(path) in text, f"{path.name} has no difference in docs/frameworks.md"
+        assert len(added) <= 3

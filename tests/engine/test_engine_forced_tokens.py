@@ -11,7 +11,7 @@ FORCED = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 
 @pytest.fixture(scope="module")
 def llm(make_llm):
-    # 100 blocks hold one and a half of the eight requests below: the rest is preempted and resumed.
+    # 100 blocks hold three and a half of the five requests below: the rest is preempted and resumed.
     return make_llm("stock", num_blocks=100, logits_processors=[FORCED])
 
 
@@ -63,11 +63,11 @@ def test_the_end_token_ends_the_request(llm):
 def test_ids_survive_preemption(llm):
     from engine_tools import count_preemptions
 
-    ids = [[(i * 13 + r * 1009) % 49_000 + 10 for i in range(600)] for r in range(8)]
+    ids = [[(i * 13 + r * 1009) % 49_000 + 10 for i in range(600)] for r in range(5)]
     with count_preemptions(llm) as preempted:
         got = outputs(
             llm,
-            [token_prompt(100 + r * 500, 300) for r in range(8)],
+            [token_prompt(100 + r * 500, 300) for r in range(5)],
             [forced_params(i, ignore_eos=True) for i in ids],
         )
     assert got == ids

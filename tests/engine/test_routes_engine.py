@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sojourn.aeg import Aeg
 from sojourn.wire import MAX_BATCH_BYTES
 from sojourn_server.launch.server import EngineServer
 from sojourn_server.launch.versions import installed_vllm
@@ -24,7 +26,7 @@ from sojourn_server.metrics.catalog import CATALOG
 pytestmark = pytest.mark.engine
 
 KEY = "k-9d1f"
-GETS = ("capabilities", "programs", "programs/p", "stats", "decisions")
+GETS = ("capabilities", "programs", "programs/p", "graphs", "graphs/h", "stats", "decisions")
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
 # The in-process engine of the other tests in this directory is not wanted here.
 ENGINE_ENV = {
@@ -197,6 +199,23 @@ def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServe
     assert total(server, "sojourn_program_turns_total") == done
 
 
+def test_a_graph_is_kept_and_a_program_shows_it_and_its_tools(server: EngineServer) -> None:
+    aeg = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act"), ("act", "plan", 0.5)])
+    told = {"type": "aeg", "program_id": "graphed", "graph_hash": aeg.hash, "agent_type": "fixer"}
+    tool = {"type": "tool_start", "program_id": "graphed", "seq": 3, "call_id": "c", "tool": "bash"}
+    graph = msgspec.to_builtins(aeg.wire())
+    start = {"type": "program_start", "program_id": "graphed", "seq": 0, "tenant": "acme"}
+    outcomes = report(server, start, {**told, "seq": 1, "graph": graph}, {**told, "seq": 2}, tool)
+    assert outcomes == ["applied"] * 4
+    program = call(server, "GET", "/sojourn/v1/programs/graphed").json()
+    assert (program["graph_hash"], program["tenant"]) == (aeg.hash, "acme")
+    assert [(t["call_id"], t["tool"]) for t in program["tools"]] == [("c", "bash")]
+    found = call(server, "GET", f"/sojourn/v1/graphs/{aeg.hash}").json()
+    assert {node["id"] for node in found["nodes"]} == {"plan", "act"}
+    assert found["agent_types"] == ["fixer"]
+    assert call(server, "GET", "/sojourn/v1/graphs/unknown").status_code == 404
+
+
 def test_the_exposition_is_within_the_catalogue(server: EngineServer) -> None:
     assert eventually(lambda: bool(metrics(server)))
     text = call(server, "GET", "/metrics").text
@@ -248,7 +267,7 @@ def test_bad_input_is_answered_and_harms_nothing(server: EngineServer) -> None:
         {"type": "tool_stop", "program_id": "bad", "seq": 0, "call_id": "c", "duration_s": -1},
         {"type": "aeg", "program_id": "bad", "seq": 1, "graph_hash": "h"},
     )
-    assert outcomes == ["unsupported", "missing", "rejected", "unsupported"]
+    assert outcomes == ["unsupported", "missing", "rejected", "missing"]
     ask_model(server, "after-bad", "still here " * 20)
 
 

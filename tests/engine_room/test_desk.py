@@ -6,10 +6,12 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.aeg import Aeg
+from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.ids import MAX_ID_BYTES, ProgramId
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
 from sojourn_server.engine.desk import EVENT_TYPES, MAX_EMITTERS_PER_PROGRAM, MAX_TOOLS_PER_PROGRAM
@@ -21,6 +23,12 @@ from virtual_engine import TOOL, VirtualEngine, prompt
 BEAT: dict[str, Any] = {"type": "heartbeat", "program_id": "p", "seq": 0}
 START: dict[str, Any] = {"type": "tool_start", "program_id": "p", "seq": 0, "call_id": "c", "tool": "bash"}
 STOP: dict[str, Any] = {"type": "tool_stop", "program_id": "p", "seq": 0, "call_id": "c", "duration_s": 1.0}
+
+AEG = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act"), ("act", "plan", 0.9)])
+GRAPH: dict[str, Any] = {
+    "type": "aeg", "program_id": "p", "seq": 0, "graph_hash": AEG.hash, "agent_type": "fixer",
+    "graph": msgspec.to_builtins(AEG.wire()),
+}  # fmt: skip
 
 
 def known() -> VirtualEngine:
@@ -39,9 +47,13 @@ def post(
 def state_of(engine: VirtualEngine) -> Any:
     """All that an event could have changed."""
     steward = engine.steward
-    programs = {p.id: (p.status, p.turns, dict(p.tools), p.pending_tool, p.heartbeats) for p in steward.table}
+    programs = {
+        p.id: (p.status, p.turns, dict(p.tools), p.pending_tool, p.heartbeats, p.agent_type, p.graph_hash)
+        for p in steward.table
+    }
     leases = {held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in steward.leases}
-    return programs, leases, steward.histories.tools.snapshot(), len(engine.done)
+    graphs = [known.aeg.hash for known in steward.graphs], steward.graphs.types()
+    return programs, leases, graphs, steward.histories.tools.snapshot(), len(engine.done)
 
 
 BAD_ROWS = {
@@ -51,7 +63,16 @@ BAD_ROWS = {
     "empty object": ({}, "rejected", "not an event"),
     "type is a number": ({**BEAT, "type": 5}, "rejected", "not an event"),
     "unknown type": ({**BEAT, "type": "tool_pause"}, "unsupported", "unknown event type 'tool_pause'"),
-    "a graph": ({**BEAT, "type": "aeg", "graph_hash": "h"}, "unsupported", "keeps no graphs"),
+    "a graph nobody told": ({**BEAT, "type": "aeg", "graph_hash": "h"}, "missing", "send it with its nodes"),
+    "a graph without a hash": ({**BEAT, "type": "aeg"}, "rejected", "graph_hash"),
+    "a graph of another hash": ({**GRAPH, "graph_hash": "h"}, "rejected", "hash of this graph"),
+    "a graph that dangles": (
+        {**GRAPH, "graph": {"nodes": [{"id": "a"}], "edges": [{"source": "a", "target": "b"}]}},
+        "rejected",
+        "'b' is not a node",
+    ),
+    "a graph that is none": ({**GRAPH, "graph": [1]}, "rejected", "not an event"),
+    "a graph of an unknown program": ({**GRAPH, "program_id": "q"}, "missing", "unknown program"),
     "program_id missing": ({"type": "heartbeat", "seq": 0}, "rejected", "program_id"),
     "program_id a number": ({**BEAT, "program_id": 5}, "rejected", "program_id"),
     "program_id empty": ({**BEAT, "program_id": ""}, "rejected", "program_id has 0 bytes"),
@@ -189,7 +210,7 @@ def test_events_of_an_ended_program_bring_nothing_back() -> None:
     assert late.outcome.value == "missing"
     assert "has ended" in late.reason
     post(engine, {**BEAT, "type": "program_end", "seq": 2})
-    assert state_of(engine)[:3] == before[:3]
+    assert state_of(engine)[:4] == before[:4]
     assert engine.program("p").status is ProgramStatus.ENDED
 
 
@@ -207,6 +228,51 @@ def test_a_programs_end_is_counted_under_a_known_word(status: str) -> None:
     engine.send(ProgramEnd(program_id="p", seq=-1, status=status))
     word = status if status in ("ok", "error", "cancelled") else "error"
     assert engine.counter("sojourn_programs_finished_total", outcome=word) == 1
+
+
+# -- graphs ---------------------------------------------------------------------------
+
+
+def test_a_program_points_to_its_graph_which_the_next_one_only_names() -> None:
+    engine = known()
+    engine.turn("q", prompt(8, seed=1))
+    engine.turn("r", prompt(8, seed=2))
+    assert post(engine, GRAPH)[0].outcome.value == "applied"
+    named = {"type": "aeg", "program_id": "q", "seq": 0, "graph_hash": AEG.hash}
+    assert post(engine, named)[0].outcome.value == "applied"
+    assert engine.program("p").graph_hash == engine.program("q").graph_hash == AEG.hash
+    assert (engine.program("p").agent_type, engine.program("q").agent_type) == ("fixer", None)
+    assert engine.program("r").graph_hash is None
+    assert post(engine, {**GRAPH, "seq": 0})[0].outcome.value == "duplicate"
+
+
+def test_a_forgotten_graph_is_missing_until_it_is_told_again() -> None:
+    engine = VirtualEngine(limits=StewardLimits(max_graphs=1))
+    engine.turn("p", prompt(40))
+    other = Aeg(["other"])
+    engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash, graph=AEG.wire()))
+    engine.send(AegReport(program_id="p", seq=-1, graph_hash=other.hash, graph=other.wire()))
+    [answer] = engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash))
+    assert answer.outcome.value == "missing"
+    assert engine.program("p").graph_hash == other.hash
+    [answer] = engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash, graph=AEG.wire()))
+    assert answer.outcome.value == "applied"
+    assert engine.program("p").graph_hash == AEG.hash
+
+
+def test_a_graph_changes_no_decision() -> None:
+    def decisions(*events: Any) -> list[str]:
+        engine = known()
+        post(engine, *events)
+        engine.wait(1.0)
+        engine.turn("p", prompt(44))
+        engine.wait(60.0)
+        return engine.reasons("keep") + engine.reasons("drop")
+
+    # A heartbeat beside it on both sides, since any event shows that the client lives.
+    plain = decisions({**BEAT, "seq": 1}, {**BEAT, "seq": 0})
+    assert plain
+    assert decisions({**BEAT, "seq": 1}, GRAPH) == plain
 
 
 # -- floods ---------------------------------------------------------------------------
@@ -313,7 +379,8 @@ EVENT_LIKE = st.fixed_dictionaries(
         "duration_s": st.floats(0, 1e308) | JSON,
         "expected_s": st.floats(0, 10) | JSON,
         "heartbeat": st.booleans() | JSON,
-        "graph_hash": st.text(min_size=1, max_size=4),
+        "graph_hash": st.text(min_size=1, max_size=4) | st.just(AEG.hash),
+        "graph": st.just(GRAPH["graph"]) | JSON,
         "status": st.text(max_size=4) | JSON,
     },
 )
@@ -329,6 +396,8 @@ def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> No
         engine.wait(1.0)
         assert math.isfinite(sum(held.expires_s for held in engine.steward.leases))
         engine.ask("programs")
+        engine.ask("graphs")
+        engine.ask("program", program_id="p")
         engine.ask("stats")
     engine.turn("p", prompt(44))
     assert engine.steward.leases.blocks == sum(held.blocks for held in engine.steward.leases)

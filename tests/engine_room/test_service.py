@@ -6,9 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.aeg import END, START, Aeg
+from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
-from sojourn_server.engine.service import MAX_DECISIONS_SHOWN, MAX_PROGRAMS_SHOWN, UnknownOperation
+from sojourn_server.engine.service import (
+    MAX_DECISIONS_SHOWN,
+    MAX_PROGRAMS_SHOWN,
+    MAX_TOOLS_SHOWN,
+    UnknownOperation,
+)
 from sojourn_server.metrics.catalog import CATALOG, METRICS_DROPPED
 from sojourn_server.metrics.recorder import Recorder
 from virtual_engine import TOOL, VirtualEngine, prompt
@@ -32,7 +38,7 @@ def engine() -> VirtualEngine:
 
 def test_capabilities(engine: VirtualEngine) -> None:
     told = engine.ask("capabilities")
-    assert (told["name"], told["wire"], told["policy"]) == ("sojourn", [WIRE_VERSION], "static-ttl")
+    assert (told["name"], told["wire"], told["policy"]) == ("sojourn", [WIRE_VERSION], "fixed-ttl")
     assert told["limits"]["batch_events"] == MAX_BATCH_EVENTS
     assert told["limits"]["hinted_ttl_s"] == 300.0
     assert told["engine"] == {"virtual": "1"}
@@ -75,8 +81,68 @@ def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
     assert told["program_id"] == turn["program_id"] == "a"
     assert turn["tokens"] == {"prompt": 40, "device": 0, "new": 40, "tail": 0, "lost": {}}
     assert turn["outcome"] == "stopped"
+    assert (told["tenant"], told["graph_hash"], told["expected_steps_left"]) == (None, None, None)
     assert engine.ask("program", program_id="nobody") is None
     assert engine.ask("program") is None
+
+
+def test_a_programs_running_tools_the_longest_first(engine: VirtualEngine) -> None:
+    engine.send(
+        ToolStart(program_id="a", seq=-1, call_id="c2", tool="web", expected_s=0.5),
+        ToolStart(program_id="a", seq=-1, call_id="c0", tool="sleep", age_s=1.5),
+    )
+    engine.now += 0.25
+    assert engine.ask("program", program_id="a")["tools"] == [
+        {"call_id": "c1", "tool": "bash", "tool_class": "pytest", "elapsed_s": 2.25, "expected_s": None},
+        {"call_id": "c0", "tool": "sleep", "tool_class": None, "elapsed_s": 1.75, "expected_s": None},
+        {"call_id": "c2", "tool": "web", "tool_class": None, "elapsed_s": 0.25, "expected_s": 0.5},
+    ]
+    engine.send(*(ToolStop(program_id="a", seq=-1, call_id=f"c{n}", duration_s=1) for n in range(3)))
+    assert engine.ask("program", program_id="a")["tools"] == []
+
+
+def test_a_thousand_running_tools_are_counted_and_not_all_listed(engine: VirtualEngine) -> None:
+    starts = [ToolStart(program_id="a", seq=-1, call_id=f"x{n}", tool="t") for n in range(1000)]
+    engine.send(*starts)
+    told = engine.ask("program", program_id="a")
+    assert (told["tools_running"], len(told["tools"])) == (1001, MAX_TOOLS_SHOWN)
+    assert told["tools"][0]["call_id"] == "c1", "the one that runs longest"
+
+
+def test_what_the_client_declared_of_a_program(engine: VirtualEngine) -> None:
+    engine.send(ProgramStart(program_id="d", seq=-1, tenant="acme"))
+    assert engine.ask("program", program_id="d")["tenant"] == "acme"
+    engine.turn("d", prompt(8, seed=3), sojourn={"v": 1, "tenant": "x" * 1000, "expected_steps_left": 3.5})
+    told = engine.ask("program", program_id="d")
+    assert (told["tenant"], told["expected_steps_left"]) == ("x" * 256, 3.5)
+    for nonsense in (-1, None):
+        engine.turn("d", prompt(8, seed=3), sojourn={"v": 1, "expected_steps_left": nonsense})
+        assert engine.ask("program", program_id="d")["expected_steps_left"] is None
+    [light] = [p for p in engine.ask("programs")["programs"] if p["program_id"] == "d"]
+    assert not {"tools", "tenant", "graph_hash", "expected_steps_left", "ledger"} & set(light)
+
+
+def test_graphs(engine: VirtualEngine) -> None:
+    assert engine.ask("graphs") == {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
+    first = Aeg({"plan": (), "act": ("bash",)}, [(START, "plan"), ("plan", "act"), ("act", END, 0.5)])
+    second = Aeg(["only"], complete=False)
+    for aeg in (first, second):
+        engine.send(
+            AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire(), agent_type="fixer")
+        )
+    told = engine.ask("graphs")
+    assert [(g["graph_hash"], g["agent_types"], g["complete"]) for g in told["graphs"]] == [
+        (second.hash, ["fixer"], False),
+        (first.hash, [], True),
+    ]
+    assert (told["total"], told["forgotten"]) == (2, 0)
+    assert engine.ask("program", program_id="a")["graph_hash"] == second.hash
+    told = engine.ask("graph", graph_hash=first.hash)
+    assert told["nodes"] == [{"id": "act", "tools": ["bash"]}, {"id": "plan", "tools": []}]
+    assert {"source": "act", "target": END, "probability": 0.5} in told["edges"]
+    assert (told["node_count"], told["edge_count"]) == (2, 3)
+    assert engine.ask("graph", graph_hash="nobody's") is None
+    assert engine.ask("graph") is None
 
 
 def test_stats(engine: VirtualEngine) -> None:
@@ -157,6 +223,15 @@ def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
 
 def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:
     before = (engine.steward.decisions._next, len(engine.steward.leases), len(engine.done))
-    for operation in ("capabilities", "programs", "program", "stats", "decisions", "drain_metrics"):
+    for operation in (
+        "capabilities",
+        "programs",
+        "program",
+        "graphs",
+        "graph",
+        "stats",
+        "decisions",
+        "drain_metrics",
+    ):
         engine.ask(operation)
     assert (engine.steward.decisions._next, len(engine.steward.leases), len(engine.done)) == before

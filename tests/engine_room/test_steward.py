@@ -274,7 +274,7 @@ def test_c4_waits_of_those_that_lost_nothing_do_not_count() -> None:
 
 
 def test_c6_preempted_then_leased_then_program_arrival() -> None:
-    engine = VirtualEngine("static-ttl")
+    engine = VirtualEngine("fixed-ttl")
     engine.turn("early", prompt(8, seed=1), "no tool")
     engine.turn("leased", prompt(8, seed=2))
     running = engine.arrive("late", prompt(8, seed=3))

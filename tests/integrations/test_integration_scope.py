@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ def test_an_interrupt_while_leaving_gets_out(kind: type[BaseException]) -> None:
 
 def test_a_fault_of_ours_is_counted() -> None:
     before = sojourn.stats()["internal_error"]
-    leave(Scope(Raising(ValueError()), None), status="ok")
+    leave(Scope(Raising(ValueError()), SimpleNamespace()), status="ok")
     leave(Scope(Raising(ValueError()), object()), ValueError())
+    assert sojourn.stats()["internal_error"] == before + 2
+
+
+def test_what_cannot_take_its_status_is_left_all_the_same() -> None:
+    before = sojourn.stats()["internal_error"]
+    leave(Scope(Raising(ValueError()), None), status="ok")
     assert sojourn.stats()["internal_error"] == before + 2

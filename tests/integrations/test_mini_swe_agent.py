@@ -59,6 +59,12 @@ def make_agent(
     )
 
 
+def only_attached(url: str, **options: Any) -> None:
+    """A session that attaches to no agent by itself: what a test attaches to is attached to once."""
+    sojourn.init(url, **options)
+    sojourn.uninstrument("mini_swe_agent")
+
+
 def attached(agent: Any) -> Any:
     from sojourn_integrations.mini_swe_agent import attach
 
@@ -77,7 +83,7 @@ def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
         SUBMIT,
     ]
     with MiniServer(script) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         result = attached(make_agent(server, tmp_path)).run("it")
         assert sojourn.flush(2)
     assert result["exit_status"] == "Submitted"
@@ -104,7 +110,7 @@ def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
 
 def test_commands_and_outputs_are_never_sent_as_events(tmp_path: Path) -> None:
     with MiniServer([calls("echo s3cret-word"), SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         attached(make_agent(server, tmp_path)).run("it")
         assert sojourn.flush(2)
         assert server.events
@@ -113,7 +119,7 @@ def test_commands_and_outputs_are_never_sent_as_events(tmp_path: Path) -> None:
 
 def test_a_failing_run_ends_its_program_with_error(tmp_path: Path) -> None:
     with MiniServer([{"status": 400}]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         with pytest.raises(Exception, match="scripted failure"):
             agent.run("it")
@@ -128,7 +134,7 @@ def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
     raised = Odd("mine")
 
     with MiniServer([calls("true")]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = make_agent(server, tmp_path)
 
         def execute(action: Any, cwd: str = "") -> Any:
@@ -144,7 +150,7 @@ def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
 
 def test_a_format_error_is_a_turn_without_a_tool(tmp_path: Path) -> None:
     with MiniServer([{"content": "no call at all"}, SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         result = attached(make_agent(server, tmp_path)).run("it")
         assert sojourn.flush(2)
     assert result["exit_status"] == "Submitted"
@@ -161,7 +167,7 @@ def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
         "temperature": 0.5,
     }
     with MiniServer([SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path, model=model, model_kwargs=own))
         agent.run("it")
         ((_, body, headers),) = server.requests
@@ -176,7 +182,7 @@ def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
 
 def test_keyword_arguments_of_a_query_are_joined_as_mini_does(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path, model_kwargs={"extra_body": {"a": 1, "b": 1}}))
         with sojourn.program("by-hand"):
             agent.model.query([{"role": "user", "content": "x"}], extra_body={"b": 2}, max_tokens=9)
@@ -190,7 +196,7 @@ def test_the_responses_api(tmp_path: Path) -> None:
     from minisweagent.models.litellm_response_model import LitellmResponseModel
 
     with MiniServer([calls("echo hi"), SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         attached(make_agent(server, tmp_path, model_class=LitellmResponseModel)).run("it")
         assert sojourn.flush(2)
     assert [path for path, _, _ in server.requests] == ["/v1/responses"] * 2
@@ -200,7 +206,7 @@ def test_the_responses_api(tmp_path: Path) -> None:
 
 def test_no_ids_for_other_servers(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as elsewhere, MiniServer([]) as ours:
-        sojourn.init(ours.url)
+        only_attached(ours.url)
         attached(make_agent(elsewhere, tmp_path)).run("it")
         assert sojourn.flush(2)
         ((_, body, headers),) = elsewhere.requests
@@ -217,10 +223,10 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
         pass
 
     before = DefaultAgent.__init__, DefaultAgent.run
-    mini_swe_agent.instrument()
-    mini_swe_agent.instrument()
     with MiniServer([calls("true"), SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
+        mini_swe_agent.instrument()
+        mini_swe_agent.instrument()
         attached(make_agent(server, tmp_path, kind=Custom)).run("it")  # attaching on top changes nothing
         assert sojourn.flush(2)
     assert [event["agent_type"] for event in server.told("program_start")] == ["Custom"]
@@ -229,23 +235,20 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
-def test_it_can_be_registered_with_the_sdk(tmp_path: Path) -> None:
+def test_init_is_enough_and_attaching_on_top_doubles_nothing(tmp_path: Path) -> None:
     from minisweagent.agents.default import DefaultAgent
-    from sojourn import instruments
 
-    before = DefaultAgent.run
-    instruments.register("mini_swe_agent", "minisweagent", "sojourn_integrations.mini_swe_agent")
-    try:
-        with MiniServer([SUBMIT]) as server:
-            sojourn.init(server.url)
-            assert "mini_swe_agent" in sojourn.stats().instrumented
-            make_agent(server, tmp_path).run("it")
-            assert sojourn.flush(2)
-            assert len(server.told("tool_start")) == 1
-        sojourn.shutdown()
-        assert DefaultAgent.run is before
-    finally:
-        instruments._PATCHES.pop("mini_swe_agent")
+    before = DefaultAgent.__init__, DefaultAgent.run
+    with MiniServer([calls("true"), SUBMIT, SUBMIT]) as server:
+        sojourn.init(server.url)
+        assert {"litellm", "mini_swe_agent"} <= set(sojourn.stats().instrumented)
+        make_agent(server, tmp_path).run("it")
+        sojourn.wrap(make_agent(server, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("program_start")) == len(server.told("program_end")) == 2
+        assert len(server.told("tool_start")) == 3
+    sojourn.shutdown()
+    assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
     kinds = [DefaultAgent, LocalEnvironment, LitellmModel]
     mini_swe_agent.instrument()
     with MiniServer([SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = mini_swe_agent.attach(make_agent(server, tmp_path))
         copied = copy.deepcopy(agent)
         mini_swe_agent.uninstrument()
@@ -277,7 +280,7 @@ def test_an_attached_agent_does_exactly_what_a_plain_one_does(tmp_path: Path) ->
         plain.run("it")
         unchanged = plain.serialize()
     with MiniServer(script) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         agent.run("it")
     assert _comparable(agent.serialize()) == _comparable(unchanged)
@@ -297,21 +300,20 @@ def test_our_own_faults_stay_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("a fault of ours")
 
     with MiniServer([calls("true"), SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         for name in ("program", "tool_call"):
             monkeypatch.setattr(sojourn, name, broken)
-        monkeypatch.setattr("sojourn_integrations.mini_swe_agent.Turn", broken, raising=False)
+        monkeypatch.setattr("sojourn.outgoing.Turn", broken)
         assert agent.run("it")["exit_status"] == "Submitted"
-        assert sojourn.stats()["internal_error"] == 3  # the program and two tool calls
-        assert sojourn.stats()["inject_error"] == 2
+        assert sojourn.stats()["internal_error"] == 5  # the program, two requests and two tool calls
 
 
-def test_models_of_another_kind_are_left_alone(tmp_path: Path) -> None:
+def test_models_of_another_kind_need_not_know_litellm(tmp_path: Path) -> None:
     from minisweagent.models.test_models import DeterministicModel
 
     with MiniServer([]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = make_agent(server, tmp_path)
         message = {
             "role": "assistant",
@@ -321,7 +323,7 @@ def test_models_of_another_kind_are_left_alone(tmp_path: Path) -> None:
         agent.model = DeterministicModel(outputs=[message])
         assert attached(agent).run("it")["exit_status"] == "Submitted"
         assert sojourn.flush(2)
-        assert type(agent.model) is DeterministicModel
+        assert isinstance(agent.model, DeterministicModel)
         (call,) = server.told("tool_start")
         assert call["call_id"]  # made up, since the model gave none
 
@@ -330,7 +332,7 @@ def test_models_of_another_kind_are_left_alone(tmp_path: Path) -> None:
 def test_a_copy_acts_on_itself_and_is_told_about(tmp_path: Path, copier: Any) -> None:
     (tmp_path / "theirs").mkdir()
     with MiniServer([calls("pwd > where"), SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         twin = copier(agent)
         twin.env, twin.model = copier(agent.env), copier(agent.model)
@@ -365,9 +367,9 @@ def test_a_pickle_names_minis_own_classes(tmp_path: Path, protocol: int) -> None
 def test_instrument_reaches_agents_that_come_from_a_pickle(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 
-    mini_swe_agent.instrument()
     with MiniServer([SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
+        mini_swe_agent.instrument()
         pickle.loads(pickle.dumps(make_agent(server, tmp_path))).run("it")
         assert sojourn.flush(2)
         assert len(server.told("tool_start")) == 1
@@ -393,7 +395,7 @@ def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Pat
 
 def test_a_method_set_on_the_object_is_told_about_once(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         inner = agent.env.execute
         agent.env.execute = lambda action: inner(action)
@@ -434,7 +436,7 @@ def test_objects_of_any_shape_can_be_attached_to(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 
     with MiniServer([]) as server:
-        sojourn.init(server.url)
+        only_attached(server.url)
         for environment in (Slots(), Concrete(), Unhashable()):
             kind = type(environment)
             agent = make_agent(server, tmp_path)
@@ -467,7 +469,7 @@ def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
         mini_swe_agent.uninstrument()
         assert DefaultAgent.run is theirs
         with MiniServer([SUBMIT, SUBMIT]) as server:
-            sojourn.init(server.url)
+            only_attached(server.url)
             make_agent(server, tmp_path).run("it")
             assert sojourn.flush(2)
             assert (seen, server.told("tool_start")) == ([("it",)], [])
@@ -482,132 +484,9 @@ def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
     assert DefaultAgent.run is before
 
 
-def query_settings(model: Any, **kwargs: Any) -> dict[str, Any]:
-    """What mini hands to litellm for one query: what another layer of ours adds below is not seen."""
-    import litellm
-
-    handed: dict[str, Any] = {}
-
-    class Stop(Exception):
-        pass
-
-    def completion(**settings: Any) -> Any:
-        handed.update(settings)
-        raise Stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(litellm, "completion", completion)
-        patch.setattr(litellm, "responses", completion)
-        with pytest.raises(Stop):
-            model.query([{"role": "user", "content": "x"}], **kwargs)
-    return handed
-
-
-OWN_CONTEXT = {"vllm_xargs": {"agentic_context": '{"program_id":"mine"}'}}
-
-
-@pytest.mark.parametrize("by_call", [False, True])
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"extra_body": OWN_CONTEXT},
-        {"extra_body": [("a", 1)]},
-        {"extra_body": {"vllm_xargs": "text"}},
-        {"extra_headers": [("a", "b")]},
-        {"vllm_xargs": {"replay_ids": [1]}},
-        {"additional_drop_params": ["vllm_xargs"]},
-    ],
-    ids=["context", "list", "text", "headers", "top level", "dropped"],
-)
-def test_where_ours_does_not_fit_nothing_is_added_and_no_event_is_lost(
-    tmp_path: Path, own: dict[str, Any], by_call: bool
-) -> None:
-    with MiniServer([]) as server:
-        sojourn.init(server.url)
-        settings = {} if by_call else own
-        agent = attached(make_agent(server, tmp_path, model_kwargs=settings))
-        with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
-            handed = query_settings(agent.model, **(own if by_call else {}))
-        assert sojourn.flush(2)
-        assert {key: handed.get(key) for key in own} == own
-        assert "extra_headers" in own or "extra_headers" not in handed
-        assert len(server.told("program_start")) == len(server.told("tool_start")) == 1
-        assert sojourn.stats()["inject_error"] == 0
-
-
-def test_empty_settings_leave_room(tmp_path: Path) -> None:
-    with MiniServer([]) as server:
-        sojourn.init(server.url)
-        nothing = {"extra_body": {"vllm_xargs": None}, "extra_headers": None}
-        agent = attached(make_agent(server, tmp_path, model_kwargs=nothing))
-        handed = query_settings(agent.model)
-    assert "agentic_context" in handed["extra_body"]["vllm_xargs"]
-
-
-@pytest.mark.parametrize("parameter", ["extra_headers", "headers"])
-def test_header_names_of_the_users_win_in_any_case(tmp_path: Path, parameter: str) -> None:
-    with MiniServer([]) as server:
-        sojourn.init(server.url)
-        agent = attached(make_agent(server, tmp_path, model_kwargs={parameter: {"x-sEssion-iD": "mine"}}))
-        handed = query_settings(agent.model)
-    names = [*(handed.get("extra_headers") or {}), *(handed.get("headers") or {})]
-    assert names == ["x-sEssion-iD"]
-
-
-OURS, OTHER = "http://127.0.0.1:1/v1", "http://127.0.0.1:2/v1"
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"api_base": OURS}, True),
-        ({"base_url": OURS}, True),
-        ({"api_base": OURS, "base_url": OURS + "/"}, True),
-        ({"api_base": OURS, "base_url": OTHER}, False),
-        ({"api_base": OTHER, "base_url": OURS}, False),
-        ({"environment": OURS}, True),
-        ({"environment": OURS, "litellm": OTHER}, False),
-        ({"environment": OTHER, "litellm": OURS}, False),
-        ({"litellm": OURS}, True),
-        ({"api_base": OURS, "litellm": OTHER, "environment": OTHER}, True),
-        ({"api_base": OTHER, "litellm": OURS, "environment": OURS}, False),
-        ({"older": OURS}, True),
-        ({"environment": OTHER, "older": OURS}, False),
-        ({"api_base": OURS, "fallbacks": ["openai/other"]}, False),
-        ({"api_base": OURS, "client": object()}, False),
-        ({"api_base": OURS, "proxy": "True"}, False),
-        ({"responses": True, "api_base": OURS}, True),
-        ({"responses": True, "base_url": OURS}, False),
-        ({"responses": True, "base_url": OTHER, "environment": OURS}, True),
-        ({}, False),
-    ],
-)
-def test_only_where_the_request_surely_goes_to_our_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: bool
-) -> None:
-    import litellm
-    from minisweagent.models.litellm_model import LitellmModel
-    from minisweagent.models.litellm_response_model import LitellmResponseModel
-
-    settings = dict(settings)
-    monkeypatch.setattr(litellm, "api_base", settings.pop("litellm", None))
-    variables = {"environment": "OPENAI_BASE_URL", "older": "OPENAI_API_BASE", "proxy": "USE_LITELLM_PROXY"}
-    for key, name in variables.items():
-        monkeypatch.delenv(name, raising=False)
-        if key in settings:
-            monkeypatch.setenv(name, settings.pop(key))
-    sojourn.init(OURS, probe_timeout_s=0)
-    kind = LitellmResponseModel if settings.pop("responses", False) else LitellmModel
-    with MiniServer([]) as server:
-        agent = make_agent(server, tmp_path)
-    agent.model = kind(model_name="openai/m", model_kwargs=settings)
-    handed = query_settings(attached(agent).model)
-    assert ("X-Session-ID" in handed.get("extra_headers", {})) is expected
-
-
 def test_a_replica_is_told_whose_request_it_is_but_gets_no_events(tmp_path: Path) -> None:
     with MiniServer([SUBMIT]) as home, MiniServer([SUBMIT]) as replica:
-        sojourn.init(home.url, hosts=[replica.url])
+        only_attached(home.url, hosts=[replica.url])
         attached(make_agent(replica, tmp_path)).run("it")
         assert sojourn.flush(2)
         (context,) = contexts(replica)
@@ -618,7 +497,7 @@ def test_a_replica_is_told_whose_request_it_is_but_gets_no_events(tmp_path: Path
 @pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
 def test_events_of_a_request_that_failed_are_sent_after_all(tmp_path: Path, model: str) -> None:
     with MiniServer([]) as home:
-        sojourn.init(home.url)
+        only_attached(home.url)
         agent = attached(make_agent(home, tmp_path, model=model))
         with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
             home.answer = lambda *_: (500, {"error": {"message": "lost", "type": "x", "code": 500}})  # type: ignore[method-assign]
@@ -628,14 +507,19 @@ def test_events_of_a_request_that_failed_are_sent_after_all(tmp_path: Path, mode
         assert len(home.told("program_start")) == len(home.told("tool_start")) == 1
 
 
-def test_what_litellm_makes_of_two_urls(tmp_path: Path) -> None:
-    with MiniServer([SUBMIT]) as first, MiniServer([SUBMIT]) as second:
-        sojourn.init(first.url)
-        attached(make_agent(first, tmp_path, model_kwargs={"base_url": second.url + "/v1"})).run("it")
-        assert first.requests == []
-        ((_, body, headers),) = second.requests
-    assert "vllm_xargs" not in body
-    assert "x-session-id" not in headers
+def test_what_mini_sends_again_is_the_same_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minisweagent.models.utils import retry
+
+    monkeypatch.setenv("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "3")
+    monkeypatch.setattr(retry, "wait_exponential", lambda **_: lambda _: 0)  # it waits 4 s at least
+    with MiniServer([{"status": 500}, {"status": 500}, SUBMIT]) as server:
+        only_attached(server.url)
+        attached(make_agent(server, tmp_path)).run("it")
+        assert [context["request_id"] for context in contexts(server)] == [
+            contexts(server)[0]["request_id"]
+        ] * 3
+        stats = sojourn.stats()
+        assert (stats["requests_started"], stats["requests_ended"], stats["request_attempts"]) == (1, 1, 3)
 
 
 def test_agent_classes_for_the_command_line() -> None:

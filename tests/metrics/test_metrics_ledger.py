@@ -443,3 +443,14 @@ def test_a_reader_from_before_a_restart_is_led_back() -> None:
     log.add(0.0, "drop", None, "end")
     assert [d.seq for d in log.since(1, 10)[0]] == [1]
     assert DecisionLog().since(0, 10) == ([], 0)
+
+
+def test_a_client_finds_its_turn_by_its_own_name_for_the_request() -> None:
+    engine = VirtualEngine("fixed-ttl")
+    engine.turn("p", prompt(40), request_id="r-first")
+    engine.turn("p", prompt(60), "done", request_id="r-last", sojourn={"final": True})
+    engine.turn("q", prompt(8, seed=2))
+    first, last = engine.ask("program", program_id="p")["ledger"]
+    assert (first["request_id"], first["leased"], first["lease_ttl_s"]) == ("r-first", False, 10.0)
+    assert (last["request_id"], last["leased"], last["lease_ttl_s"]) == ("r-last", True, None)
+    assert engine.ask("program", program_id="q")["ledger"][0]["request_id"] is None

@@ -6,6 +6,7 @@ import ast
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,25 @@ import pytest
 import sojourn_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn.aeg import END
 from sojourn.ids import ProgramId
+from sojourn_server.engine.state import StewardLimits
 from sojourn_server.policy.base import Keep, Reason
 from sojourn_server.policy.eviction import LatestProgramsBlocks
+from sojourn_server.policy.order import ProgramFcfs, RequestFcfs
 from sojourn_server.policy.preset import REGISTRY, Preset, load_preset, preset_names
-from sojourn_server.policy.views import LeaseView, OwnerView, RoomNeed, TurnView, VictimView, WaitingView
+from sojourn_server.policy.retention import UntilTheEnd
+from sojourn_server.policy.room import LaterProgramsFirst
+from sojourn_server.policy.views import (
+    LeaseView,
+    OwnerView,
+    PrefetchView,
+    RoomNeed,
+    StepView,
+    TurnView,
+    VictimView,
+    WaitingView,
+)
 from sojourn_server.program.history import ToolHistory
 
 SERVER = Path(sojourn_server.__file__).parent
@@ -62,10 +77,34 @@ turns = st.builds(
         lambda made: history(made[0] * made[1])
     ),
     hinted_ttl_s=st.none() | st.floats(0, 300),
+    chunked_reload_s=times,
+    host_reload_s=st.none() | times,
+    running_tokens=st.integers(0, 10**6),
 )
-waiting = st.builds(WaitingView, st.booleans(), st.booleans(), ranks, st.integers(1, 50))
+waiting = st.builds(
+    WaitingView,
+    st.booleans(),
+    st.booleans(),
+    ranks,
+    st.integers(1, 50),
+    attained_s=times,
+    ran_s=times,
+    waited_s=times,
+    arrived_s=times,
+    since_s=times.map(lambda s: s + 100.0),
+    now_s=times.map(lambda s: s + 200.0),
+)
 leases = st.lists(
-    st.builds(LeaseView, names, ranks, times, st.integers(1, 20), times, st.booleans()),
+    st.builds(
+        LeaseView,
+        names,
+        ranks,
+        times,
+        st.integers(1, 20),
+        times,
+        st.booleans(),
+        score=st.tuples(st.floats(allow_nan=False)),
+    ),
     max_size=8,
     unique_by=lambda lease: lease.program_id,
 )
@@ -77,10 +116,16 @@ needs = st.builds(
     running=st.booleans(),
     anything_running=st.booleans(),
 )
-running = st.lists(st.tuples(ranks, st.integers(1, 20)), max_size=8).map(
-    lambda rows: [VictimView(f"r{i}", rank, i, blocks) for i, (rank, blocks) in enumerate(rows)]
+running = st.lists(st.tuples(ranks, st.integers(1, 20), times, times), max_size=8).map(
+    lambda rows: [VictimView(f"r{i}", rank, i, *served) for i, (rank, *served) in enumerate(rows)]
 )
-owners = st.builds(OwnerView, ranks, st.booleans(), times)
+owners = st.builds(
+    OwnerView, ranks, st.booleans(), times,
+    blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
+    longest_gap_s=times, most_blocks=times,
+)  # fmt: skip
+edges = st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=4).map(tuple)
+steps = st.builds(StepView, st.booleans(), st.none() | times, edges, st.booleans(), edges, st.integers(0, 60))
 
 
 def told(history: ToolHistory) -> Any:
@@ -95,7 +140,8 @@ def test_retention(policy: Any, turn: TurnView, now: float) -> None:
     keep = policy.keep(turn, now)
     assert isinstance(keep, Keep)
     assert isinstance(keep.reason, Reason)
-    assert 0.0 <= keep.ttl_s <= 300.0, "every lease ends"
+    longest_s = StewardLimits().idle_program_s if isinstance(policy, UntilTheEnd) else 300.0
+    assert 0.0 <= keep.ttl_s <= longest_s, "every lease ends"
     assert policy.keep(turn, now) == keep == copy.deepcopy(policy).keep(turn, now)
     assert policy.keep(turn, now + 1000.0) == keep, "how long does not depend on the time of day"
     assert told(turn.history) == before
@@ -111,7 +157,23 @@ def test_order(policy: Any, requests: list[WaitingView]) -> None:
     assert len(set(keys)) == len(keys), "no ties: the own arrival tells two requests apart"
     in_order = sorted(requests, key=policy.key)
     assert in_order == sorted(reversed(requests), key=policy.key)
-    assert [r.preempted for r in in_order] == sorted((r.preempted for r in requests), reverse=True)
+    if isinstance(policy, RequestFcfs | ProgramFcfs):
+        assert [r.preempted for r in in_order] == sorted((r.preempted for r in requests), reverse=True)
+
+
+@pytest.mark.parametrize("policy", registered("order"))
+@given(request=waiting, later_s=st.floats(0, 1000))
+def test_a_place_in_line_changes_with_time_only_when_it_said_so(
+    policy: Any, request: WaitingView, later_s: float
+) -> None:
+    """The queue files a request once and looks again at ``promoted_s``: in between its key must hold."""
+    promoted_s = policy.promoted_s(request)
+    later = request._replace(now_s=request.now_s + later_s)
+    assert policy.promoted_s(later) == promoted_s
+    if (promoted_s <= request.now_s) == (promoted_s <= later.now_s):
+        assert policy.key(later) == policy.key(request)
+    else:
+        assert policy.key(later) < policy.key(request), "waiting never costs anybody the place in line"
 
 
 @pytest.mark.parametrize("policy", registered("room"))
@@ -141,8 +203,11 @@ def test_room_does_not_let_a_running_request_or_an_idle_engine_starve(
     policy: Any, need: RoomNeed, held: list[LeaseView], now: float
 ) -> None:
     others = [lease for lease in held if lease.program_id != need.program_id]
+    if need.running and isinstance(policy, LaterProgramsFirst):
+        return  # there the latest program that runs is preempted instead
     if others and (need.running or not need.anything_running):
         late = max(lease.expires_s for lease in others) + 1.0
+        need = replace(need, idle_s=0.0 if need.anything_running else 3600.0)
         assert policy.release(need, held, late) is not None
 
 
@@ -167,6 +232,28 @@ def test_eviction(policy: Any, views: list[OwnerView]) -> None:
     if policy.by_program:
         first = min(views, key=policy.score)
         assert first.over or not any(view.over for view in views), "what is over goes first"
+
+
+@pytest.mark.parametrize("policy", registered("foresight"))
+@given(step=steps, now=times)
+def test_foresight(policy: Any, step: StepView, now: float) -> None:
+    expected = policy.expect(step, now)
+    assert expected == policy.expect(step, now)
+    assert expected.goes_on is None or 0.0 <= expected.goes_on <= 1.0
+    assert expected.successor != END, "an end is no step to prepare for"
+    if not policy.looks:
+        assert expected.goes_on is None, "nothing is noted for one that does not look"
+
+
+@pytest.mark.parametrize("policy", registered("prefetch"))
+@given(goes_on=st.floats(0, 1), durations=st.lists(times, max_size=5).map(sorted), reload_s=times, now=times)
+def test_prefetch(policy: Any, goes_on: float, durations: list[float], reload_s: float, now: float) -> None:
+    view = PrefetchView("next", goes_on, durations, reload_s)
+    plan = policy.plan(view, now)
+    assert plan == policy.plan(view, now)
+    if plan is not None:
+        assert policy.plans
+        assert now <= plan.at_s <= plan.by_s
 
 
 def test_latest_programs_blocks_go_first() -> None:

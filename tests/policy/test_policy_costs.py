@@ -8,7 +8,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policy.costs import EngineProfile, PrefillCurve
+from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policy.step_costs import StepCosts, StepSample
 
 LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000, 65536, 131072)
 NON_NEGATIVE = st.floats(min_value=0, max_value=1, allow_nan=False)
@@ -90,6 +91,9 @@ PROFILE = EngineProfile(
     decode_points=((1000, 0.02),),
     measured_at="2025-01-02T03:04:05Z",
     versions={"torch": "2.13.0", "vllm.cpu": "0.32.0"},
+    limits=EngineLimits(kv_pool_tokens=1600, max_num_seqs=4),
+    steps=StepCosts(0.01, 1e-4, 1e-9, 0.0, 1e-6, 0.003),
+    step_samples=(StepSample(0.11, 1, 1000, 500500, 1000, 1, 1), StepSample(0.0125, 1, 2, 33.0, 33.5, 2)),
 )
 
 
@@ -102,8 +106,8 @@ def test_a_profile_survives_toml() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("version = 1", "version = 9", "version is 9"),
-        ("version = 1", "version =", "not TOML"),
+        ("version = 2", "version = 9", "version is 9"),
+        ("version = 2", "version =", "not TOML"),
         ("block_size = 16", "block_size = 0", "block_size is 0"),
         ("block_size = 16", 'block_size = "16"', "block_size is '16'"),
         ("hardware = ", "hardwear = ", "hardware is None"),
@@ -116,6 +120,11 @@ def test_a_profile_survives_toml() -> None:
             "device_to_host_bytes_per_s = 0",
             "bandwidth.device_to",
         ),
+        ("max_num_seqs = 4", "max_num_seqs = 0", "limits.max_num_seqs is 0"),
+        ("max_num_seqs = 4", "max_sequences = 4", "limits.max_sequences is unknown"),
+        ("request_s = 1e-06", "request_s = -1e-06", "steps.request_s is -1e-06"),
+        ("request_s = 1e-06\n", "", "steps.request_s is None"),
+        ("[0.11, 1, ", "[0.11, ", r"steps.samples holds \[0.11, 1000"),
     ],
 )
 def test_a_broken_profile_says_which_field(old: str, new: str, reason: str) -> None:
@@ -123,6 +132,31 @@ def test_a_broken_profile_says_which_field(old: str, new: str, reason: str) -> N
     assert old in text
     with pytest.raises(ValueError, match=reason):
         EngineProfile.from_toml(text.replace(old, new, 1))
+
+
+def test_a_profile_of_version_one_is_still_read() -> None:
+    old = """
+version = 1
+model = "m"
+hardware = "h"
+engine = "e"
+block_size = 16
+measured_at = "2026-01-01T00:00:00Z"
+
+[prefill]
+a_s = 0.5
+b_s_per_token = 0.001
+c_s_per_token2 = 0.0
+points = [[1000, 1.5]]
+
+[bandwidth]
+host_to_device_bytes_per_s = 1e9
+
+[versions]
+"""
+    profile = EngineProfile.from_toml(old)
+    assert profile.prefill.seconds(1000) == pytest.approx(1.5)
+    assert (profile.steps, profile.step_samples, profile.limits) == (None, (), EngineLimits())
 
 
 def test_reload_takes_the_faster_way_back() -> None:

@@ -11,7 +11,24 @@ BASE = 'extends = "continuum"\n'
 
 
 def test_the_shipped_presets() -> None:
-    assert preset_names() == ["continuum", "continuum-paper", "observe", "program-fcfs", "static-ttl"]
+    assert preset_names() == [
+        "admit",
+        "autellix",
+        "continuum",
+        "continuum-paper",
+        "fixed-ttl",
+        "infercept",
+        "known-ends",
+        "observe",
+        "program-fcfs",
+        "saga",
+        "saga-cold",
+        "saga-inferred",
+        "saga-no-eviction",
+        "saga-no-prefetch",
+        "saga-no-ttl",
+        "static-ttl",
+    ]
     for name in preset_names():
         preset = load_preset(name)
         assert preset.name == name
@@ -26,7 +43,12 @@ def test_continuum_has_the_papers_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "retention"), [("static-ttl", FixedRetention(ttl_s=10.0)), ("program-fcfs", NoRetention())]
+    ("name", "retention"),
+    [
+        ("fixed-ttl", FixedRetention(ttl_s=10.0)),
+        ("program-fcfs", NoRetention()),
+        ("static-ttl", ContinuumRetention(min_samples=10**9, max_ttl_s=300.0)),
+    ],
 )
 def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retention: object) -> None:
     base, ablation = load_preset("continuum-paper"), load_preset(name)
@@ -44,7 +66,7 @@ def test_ours_differs_from_the_paper_in_who_enters_alone() -> None:
 
 def test_extending_an_extension() -> None:
     preset = parse_preset(
-        'extends = "static-ttl"\nname = "mine"\neviction = "latest-program"', source="mine.toml"
+        'extends = "fixed-ttl"\nname = "mine"\neviction = "latest-program"', source="mine.toml"
     )
     assert preset.name == "mine"
     assert preset.retention == FixedRetention(ttl_s=10.0)
@@ -75,6 +97,8 @@ def test_a_table_replaces_the_base_as_a_whole() -> None:
         (BASE + 'retention = { policy = "continuum", min_samples = -1 }', "retention: min_samples"),
         (BASE + 'retention = { policy = "continuum", max_ttl_s = nan }', "bad.toml: retention: "),
         (BASE + 'retention = { policy = "continuum", _rule = 1 }', "bad.toml: retention: "),
+        (BASE + 'ended = "gone"', "ended is 'gone'; expected 'reused-first', 'left'"),
+        (BASE + 'ended = ["left"]', r"ended is \['left'\]; expected 'reused-first'"),
         ('name = "empty"', "bad.toml: retention is None"),
         ("", "bad.toml: retention is None"),
     ],

@@ -91,7 +91,7 @@ async def test_what_a_server_does_not_report_is_null_not_zero() -> None:
 
 
 async def test_concurrency_bounds_the_programs_at_once() -> None:
-    with FakeServer(seconds_per_token=1e-4) as server:
+    with FakeServer(seconds_per_token=2e-3) as server:
         await run(server, [append_only(str(i), turns=2) for i in range(6)], concurrency=2)
         assert server.most_live == 2
         assert len(server.requests) == 12
@@ -249,3 +249,17 @@ def test_each_failure_says_what_to_do_next(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
     assert "line 1" in failure(str(bad), "--url", gone).message
+
+
+async def test_turns_tell_whose_they_are_and_programs_start_one_after_the_other() -> None:
+    with FakeServer(seconds_per_token=0.003) as server:
+        tally = await run(server, [append_only("a"), append_only("b")], concurrency=2, stagger_s=0.2)
+    sent = {(turn.program_id, turn.turn): turn.sent_s for turn in tally.turns}
+    assert sorted(sent) == [(name, turn) for name in "ab" for turn in range(3)]
+    assert sent["a", 0] < 0.2 <= sent["b", 0] < sent["a", 2]
+    assert sent["a", 0] < sent["a", 1] < sent["a", 2] <= tally.wall_s
+
+
+def test_a_stagger_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="stagger_s is -1"):
+        ReplayOptions(stagger_s=-1)

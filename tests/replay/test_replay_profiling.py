@@ -43,7 +43,7 @@ def test_lengths_double_up_to_the_longest() -> None:
 def test_a_profile_is_measured_written_and_readable(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "profile.toml"
     with FakeServer(seconds_per_token=5e-5, max_model_len=4001, sojourn=True, block_size=32) as server:
-        result = invoke("--url", server.url, "-o", str(target), "--repeats", "2", "--json")
+        result = invoke("--url", server.url, "-o", str(target), "--repeats", "2", "--json", "--no-decode")
         assert result.exception is None, result.output
         prompts = [request["prompt"] for request in server.requests]
     profile = EngineProfile.from_toml(target.read_text())
@@ -58,12 +58,19 @@ def test_a_profile_is_measured_written_and_readable(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert document["prefill"]["b_s_per_token"] == profile.prefill.b_s_per_token
     assert document["residual_s"] >= 0
+    assert profile.steps is None
 
 
 def test_without_a_file_the_toml_goes_to_stdout() -> None:
     with FakeServer(max_model_len=401) as server:
-        result = invoke("--url", server.url, "--repeats", "1", "--hardware", "test box")
-    assert EngineProfile.from_toml(result.stdout).hardware == "test box"
+        result = invoke(
+            "--url", server.url, "--repeats", "1", "--hardware", "test box", "--max-num-seqs", "3"
+        )
+    profile = EngineProfile.from_toml(result.stdout)
+    assert profile.hardware == "test box"
+    assert profile.steps is not None
+    assert (profile.limits.max_num_seqs, profile.limits.max_context_tokens) == (3, 401)
+    assert profile.limits.kv_pool_tokens is None
 
 
 def test_each_failure_says_what_to_do_next() -> None:

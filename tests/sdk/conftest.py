@@ -41,6 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts and ends without a session, a patch or a program."""
     for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SOJOURN_HISTORY", "off")
     assert place.get() is NOWHERE
     yield
     sojourn.shutdown()
@@ -72,7 +73,7 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
         result = subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
-            env={**clean, **(env or {})},
+            env={**clean, "SOJOURN_HISTORY": "off", **(env or {})},
             capture_output=True,
             text=True,
             timeout=timeout_s,

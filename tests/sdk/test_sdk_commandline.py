@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn.commandline import main_head
+from sojourn.commandline import command_class, main_head
 
 LINES = {
     "ls -la": "ls",
@@ -36,3 +36,20 @@ def test_no_command(line: str) -> None:
 def test_long_lines_are_cut_and_quick() -> None:
     assert main_head("x" * 10_000) == "x" * 64
     assert main_head("<<" * 100_000) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("cd /srv && pytest -k secret", "pytest"),
+        ("A=secret ./run_7.sh | tail", "run_7.sh"),
+        ("g++ x.cc", "g++"),
+        ("'Alice Smith' --salary", None),
+        ("$(cat secret)", None),
+        ('{"k": "secret"}', None),
+        ("alice@example.com", None),
+        ("", None),
+    ],
+)
+def test_only_what_looks_like_a_programs_name_is_a_class(line, told):
+    assert command_class(line) == told

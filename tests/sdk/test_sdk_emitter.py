@@ -7,6 +7,7 @@ import time
 
 import pytest
 import sojourn
+from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
 from sojourn.events import Heartbeat, ProgramStart, ToolStart
 from sojourn.stats import Counters
@@ -126,7 +127,7 @@ def test_two_thousand_puts_never_wait_for_any_sink(emitters, sink):
         )
         assert accounted + emitter.pending == 2000
         expected = {
-            "refuse": "net_ConnectError",
+            "refuse": "net_ConnectionRefusedError",
             "500": "http_500",
             "404": "http_404",
             "hang": "dropped_full",
@@ -170,11 +171,29 @@ def test_a_failed_batch_is_dropped_and_the_next_one_waits(emitters):
 
 def test_flush_cuts_the_backoff_short_and_reports_loss(emitters):
     script = Script(500)
+    script.hold.clear()  # until somebody waits: what was lost before a flush is not its loss
     emitter = emitters(script, linger_s=0.0)
     emitter.put(Source(), Heartbeat)
+    threading.Timer(0.2, script.hold.set).start()
     assert emitter.flush(5) is False  # drained, but lost
     emitter.put(Source(), Heartbeat)
     assert emitter.flush(5) is True
+
+
+def test_what_is_put_while_a_send_hangs_is_counted(emitters):
+    script = Script()
+    script.hold.clear()
+    emitter = emitters(script, linger_s=0.0)
+    source = Source()
+    emitter.put(source, Heartbeat)
+    deadline = time.monotonic() + 5
+    while not emitter._sending and time.monotonic() < deadline:
+        time.sleep(0.002)
+    for _ in range(3):
+        emitter.put(source, Heartbeat)
+    assert emitter.pending == 4
+    assert emitter.counters["events_queued"] == 4
+    script.hold.set()
 
 
 def test_flush_gives_up_in_time(emitters):
@@ -395,3 +414,51 @@ def test_no_beat_follows_the_end(emitters):
     while not script.events() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert isinstance(script.events()[0], Heartbeat)
+
+
+def arrived(script, count, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while len(script.events()) < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return len(script.events()) == count
+
+
+def test_nobody_is_woken_while_the_thread_looks_by_itself(emitters, monkeypatch):
+    script = Script()
+    emitter = emitters(script)
+    emitter.put(Source(), Heartbeat)
+    assert arrived(script, 1)
+    rung = []
+    monkeypatch.setattr(emitter, "_ring", lambda: rung.append(1))
+    for count in range(2, 12):
+        emitter.put(Source(), Heartbeat)
+        assert arrived(script, count)  # found, though nobody said so
+        time.sleep(0.01)
+    assert rung == []
+
+
+def test_a_thread_that_has_stopped_looking_is_woken(emitters, monkeypatch):
+    monkeypatch.setattr(emitter_module, "_LOOKS", 2)
+    script = Script()
+    emitter = emitters(script)
+    for count in range(1, 4):
+        emitter.put(Source(), Heartbeat)
+        assert arrived(script, count)
+        deadline = time.monotonic() + 5
+        while not emitter._asleep and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert emitter._asleep
+
+
+def test_events_that_did_not_fit_are_as_if_never_taken(emitters):
+    script = Script()
+    emitter = emitters(script, linger_s=30)
+    source = Source()
+    fill(emitter, source, 3)
+    taken = emitter.take("p", max_events=64)
+    assert [p.seq for p in taken] == [0, 1, 2]
+    assert emitter.pending == 0
+    emitter.untake(taken)
+    assert emitter.counters["events_piggybacked"] == emitter.counters["events_returned"] == 0
+    assert emitter.flush(5)
+    assert [e.seq for e in script.events()] == [0, 1, 2]

@@ -13,7 +13,8 @@ import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI, _base_client
 from sojourn.events import ToolStart, ToolStop
-from sojourn.testing import FakeServer
+from sojourn.outgoing import OneRequest
+from sojourn.testing import FakeServer, ToolUse, refusing_url
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAID = "hello from the fake"
@@ -113,7 +114,7 @@ def test_async_streams_read_to_the_end(online):
     async def main():
         async with async_client(online) as client, sojourn.program() as p:
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-            assert len([c async for c in stream]) == 4
+            assert len([c async for c in stream]) == 5
             return p
 
     all_tagged(online, asyncio.run(main()))
@@ -130,6 +131,15 @@ def test_streams_left_early(online, client):
         client.chat.completions.create(model="m", messages=MESSAGES, stream=True).close()
         assert requests() == {"started": 2, "closed_early": 2}
     all_tagged(online, p)
+
+
+def test_an_answer_about_streams_does_not_end_its_own(online, client):
+    online.chunk_delay_s = 0.02
+    online.script = [ToolUse("search", {"query": "data: [DONE]"}), "so"]
+    with sojourn.program() as p:
+        for chunk in client.chat.completions.create(model="m", messages=MESSAGES, stream=True):
+            assert len(p.open_requests) == 1 or chunk.choices[0].finish_reason
+    assert requests() == {"started": 1, "ended": 1}
 
 
 def test_streams_forgotten_end_with_the_garbage(online, client):
@@ -155,7 +165,7 @@ def test_raw_and_streaming_responses(online, client):
         assert raw.parse().choices[0].message.content == SAID
         assert requests() == {"started": 1, "ended": 1}
         raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES, stream=True)
-        assert len(list(raw.parse())) == 4
+        assert len(list(raw.parse())) == 5
         assert requests() == {"started": 2, "ended": 2}
         streaming = client.chat.completions.with_streaming_response
         with streaming.create(model="m", messages=MESSAGES) as response:
@@ -187,6 +197,21 @@ def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client
     assert len(numbered[0]) == 3
     assert sojourn.flush(5)
     assert [e.seq for e in online.events()] == [3]
+
+
+def test_a_caller_that_waits_before_it_tries_again_is_heard_from_meanwhile(online):
+    """mini-swe-agent waits up to a minute, longer than a lease outlives silence."""
+    client = OpenAI(api_key="k", base_url=online.base_url, max_retries=0)
+    with sojourn.program() as p, client, OneRequest():
+        online.fail_next = 1
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="m", messages=MESSAGES)
+        assert not p.open_requests
+        stream = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert len(p.open_requests) == 1
+        list(stream)
+    assert not p.open_requests
+    assert requests() == {"started": 1, "ended": 1}
 
 
 def test_failures_are_the_users_to_see(online):
@@ -274,6 +299,8 @@ def test_what_the_user_set_wins_and_is_merged(online, client):
         own = ask(extra_body={"vllm_xargs": {"agentic_context": '{"program_id":"own"}'}})
         assert own.context.program_id == "own"
         assert own.events == []
+        assert own.body["vllm_xargs"] == {"agentic_context": '{"program_id":"own"}'}
+        assert "x-session-id" not in own.headers, "another program's name beside theirs"
 
         assert ask(extra_body={"vllm_xargs": "strange"}).body["vllm_xargs"] == "strange"
 
@@ -352,7 +379,7 @@ def patched():
 def test_uninstrument_gives_back_the_very_same_functions(server):
     before = patched()
     sojourn.init(server.url)
-    assert sojourn.stats().instrumented == ("openai",)
+    assert sojourn.stats().instrumented.count("openai") == 1
     during = patched()
     assert all(a is not b for a, b in zip(before, during, strict=True))
     sojourn.instrument()
@@ -459,7 +486,7 @@ def test_an_unfamiliar_version_is_left_alone(server, monkeypatch, caplog):
     before = _base_client.SyncAPIClient.request
     sojourn.init(server.url)
     assert _base_client.SyncAPIClient.request is before
-    assert sojourn.stats().instrumented == ()
+    assert "openai" not in sojourn.stats().instrumented  # others may be loaded
     assert "unfamiliar" in caplog.text
     assert sojourn.stats()["attach_error"] == 1
 
@@ -472,9 +499,10 @@ def test_imported_after_init(python, server):
     from openai import OpenAI
     assert sojourn.stats().instrumented == ("openai",)
     assert type(sys.modules["openai"].__spec__.loader).__name__ == "SourceFileLoader"
-    assert not [f for f in sys.meta_path if "sojourn" in type(f).__module__]
     with sojourn.program(id="late"):
         OpenAI(api_key="k", base_url={server.base_url!r}).chat.completions.create(model="m", messages=[])
+    sojourn.uninstrument()  # of the frameworks still waited for
+    assert not [f for f in sys.meta_path if "sojourn" in type(f).__module__]
     """
     python(code)
     assert server.requests[-1].context.program_id == "late"
@@ -497,3 +525,29 @@ def test_an_absent_or_broken_openai_is_the_users_business(python, server, tmp_pa
     assert sojourn.stats().instrumented == ()
     """
     python(code)
+
+
+def test_less_than_everything_is_attached_to(python, server):
+    code = f"""
+    import sojourn
+    from openai import OpenAI
+    sojourn.init({server.url!r}, instrument=False)
+    assert sojourn.stats().instrumented == ()
+    one, other = (OpenAI(base_url={server.base_url!r}, api_key="k") for _ in range(2))
+    sojourn.wrap(one)
+    for client in (one, other):
+        client.chat.completions.create(model="m", messages=[])
+    assert sojourn.stats()["requests_started"] == 1
+    sojourn.instrument("openai")
+    other.chat.completions.create(model="m", messages=[])
+    assert sojourn.stats()["requests_started"] == 2
+    seen = repr(sojourn.stats())
+    assert "instrumented=('openai',)" in seen and "dialect='sojourn'" in seen
+    sojourn.instrument("mini-swe-agent")  # as its extra is spelt
+    """
+    python(code)
+
+
+def test_a_server_that_is_not_there_is_said_once(caplog):
+    sojourn.init(refusing_url(), probe_timeout_s=5)
+    assert caplog.text.count("no answer from the server") == 1

@@ -12,14 +12,18 @@ from sojourn.transport import Answer
 
 
 class Says:
-    def __init__(self, answer):
-        self.answer = answer
+    """A transport that answers each path as told, and 404 to all others."""
+
+    def __init__(self, answer, **others):
+        self.answers = {"/sojourn/v1/capabilities": answer, **others}
+        self.asked = []
 
     def get(self, path, timeout_s):
-        assert path == "/sojourn/v1/capabilities"
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+        self.asked.append(path)
+        answer = self.answers.get(path, Answer(404, b"{}"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,83 @@ def test_answers_are_read_cautiously(answer, dialect):
     assert probe(Says(answer), timeout_s=1) == dialect
 
 
+NO_SUCH_PATH = Answer(404, b"")
+# Heads of what the real servers said: vLLM 0.32, SGLang 0.5.23 (its source), Dynamo 1.6.1, ThunderAgent
+# a7eef77, vLLM Router 0.1.17.
+MODELS = '{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"%s"}]}'
+VLLM = {"/v1/models": Answer(200, (MODELS % "vllm").encode()), "/health": Answer(200, b"")}
+SGLANG = {"/v1/models": Answer(200, (MODELS % "sglang").encode())}
+DYNAMO = {
+    "/v1/models": Answer(200, (MODELS % "nvidia").encode()),
+    "/health": Answer(
+        200, b'{"status":"healthy","endpoints":["dyn://dynamo.backend.generate"],"instances":[]}'
+    ),
+}
+THUNDERAGENT = {
+    "/v1/models": Answer(200, (MODELS % "vllm").encode()),  # its backend's
+    "/health": Answer(
+        200, b'{"status":"ok","router_mode":"tr","scheduling_enabled":true,"backends":[],"programs_count":0}'
+    ),
+}
+VLLM_ROUTER = {
+    **VLLM,
+    "/health": Answer(200, b"All servers healthy"),
+    "/scheduling/diagnostics": Answer(
+        200, b'{"enabled":true,"binding_only":false,"resume_order":"mru","retained_requests":0,"ranks":[]}'
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("server", "dialect"),
+    [
+        (VLLM, "vllm"),
+        (SGLANG, "sglang"),
+        (DYNAMO, "dynamo"),
+        (THUNDERAGENT, "thunderagent"),
+        (VLLM_ROUTER, "vllm_router"),
+    ],
+    ids=["vllm", "sglang", "dynamo", "thunderagent", "vllm_router"],
+)
+def test_peers_are_recognised_by_what_they_say_of_themselves(server, dialect):
+    says = Says(NO_SUCH_PATH, **server)
+    assert probe(says, timeout_s=1) == dialect
+    assert len(says.asked) == len(set(says.asked)) <= 4
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {},
+        {"/v1/models": DYNAMO["/v1/models"]},  # others at NVIDIA own models too
+        {"/health": DYNAMO["/health"]},
+        {"/v1/models": Answer(200, b'{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}')},  # a mixed fleet
+        {"/v1/models": Answer(200, b'{"data":"sglang"}')},
+        {"/v1/models": Answer(200, b'{"data":[["sglang"]]}')},
+        {"/v1/models": Answer(401, SGLANG["/v1/models"].body)},
+        {"/v1/models": OSError("gone"), "/health": OSError("gone")},
+        {"/health": Answer(200, b'{"status":"ok","programs_count":1}')},
+        {"/health": Answer(200, b"[" * 100_000)},
+        {"/health": Answer(200, b"\xff")},
+        {
+            "/scheduling/diagnostics": Answer(
+                200, b'{"enabled":false,"resume_order":"mru","retained_requests":0}'
+            )
+        },
+        {"/scheduling/diagnostics": Answer(200, b"[1]")},
+        {"/v1/models": Answer(200, b'{"data":[{"owned_by":"sglang"}],"pad":"' + b"x" * 2**22 + b'"}')},
+    ],
+)
+def test_what_is_not_certain_gets_headers_only(server):
+    assert probe(Says(NO_SUCH_PATH, **server), timeout_s=1) == "vllm"
+
+
+def test_a_server_that_answers_anything_is_not_asked_further():
+    says = Says(Answer(200, b"{}"), **SGLANG)
+    assert probe(says, timeout_s=1) == "vllm"
+    assert says.asked == ["/sojourn/v1/capabilities"]
+
+
 def test_a_given_dialect_stays():
     server = Server("sojourn")
     server.learn("vllm")
@@ -58,7 +139,7 @@ def test_a_stock_server_gets_headers_only_and_no_events():
         with sojourn.program("p") as p:
             assert sojourn.request_parts() == ({}, {"X-Session-ID": p.id})
         assert sojourn.flush(5)
-        assert server.probes == 1
+        assert server.probes == 4  # ours, and three by which its peers would be known
         assert server.batches == []
         assert server.authorizations == []
         stats = sojourn.stats()
@@ -95,7 +176,7 @@ def test_an_absent_server_costs_init_nothing_and_breaks_nothing():
         assert sojourn.request_parts() == ({}, {"X-Session-ID": p.id})
     sojourn.flush(1)
     assert sojourn.stats().dialect_known is False
-    assert sojourn.stats()["net_ConnectError"] >= 1
+    assert sojourn.stats()["net_ConnectionRefusedError"] >= 1
 
 
 def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog):

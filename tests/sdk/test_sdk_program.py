@@ -247,6 +247,25 @@ def test_async_generators_keep_their_program_between_items_and_end_it(online):
     assert told(online, 2)[-1].status == "cancelled"
 
 
+@pytest.mark.filterwarnings("ignore")  # that nobody can close it is the point
+def test_an_async_generator_destroyed_without_its_loop_leaves_nothing_behind(online, monkeypatch):
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+
+    @sojourn.program
+    async def agent():
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+
+    loop, items = asyncio.new_event_loop(), agent()
+    loop.run_until_complete(anext(items))
+    loop.close()
+    del items
+    gc.collect()
+    assert sojourn.current_program() is None
+
+
 def test_a_program_left_by_a_generator_in_another_context_is_counted_not_raised(online):
     async def leaky():
         with sojourn.program("inner"):

@@ -6,9 +6,10 @@ import pytest
 import sojourn
 
 PUBLIC = {
-    "ArgumentError", "ConfigError", "Program", "SojournError", "Stats", "Step", "ToolCall", "__version__",
-    "current_program", "flush", "headers", "init", "instrument", "program", "request_fields", "request_parts",
-    "shutdown", "stats", "step", "tool", "tool_call", "uninstrument", "wrap",
+    "Aeg", "ArgumentError", "ConfigError", "Program", "SojournError", "Stats", "Step", "ToolCall",
+    "__version__", "current_program", "flush", "headers", "init", "instrument", "program",
+    "request_fields", "request_parts", "shutdown", "stats", "step", "tool", "tool_call",
+    "uninstrument", "wrap",
 }  # fmt: skip
 
 

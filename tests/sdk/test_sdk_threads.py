@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import multiprocessing
 import multiprocessing.pool
+import queue
+import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
+import pytest
 import sojourn
+from sojourn.events import ProgramEnd, ProgramStart
 
 
 def in_thread(function):
@@ -78,3 +83,85 @@ def test_threads_that_serve_a_pool_belong_to_no_program(server):
         assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
         queue.close()
         queue.join_thread()
+
+
+def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
+    jobs = queue.Queue()
+    seen = []
+
+    def worker():
+        while (job := jobs.get()) is not None:
+            with job.here() as p, sojourn.tool_call("t") as call:
+                seen.append((sojourn.current_program(), p, call.program))
+            seen.append(sojourn.current_program())
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    with sojourn.program() as first, sojourn.program() as second:
+        for job in (first, second, first):
+            jobs.put(job)
+        jobs.put(None)
+        thread.join()
+    assert seen == [(first,) * 3, None, (second,) * 3, None, (first,) * 3, None]
+    assert sojourn.flush(5)
+    kinds = [type(e) for e in online.program_events() if isinstance(e, (ProgramStart, ProgramEnd))]
+    assert kinds == [ProgramStart] * 2 + [ProgramEnd] * 2, "being there starts and ends nothing"
+
+
+def test_here_nests_and_can_be_entered_again(online):
+    with sojourn.program() as p:
+        scope = p.here()
+        with sojourn.program() as other, scope, other.here(), scope:
+            assert sojourn.current_program() is p
+        assert sojourn.current_program() is p
+    with pytest.raises(LookupError), p.here():
+        raise LookupError
+    assert sojourn.current_program() is None
+
+
+def test_every_way_of_asyncio_to_run_something_knows_its_program(online):
+    async def job(n):
+        await asyncio.sleep(0)
+        return sojourn.current_program()
+
+    async def agent(name):
+        async with sojourn.program(name) as p:
+            found = [
+                *await asyncio.gather(job(1), asyncio.create_task(job(2))),
+                await asyncio.wait_for(job(3), 5),
+                await asyncio.shield(asyncio.ensure_future(job(4))),
+                await asyncio.to_thread(sojourn.current_program),
+                await asyncio.get_running_loop().create_task(job(5)),
+            ]
+            if sys.version_info >= (3, 11):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(job(n)) for n in range(3)]
+                found += [task.result() for task in tasks]
+            called = asyncio.Event()
+            asyncio.get_running_loop().call_soon(
+                lambda: (found.append(sojourn.current_program()), called.set())
+            )
+            await called.wait()
+            assert set(found) == {p}
+        return await job(0)
+
+    async def main():
+        return await asyncio.gather(*(agent(f"a{n}") for n in range(5)))
+
+    assert asyncio.run(main()) == [None] * 5
+
+
+def test_the_executor_of_a_loop_knows_only_when_asked_for(online):
+    async def ask():
+        with sojourn.program() as p:
+            inside = contextvars.copy_context()
+            loop = asyncio.get_running_loop()
+            bare = await loop.run_in_executor(None, sojourn.current_program)
+            carried = await loop.run_in_executor(None, inside.run, sojourn.current_program)
+            return bare, carried is p
+
+    assert asyncio.run(ask()) == (None, True)
+    sojourn.init(online.url, threads=True)
+    bare, carried = asyncio.run(ask())
+    assert bare is not None
+    assert carried

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.aeg import END, START, Aeg
+from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire import (
     EventBatch,
@@ -25,7 +26,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 ME = "p-7f3a"
 TOP = "p-01c2"
 
-START = ProgramStart(
+BEGUN = ProgramStart(
     program_id=ME,
     seq=0,
     age_s=0.0051,
@@ -35,9 +36,21 @@ START = ProgramStart(
     root_program_id=TOP,
     call_id="call_3",
     heartbeat=True,
+    tenant="team-a",
+)
+GRAPH = Aeg(
+    {"plan": (), "act": ("bash", "edit")},
+    [(START, "plan"), ("plan", "act"), ("act", "act", 0.7), ("act", END, 0.3)],
 )
 TOOL_START = ToolStart(
-    program_id=ME, seq=4, age_s=0.0052, call_id="call_9", tool="bash", tool_class="pytest", expected_s=12.0
+    program_id=ME,
+    seq=4,
+    age_s=0.0052,
+    call_id="call_9",
+    tool="bash",
+    tool_class="pytest",
+    expected_s=12.0,
+    expected_p95_s=40.5,
 )
 TOOL_STOP = ToolStop(program_id=ME, seq=5, age_s=0.0003, call_id="call_9", duration_s=11.73, status="nonzero")
 EXAMPLES = {
@@ -46,14 +59,21 @@ EXAMPLES = {
         parent_program_id=TOP,
         root_program_id=TOP,
         blocks_parent=True,
+        request_id="r-9a4e",
         step_id="12",
         priority=3,
         deadline_seconds=42.5,
         expected_output_length=200,
         kv_retention_ttl_seconds=30.0,
-        sojourn=SojournContext(agent_type="coder", node="edit", heartbeat=True),
+        sojourn=SojournContext(
+            agent_type="coder", node="edit", heartbeat=True, tenant="team-a", expected_steps_left=3.5
+        ),
     ),
-    "program_start": START,
+    "program_start": BEGUN,
+    "aeg": AegReport(
+        program_id=ME, seq=1, age_s=0.0049, graph_hash=GRAPH.hash, agent_type="coder", graph=GRAPH.wire()
+    ),
+    "aeg_again": AegReport(program_id=TOP, seq=31, graph_hash=GRAPH.hash, agent_type="coder"),
     "tool_start": TOOL_START,
     "tool_stop": TOOL_STOP,
     "heartbeat": Heartbeat(program_id=ME, seq=6, age_s=0.0001),

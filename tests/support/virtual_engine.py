@@ -39,7 +39,7 @@ class VirtualEngine:
 
     def __init__(
         self,
-        preset: str | Preset = "static-ttl",
+        preset: str | Preset = "fixed-ttl",
         *,
         blocks: int = 1000,
         limits: StewardLimits | None = None,
@@ -137,6 +137,7 @@ class VirtualEngine:
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
                 cached_blocks=len(hashes),
+                used_blocks=min(self.steward.pool.blocks, len(hashes) + sum(map(len, self.held.values()))),
                 block_hashes=hashes,
             ),
             self.now,
@@ -198,6 +199,10 @@ class VirtualEngine:
                     found = [block for block in hashes if block in self.cached]
                     if self.steward.pinned(action.program_id, len(found), self.now) is not None:
                         self.held[action.program_id] = found
+                    continue
+                if action.kind is ActionKind.PREFETCH:
+                    missing = sum(block not in self.cached for block in hashes)
+                    self.steward.prefetched(action.program_id, missing, self.now)
                     continue
                 held = self.held.pop(action.program_id, ())
                 if action.kind is ActionKind.DROP:

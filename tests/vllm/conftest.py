@@ -41,9 +41,7 @@ def make_engine(clock: Clock) -> Callable[..., Any]:
     """``make_engine(policy | None, **options)``; strict, so that no failure of ours is swallowed."""
     from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
 
-    def make(
-        policy: str | None = "static-ttl", settings: dict[str, Any] | None = None, **options: Any
-    ) -> Any:
+    def make(policy: str | None = "fixed-ttl", settings: dict[str, Any] | None = None, **options: Any) -> Any:
         sojourn = None if policy is None else {"policy": policy, "strict": True, **(settings or {})}
         return BareEngine(BareEngineOptions(sojourn=sojourn, **options), clock)
 

@@ -126,7 +126,7 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     queue = make_queue(
         make_blocks(4),
         score=lambda program_id: (0.0,),
-        evicted=lambda block, owner: evictions.append((block.block_id, isinstance(owner, str))),
+        evicted=lambda block, owner, score: evictions.append((block.block_id, isinstance(owner, str))),
     )
     prefix = queue.popleft_n(2)
     own = cached(queue, 1, "P0")
@@ -178,7 +178,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = make_queue(
             self.blocks,
             score=self.scores.__getitem__ if self.by_program else None,
-            evicted=lambda block, owner: self.evictions.append(block.block_id),
+            evicted=lambda block, owner, score: self.evictions.append(block.block_id),
         )
         self.list = list(range(BLOCKS))
         self.buckets: dict[str, list[int]] = {}
@@ -294,11 +294,15 @@ class QueueMachine(RuleBasedStateMachine):
                 if block_id in self.many:
                     continue
                 owners = self.owners.setdefault(block_id, set())
+                alone = len(owners) == 1 and program_id not in owners
                 owners.add(program_id)
                 if len(owners) > 16:
                     self.many.add(block_id)
                     del self.owners[block_id]
-                self.refile([block_id])
+                # Only a second owner changes where it belongs; what else changed meanwhile (a lost hash)
+                # is not looked at again.
+                if alone:
+                    self.refile([block_id])
 
     @rule(program_id=st.sampled_from(PROGRAMS))
     def disown(self, program_id: str) -> None:
@@ -306,6 +310,9 @@ class QueueMachine(RuleBasedStateMachine):
         for block_id in left:
             self.owners[block_id].discard(program_id)
         orphans = [block_id for block_id in left if not self.owners[block_id]]
+        left = [
+            block_id for block_id in left if len(self.owners[block_id]) <= 1
+        ]  # only these belong elsewhere
         for block_id in orphans:
             del self.owners[block_id]
         before = ids(self.queue.get_all_free_blocks())
@@ -320,6 +327,17 @@ class QueueMachine(RuleBasedStateMachine):
     def rescore(self, program_id: str, score: int) -> None:
         self.scores[program_id] = (float(score), self.scores[program_id][1])
         self.queue.rescore(program_id)
+
+    @rule(shift=st.sampled_from([-1.0, 1.0]), odd=st.booleans())
+    def rescore_many(self, shift: float, odd: bool) -> None:
+        """What scores are measured in has changed: those of many programs at once, and their order."""
+        for number, program_id in enumerate(PROGRAMS):
+            if number % 2 == odd:
+                score, rank = self.scores[program_id]
+                self.scores[program_id] = (score + shift, rank)
+        assert set(self.queue.names()) == set(self.buckets)
+        for name in self.queue.names():
+            self.queue.rescore(name)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -396,14 +414,15 @@ class ByProgramMachine(QueueMachine):
     by_program = True
 
 
-@pytest.mark.parametrize("machine", [QueueMachine, ByProgramMachine])
-def test_the_queue_does_what_its_model_does(machine: type[QueueMachine]) -> None:
+@pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (ByProgramMachine, 250)])
+def test_the_queue_does_what_its_model_does(machine: type[QueueMachine], examples: int) -> None:
+    """With an order by program, 10,000 operations."""
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -32,7 +32,7 @@ def cached_tokens(engine: object, program: str) -> list[int]:
 
 def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
     """The reason for all of this: 8 other prompts pass, and the agent's context is still there."""
-    for policy, expected in (("observe", 0), ("static-ttl", 288)):
+    for policy, expected in (("observe", 0), ("fixed-ttl", 288)):
         engine = make_engine(policy, blocks=65)
         engine.add("a1", prompt(1, 300), program_id="A", max_tokens=4)
         engine.run()
@@ -256,7 +256,7 @@ def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
                     max_tokens=3, ignore_eos=True, extra_args={"agentic_context": text}
                 ),
                 pooling_params=None,
-                block_hasher=engine._hasher,
+                block_hasher=engine.hash_blocks,
             )
         )
     engine.run()
@@ -288,7 +288,7 @@ def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
 
 def test_what_leases_share_counts_once_against_the_budget(make_engine, clock):
     """Nine agents with one system prompt of 30 blocks and a block each of their own, in a pool of 64."""
-    engine = make_engine("static-ttl", blocks=65)
+    engine = make_engine("fixed-ttl", blocks=65)
     for number in range(9):
         engine.add(f"p{number}", [*prompt(90, 480), *prompt(number, 17)], program_id=f"P{number}")
         engine.run()
@@ -301,7 +301,7 @@ def test_what_leases_share_counts_once_against_the_budget(make_engine, clock):
 def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
     """Their blocks are those of a running request: ending them would help nobody."""
     settings = {"lease_budget_fraction": 1.0}
-    engine = make_engine("static-ttl", blocks=41, max_model_len=1024, settings=settings)
+    engine = make_engine("fixed-ttl", blocks=41, max_model_len=1024, settings=settings)
     shared = list(prompt(90, 480))
     engine.add("p0", shared, program_id="P0")
     engine.run()

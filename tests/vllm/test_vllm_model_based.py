@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 BLOCKS = 40
 BLOCK_SIZE = 16
 PROGRAMS = st.sampled_from([f"P{n}" for n in range(6)])
-POLICIES = ("continuum", "static-ttl", "program-fcfs")
+POLICIES = ("continuum", "fixed-ttl", "program-fcfs")
 
 
 class EngineLife(RuleBasedStateMachine):
     """Programs come, run, use tools, return, end, vanish; the pool must always add up."""
 
-    policy: str = "static-ttl"
+    policy: str = "fixed-ttl"
     eviction: str = "lru"
 
     def __init__(self) -> None:

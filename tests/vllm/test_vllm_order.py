@@ -8,7 +8,7 @@ def prompt(start: int, tokens: int) -> range:
 
 
 def test_waiting_requests_go_by_preemption_then_lease_then_programs_arrival(make_engine, clock):
-    engine = make_engine("static-ttl", blocks=129, max_num_seqs=1)
+    engine = make_engine("fixed-ttl", blocks=129, max_num_seqs=1)
     for name in ("OLD", "HELD"):
         engine.add(f"{name}1", prompt(ord(name[0]), 64), program_id=name)
         engine.run()

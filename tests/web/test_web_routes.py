@@ -44,6 +44,18 @@ def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedE
     assert engine.calls[-1] == ("programs", '{"limit":7,"status":"acting"}')
     assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
     assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
+    assert client.get("/sojourn/v1/graphs").json()["total"] == 1
+    assert client.get("/sojourn/v1/graphs/h").json() == {"graph_hash": "h"}
+    assert engine.calls[-1] == ("graph", '{"graph_hash":"h"}')
+
+
+def test_a_graph_nobody_knows(client: TestClient, engine: ScriptedEngine) -> None:
+    error = check_error(client.get("/sojourn/v1/graphs/%22%3Cx%3E"), 404)
+    assert "/sojourn/v1/graphs" in error["next"]
+    assert json.loads(engine.calls[-1][1]) == {"graph_hash": '"<x>'}
+    asked = len(engine.calls)
+    check_error(client.get("/sojourn/v1/graphs/" + "x" * 300), 404)
+    assert len(engine.calls) == asked
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,8 @@ def test_several_engines_answer_as_one() -> None:
                 "shown": 2,
             },
             program={"program_id": "p", "turns": 9},
+            graphs={"graphs": [{"graph_hash": "i"}, {"graph_hash": "h"}], "bytes": 18, "forgotten": 3},
+            graph={"graph_hash": "i", "nodes": ["x"]},
             stats={"programs": {"acting": 2, "ended": 1}, "policy": "continuum", "lost_tokens": 5},
             decisions={"decisions": [{"seq": 0}], "next": 1},
         ),
@@ -120,6 +134,10 @@ def test_several_engines_answer_as_one() -> None:
     stats = client.get("/sojourn/v1/stats").json()
     assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
+    graphs = client.get("/sojourn/v1/graphs").json()
+    assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
+    assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)
+    assert client.get("/sojourn/v1/graphs/i").json()["nodes"] == ["x"]
     assert client.get("/sojourn/v1/decisions?engine=1").json()["next"] == 1
     assert client.get("/sojourn/v1/decisions").json()["engines"] == ["0", "1"]
     check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
@@ -172,10 +190,11 @@ def test_the_tests_above_know_every_route() -> None:
         if isinstance(route, APIRoute)
         for method in route.methods
     }
-    expected = {("GET", f"/sojourn/v1/{path}") for path in GETS if path != "programs/p"}
+    expected = {("GET", f"/sojourn/v1/{path}") for path in GETS if path not in ("programs/p", "graphs/h")}
     assert found == expected | {
         ("POST", "/sojourn/v1/events"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
+        ("GET", "/sojourn/v1/graphs/{graph_hash}"),
     }
 
 
@@ -199,7 +218,8 @@ def test_an_empty_key_is_no_key() -> None:
 def test_the_routes_describe_themselves(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert set(paths) == {
-        f"/sojourn/v1/{path}" for path in (*GETS[:2], *GETS[3:], "events", "programs/{program_id}")
+        f"/sojourn/v1/{path}"
+        for path in (*GETS[:2], *GETS[3:-1], "events", "programs/{program_id}", "graphs/{graph_hash}")
     }
     limits = {p["name"]: p["schema"] for p in paths["/sojourn/v1/programs"]["get"]["parameters"]}
     assert limits["limit"]["maximum"] == 1000

@@ -19,6 +19,9 @@ AGENT = "SOJOURN_RUN_AGENT"
 CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Set by ``sojourn run --children``: those are to be attached to as well."""
 
+PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
+"""What ``sojourn.instruments`` waits for; mini is looked for below, by its agents' module."""
+
 WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
 """How the command lines of multiprocessing's own children look."""
 
@@ -81,12 +84,17 @@ def attach_to_mini():
     mini_swe_agent.instrument()
 
 
-def attach_to_openai():
-    from sojourn._import_hook import body_has_run
-    from sojourn.runtime import session
+def attach_to(package):
+    def attach():
+        from sojourn._import_hook import body_has_run
+        from sojourn.runtime import session
 
-    session()  # the one the program has set up, else one for SOJOURN_URL
-    body_has_run("openai")
+        session()  # the one the program has set up, else one for SOJOURN_URL
+        # The session may have begun inside this very import, as where litellm imports openai: too late to
+        # wait for the package's start.
+        body_has_run(package)
+
+    return attach
 
 
 def is_the_agent():
@@ -107,7 +115,8 @@ def watch_imports():
         return
     os.environ[AGENT] = str(os.getpid())
     sys.meta_path.insert(0, WhenImported("minisweagent.agents.default", attach_to_mini, quiet=False))
-    sys.meta_path.insert(0, WhenImported("openai", attach_to_openai, quiet=True))
+    for package in PACKAGES:
+        sys.meta_path.insert(0, WhenImported(package, attach_to(package), quiet=True))
 
 
 def run_hidden_sitecustomize():

@@ -1,4 +1,4 @@
-"""The one header that every dialect so far sends."""
+"""Ids as HTTP headers, the one place that every server's frontend reads alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ SESSION_HEADER = "X-Session-ID"
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F))
 
 
-def session_header(program_id: str) -> dict[str, str]:
-    """``X-Session-ID``. What HTTP cannot carry in a header is percent-encoded as UTF-8.
+def header_text(id: str) -> str:
+    """``id`` as a header's value. What HTTP cannot carry there is percent-encoded as UTF-8.
 
-    A plain id (visible ASCII without ``%``) appears unchanged.
+    A plain id (visible ASCII) appears unchanged; in an encoded one ``%`` is encoded as well.
     """
-    if program_id.isascii() and program_id.isprintable() and " " not in program_id:
-        return {SESSION_HEADER: program_id}
-    return {SESSION_HEADER: quote(program_id, safe=_VISIBLE.replace("%", ""), errors="replace")}
+    if id.isascii() and id.isprintable() and " " not in id:
+        return id
+    return quote(id, safe=_VISIBLE.replace("%", ""), errors="replace")
+
+
+def session_header(program_id: str) -> dict[str, str]:
+    """``X-Session-ID``."""
+    return {SESSION_HEADER: header_text(program_id)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 
+from .courier import Road
 from .header import session_header
 
 
@@ -18,6 +19,10 @@ class VllmDialect:
 
     name = "vllm"
     carries_events = False
+    yields_to: frozenset[str] = frozenset()
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, session_header(context.program_id)
+
+    def courier(self, road: Road) -> None:
+        return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 console = Console(stderr=True)
 """Progress, tables and errors go to stderr, so that ``--json -`` can be piped."""
@@ -31,8 +32,8 @@ def fail_loudly() -> Iterator[None]:
     try:
         yield
     except CliError as error:
-        console.print(f"[bold red]error:[/] {error.message}", highlight=False, soft_wrap=True)
-        console.print(f"[bold]next:[/] {error.next_step}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]next:[/] {escape(error.next_step)}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
 
 
@@ -45,8 +46,6 @@ def write_json(document: Any, target: str) -> None:
     if target == "-":
         sys.stdout.write(text)
         return
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    from sojourn_server.traces.whole_files import write_whole
+
+    write_whole({Path(target): text.encode()})

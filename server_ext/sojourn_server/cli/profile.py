@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,9 +17,10 @@ import typer
 from .console import CliError, console, write_json
 
 if TYPE_CHECKING:
-    from sojourn_server.policy.costs import EngineProfile
+    from sojourn_server.policy.costs import EngineLimits, EngineProfile
     from sojourn_server.profiling.bandwidth import Bandwidth
     from sojourn_server.profiling.prefill import PrefillMeasurement
+    from sojourn_server.profiling.steps import StepMeasurement
     from sojourn_server.replay.client import ServedModel
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
@@ -26,7 +28,7 @@ _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command("profile", help="Measure prefill time and copy bandwidth of a live, idle server.")(profile)
+    app.command("profile", help="Measure prefill, decode and copies of a live, idle server.")(profile)
 
 
 def profile(
@@ -36,29 +38,48 @@ def profile(
         None,
         "--output",
         "-o",
-        help="Write the profile to this TOML file, for sojourn serve --sojourn-profile",
+        help="Write the profile to this TOML file, for serve --sojourn-profile and simulate --hardware",
     ),
     max_context: int | None = typer.Option(
         None, min=4, help="Longest context to measure; else the server's own"
     ),
     repeats: int = typer.Option(3, min=1, help="Samples for each length; their median counts"),
     budget_s: float = typer.Option(540.0, min=1.0, help="Measure no longer than this, seconds"),
+    decode: bool = typer.Option(
+        True, help="Also measure decodes and extended prefixes: sojourn simulate needs them"
+    ),
     vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
     block_size: int | None = typer.Option(
         None, min=1, help="The server's KV block size; else what it tells, or 16"
     ),
+    kv_pool_tokens: int | None = typer.Option(None, min=1, help="The server's KV pool; else what it tells"),
+    max_num_seqs: int | None = typer.Option(None, min=1, help="The server's limit; else what it tells"),
+    max_num_batched_tokens: int | None = typer.Option(
+        None, min=1, help="The server's tokens a step; else what it tells"
+    ),
+    kv_bytes_per_token: int | None = typer.Option(None, min=1, help="Of one token; else what it tells"),
     hardware: str | None = typer.Option(None, help="What to call the machine; else what is found here"),
     api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
     json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
 ) -> None:
     """Without ``-o`` and ``--json`` the TOML goes to stdout."""
-    from sojourn_server.policy.costs import EngineProfile, PrefillCurve
+    from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
+    from sojourn_server.policy.step_costs import fit_step_costs
     from sojourn_server.profiling.bandwidth import Bandwidth, describe_hardware, measure_bandwidth
     from sojourn_server.replay.client import RequestError, ServerError
 
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
+    said = EngineLimits(
+        kv_pool_tokens=kv_pool_tokens,
+        max_context_tokens=max_context,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
     try:
-        served, measured = asyncio.run(_measure(url, model, key, max_context, repeats, budget_s, vocabulary))
+        served, limits, tokens_a_block, measured, steps = asyncio.run(
+            _measure(url, model, key, said, block_size, repeats, budget_s, vocabulary, decode)
+        )
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
     except RequestError as error:
@@ -74,21 +95,25 @@ def profile(
         model=served.name,
         hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
         engine=served.engine,
-        block_size=block_size or served.block_size or 16,
+        block_size=tokens_a_block,
         prefill=PrefillCurve.fit(measured.points),
         points=tuple((tokens, round(seconds, 6)) for tokens, seconds in measured.points),
         device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
         host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
+        decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
+        limits=limits,
+        steps=fit_step_costs(steps.samples) if decode and steps.samples else None,
+        step_samples=tuple(steps.samples) if decode else (),
         measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions=_versions(served.engine, local),
     )
-    _show(result, measured, bandwidth)
+    notes = [*measured.notes, *steps.notes, *([bandwidth.reason] if bandwidth.reason else [])]
+    _show(result, measured, bandwidth, notes)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(result.to_toml(), encoding="utf-8")
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json:
-        notes = [*measured.notes, *([bandwidth.reason] if bandwidth.reason else [])]
         residual_s = result.prefill.residual(measured.points)
         write_json({**dataclasses.asdict(result), "residual_s": residual_s, "notes": notes}, "-")
     elif output is None:
@@ -99,22 +124,45 @@ async def _measure(
     url: str,
     model: str | None,
     api_key: str | None,
-    max_context: int | None,
+    said: EngineLimits,
+    block_size: int | None,
     repeats: int,
     budget_s: float,
     vocabulary: int,
-) -> tuple[ServedModel, PrefillMeasurement]:
+    decode: bool,
+) -> tuple[ServedModel, EngineLimits, int, PrefillMeasurement, StepMeasurement]:
     from rich.progress import Progress
 
+    from sojourn_server.policy.costs import EngineLimits
+    from sojourn_server.profiling.limits import read_block_size, read_limits
     from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
+    from sojourn_server.profiling.steps import StepMeasurement, measure_steps
     from sojourn_server.replay.client import CompletionsClient
 
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
-        limit = served.max_context_tokens
+        told = await read_limits(client.url, served, api_key=api_key)
+        limit, max_context = served.max_context_tokens, said.max_context_tokens
+        # What the user says of the server wins, but for the context: a short measurement changes no limit.
+        limits = EngineLimits(
+            **{
+                known.name: getattr(said, known.name) or getattr(told, known.name)
+                for known in dataclasses.fields(EngineLimits)
+                if known.name != "max_context_tokens"
+            },
+            max_context_tokens=limit or max_context,
+        )
+        block_size = (
+            block_size or served.block_size or await read_block_size(client.url, api_key=api_key) or 16
+        )
         if limit is None and max_context is None:
             raise CliError(f"{client.url} doesn't tell its longest context", "say it: --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
+        started = time.monotonic()
+        # The prefill curve serves the policies of a live engine: the decodes get what it leaves, and a half
+        # where there is little.
+        prefill_budget_s = budget_s / 2 if decode else budget_s
+        steps = StepMeasurement()
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("prefill", total=len(lengths_up_to(longest)) * repeats)
 
@@ -126,14 +174,30 @@ async def _measure(
                 served,
                 max_tokens=longest,
                 repeats=repeats,
-                budget_s=budget_s,
+                budget_s=prefill_budget_s,
                 vocabulary=vocabulary,
                 on_sample=show,
             )
-    return served, measured
+            if decode and measured.points:
+                steps = await measure_steps(
+                    client,
+                    served,
+                    measured.points,
+                    # No longer than what the budget let be prefilled.
+                    max_tokens=min(longest, measured.points[-1][0]),
+                    limits=limits,
+                    block_size=block_size,
+                    repeats=repeats,
+                    budget_s=budget_s - (time.monotonic() - started),
+                    vocabulary=vocabulary,
+                    on_sample=lambda what: progress.update(bar, total=None, description=what),
+                )
+    return served, limits, block_size, measured, steps
 
 
-def _show(result: EngineProfile, measured: PrefillMeasurement, bandwidth: Bandwidth) -> None:
+def _show(
+    result: EngineProfile, measured: PrefillMeasurement, bandwidth: Bandwidth, notes: list[str]
+) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
@@ -146,8 +210,33 @@ def _show(result: EngineProfile, measured: PrefillMeasurement, bandwidth: Bandwi
     down, up = bandwidth.device_to_host_bytes_per_s, bandwidth.host_to_device_bytes_per_s
     if down and up:
         console.print(f"device to host {down / 1e9:.1f} GB/s, host to device {up / 1e9:.1f} GB/s")
-    for note in [*measured.notes, *([bandwidth.reason] if bandwidth.reason else [])]:
+    if result.steps is not None:
+        _show_steps(result)
+    for note in notes:
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+
+
+def _show_steps(result: EngineProfile) -> None:
+    from rich.table import Table
+
+    costs = result.steps
+    assert costs is not None
+    off = costs.relative_error(result.step_samples)
+    table = Table(
+        title=f"a step, within {off:.0%} of {len(result.step_samples)} samples", title_justify="left"
+    )
+    for name in ("what", "µs"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name, cost in (
+        ("a step", costs.step_s),
+        ("a token", costs.token_s),
+        ("1,000 attention pairs", costs.pair_s * 1000),
+        ("1,000 tokens of KV read", costs.kv_token_s * 1000),
+        ("a request in it", costs.request_s),
+        ("the server, once for each request", costs.call_s),
+    ):
+        table.add_row(name, f"{cost * 1e6:,.4g}")
+    console.print(table)
 
 
 def _versions(engine: str, local: bool) -> dict[str, str]:

@@ -177,7 +177,8 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
     import sojourn
     from sojourn_integrations import mini_swe_agent
 
-    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0)
+    # Without what other runs have taught: no arm may know more than the others.
+    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0, history=False)
     try:
         if sojourn.stats().dialect != "sojourn":
             raise RuntimeError(

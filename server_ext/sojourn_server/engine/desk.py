@@ -19,6 +19,7 @@ from sojourn.wire import (
 )
 
 from ..policy.base import Reason
+from ..program.graphs import GraphError
 from ..program.record import Program, RunningTool, SeenEvents
 from ..program.status import ProgramStatus, Signal
 from .facts import ActionKind
@@ -52,6 +53,7 @@ class Desk:
             ToolStart: self._tool_start,
             ToolStop: self._tool_stop,
             Heartbeat: self._heartbeat,
+            AegReport: self._aeg,
             ProgramEnd: self._program_end,
         }
 
@@ -85,8 +87,6 @@ class Desk:
         return outcome
 
     def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
-        if isinstance(event, AegReport):
-            return _answer(event, Outcome.UNSUPPORTED, "this server keeps no graphs yet")
         steward = self._steward
         program_id = ProgramId(event.program_id)
         if not isinstance(event, ProgramStart) and program_id not in steward.table:
@@ -98,7 +98,8 @@ class Desk:
         if not _first_time(program, emitter, event.seq):
             return _answer(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
         steward.leases.heard(program_id, now)
-        steward.table.signal(program, Signal.CONTACT)
+        if steward.table.signal(program, Signal.CONTACT):
+            steward.foreseer.touched(program)
         outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
         return _answer(event, outcome, reason)
 
@@ -109,6 +110,7 @@ class Desk:
             program.parent_id = ProgramId(event.parent_program_id)
         if event.root_program_id:
             program.root_id = ProgramId(event.root_program_id)
+        program.tenant = event.tenant or program.tenant
         if event.heartbeat:
             self._promised(program, now)
         return Outcome.APPLIED, ""
@@ -124,7 +126,9 @@ class Desk:
         if program.live_requests and inferred_s is not None and started_s <= inferred_s:
             # Its duration is in the history already, as the time between the two requests.
             return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
-        program.tools[CallId(event.call_id)] = RunningTool(key, started_s, event.expected_s)
+        program.tools[CallId(event.call_id)] = RunningTool(
+            key, started_s, event.expected_s, event.tool, event.tool_class
+        )
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
         steward = self._steward
@@ -133,11 +137,14 @@ class Desk:
             if not lease.anchored:  # once a gap: the time-to-live was chosen for a run that begins now
                 lease.anchored = True
                 steward.leases.extend(program.id, started_s + lease.ttl_s)
-            program.pending_tool = key
+            if program.pending_tool != key:
+                program.pending_tool = key
+                steward.foreseer.tool_known(program, now)
         elif program.pending_tool != key and steward.contexts.get(program.id) is not None:
             # The output showed no tool call, or another one: the client knows better. But what was given up
             # or has run out in this gap is not taken back.
             program.pending_tool = key
+            steward.foreseer.tool_known(program, now)
             if not program.gap_leased:
                 steward.keeper.order(ActionKind.PIN_CACHED, program.id, Reason.THIS_TOOL, now)
         return Outcome.APPLIED, ""
@@ -155,6 +162,18 @@ class Desk:
 
     def _heartbeat(self, program: Program, event: Heartbeat, now: float) -> tuple[Outcome, str]:
         self._promised(program, now)
+        return Outcome.APPLIED, ""
+
+    def _aeg(self, program: Program, event: AegReport, now: float) -> tuple[Outcome, str]:
+        agent_type = event.agent_type or program.agent_type
+        try:
+            known = self._steward.graphs.follow(event.graph_hash, event.graph, agent_type)
+        except GraphError as error:
+            return Outcome.REJECTED, str(error)
+        if not known:
+            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
+        program.agent_type = agent_type
+        program.graph_hash = event.graph_hash
         return Outcome.APPLIED, ""
 
     def _program_end(self, program: Program, event: ProgramEnd, now: float) -> tuple[Outcome, str]:

@@ -62,6 +62,8 @@ class TurnEnd:
     """Distinct blocks that leases hold at this moment; None: as many as they were granted."""
     unheld_blocks: int | None = None
     """Of ``cached_blocks`` those that no lease holds yet; None: all."""
+    used_blocks: int | None = None
+    """Blocks that requests use or leases hold at this moment, its own among them; None: not known."""
     block_hashes: Sequence[Any]
 
 
@@ -74,6 +76,8 @@ class ActionKind(str, Enum):
     """Release, and forget cached blocks that no other program owns."""
     PIN_CACHED = "pin_cached"
     """Hold what is still cached of the program's last turn, then report it with ``pinned``."""
+    PREFETCH = "prefetch"
+    """Bring back what is no longer on the device of its last turn, then report it with ``prefetched``."""
 
 
 class Action(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.decisions import DecisionLog
-from ..metrics.ledger import Graveyard, Lost
+from ..metrics.ledger import Graveyard, Lost, Tombstone
 from ..metrics.recorder import Recorder
-from ..policy.base import Keep, Reason
+from ..policy.base import Ended, Keep, Reason
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
 from ..policy.views import RoomNeed, TurnView
@@ -64,12 +64,17 @@ class Keeper:
         """The last need for which no lease was given up, and the state of the book then."""
 
     def make_room(
-        self, need: RoomNeed, now: float, freed_by: Callable[[ProgramId], int] | None = None
+        self,
+        need: RoomNeed,
+        now: float,
+        freed_by: Callable[[ProgramId], int] | None,
+        score: Callable[[ProgramId], tuple[float, ...]],
     ) -> int:
         """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``.
 
         ``freed_by`` says how many blocks the end of a program's lease would
-        free; without it, as many as the lease holds.
+        free; without it, as many as the lease holds. ``score`` is a program's
+        place in the eviction order.
         """
         if not len(self.leases):
             return 0
@@ -80,6 +85,8 @@ class Keeper:
         views = [lease.view() for lease in self.leases]
         if freed_by is not None:
             views = [view._replace(blocks=freed_by(view.program_id)) for view in views]
+        if self._preset.eviction.by_program:
+            views = [view._replace(score=score(view.program_id)) for view in views]
         chosen = self._preset.room.release(need, views, now)
         for program_id in chosen or ():
             self.end(program_id, Reason.PRESSURE, now)
@@ -94,6 +101,8 @@ class Keeper:
 
     def order(self, kind: ActionKind, program_id: ProgramId, reason: Reason, now: float) -> None:
         """Put an order for the engine on the list, ending the program's lease with it."""
+        if kind is ActionKind.DROP and self._preset.ended is Ended.LEFT:
+            kind = ActionKind.RELEASE
         lease = self.leases.end(program_id)
         if lease is not None:
             self.ended(lease, reason, now, kind)
@@ -117,9 +126,12 @@ class Keeper:
         *,
         held_blocks: int | None = None,
         unheld_blocks: int | None = None,
+        running_tokens: int = 0,
+        used_blocks: int | None = None,
     ) -> Lease | None:
         """Ask how long to keep ``blocks`` cached blocks of the program; book and return the lease, if any."""
         reload_s = self._reload.seconds(program.context_tokens)
+        host_s = self._pool.host_s_per_token
         keep = self._preset.retention.keep(
             TurnView(
                 program_id=program.id,
@@ -131,6 +143,11 @@ class Keeper:
                 memoryfulness=self._histories.turns.memoryfulness(),
                 history=self._histories.tools,
                 hinted_ttl_s=hinted_ttl_s,
+                chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
+                host_reload_s=host_s * program.context_tokens if host_s is not None else None,
+                running_tokens=running_tokens,
+                goes_on=program.goes_on,
+                used_share=used_blocks / self._pool.blocks if used_blocks is not None else None,
             ),
             now,
         )
@@ -149,10 +166,14 @@ class Keeper:
             program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, reload_s,
             keep.reason, tool,
         )  # fmt: skip
-        lease.limit_s = now + self._limits.max_held_s
+        lease.limit_s = now + max(keep.ttl_s, self._limits.max_held_s)
         self.leases.grant(lease)
         program.gap_leased = True
         return lease
+
+    def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
+        pieces = -(-tokens // self._pool.step_tokens)
+        return reload_s if pieces <= 1 else pieces * self._reload.seconds(-(-tokens // pieces))
 
     def log_keep(self, program: Program, keep: Keep, blocks: int, now: float, kind: str = "keep") -> None:
         """Log a retention decision."""
@@ -184,8 +205,8 @@ class Keeper:
 
     def cause(
         self, program: Program, before: Sequence[Any] | None, fact: Admission
-    ) -> tuple[Lost, str | None]:
-        """Why the first block that is missing is missing, and who took its place."""
+    ) -> tuple[Lost, Tombstone | None]:
+        """Why the first block that is missing is missing, and what is known of its eviction."""
         cause = self.let_go_cause(program.id)
         missing = fact.cached_tokens // self._pool.block_size
         if before is None:  # what was dropped is dropped; of what was merely forgotten nothing is known
@@ -195,7 +216,7 @@ class Keeper:
         stone = self.graveyard.find(before[missing])
         if stone is None:
             return cause or Lost.UNKNOWN, None
-        return (cause or stone.cause), stone.evictor
+        return (cause or stone.cause), stone
 
     def let_go_cause(self, program_id: ProgramId | None) -> Lost | None:
         """Why the program's KV is no longer held, in the ledger's words; None where it never was."""

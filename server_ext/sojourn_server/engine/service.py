@@ -13,11 +13,13 @@ from sojourn.wire import (
     MAX_BATCH_BYTES,
     MAX_BATCH_EVENTS,
     MAX_CONTEXT_BYTES,
+    MAX_GRAPH_BYTES,
     WIRE_VERSION,
     WireError,
     encode,
 )
 
+from ..program.graphs import KnownGraph
 from ..program.record import Program
 from ..program.status import ProgramStatus
 from .desk import EVENT_TYPES, Desk
@@ -25,6 +27,8 @@ from .steward import Steward
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
+MAX_TOOLS_SHOWN = 256
+"""Of one program, those that run longest; ``tools_running`` counts them all."""
 
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
 
@@ -36,7 +40,7 @@ class UnknownOperation(ValueError):
 
 
 class Service:
-    """Answers ``events, capabilities, programs, program, stats, decisions, drain_metrics``.
+    """Answers ``events, capabilities, programs, program, graphs, graph, stats, decisions, drain_metrics``.
 
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
     ``engine`` describes the engine in capabilities.
@@ -48,15 +52,18 @@ class Service:
         *,
         engine: dict[str, str],
         pool_state: Callable[[], dict[str, int]],
+        desk: Desk | None = None,
     ) -> None:
         self._steward = steward
-        self._desk = Desk(steward)
+        self._desk = desk if desk is not None else Desk(steward)
         self._engine = engine
         self._pool_state = pool_state
         self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
             "capabilities": self._capabilities,
             "programs": self._programs,
             "program": self._program,
+            "graphs": self._graphs,
+            "graph": self._graph,
             "stats": self._stats,
             "decisions": self._decisions,
             "drain_metrics": self._drain_metrics,
@@ -93,6 +100,8 @@ class Service:
                 "batch_events": MAX_BATCH_EVENTS,
                 "context_bytes": MAX_CONTEXT_BYTES,
                 "programs": self._steward.limits.max_programs,
+                "graphs": self._steward.limits.max_graphs,
+                "graph_bytes": MAX_GRAPH_BYTES,
                 "hinted_ttl_s": self._steward.limits.max_hinted_ttl_s,
             },
             "engine": self._engine,
@@ -112,7 +121,48 @@ class Service:
         if program is None:
             return None
         turns = self._steward.ledger.of_program(program.id)
-        return {**self._summary(program, now), "ledger": [turn.as_dict() for turn in turns]}
+        longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
+        tools = [
+            {
+                "call_id": call_id,
+                "tool": tool.name,
+                "tool_class": tool.tool_class,
+                "elapsed_s": round(max(0.0, now - tool.started_s), 3),
+                "expected_s": tool.expected_s,
+            }
+            for call_id, tool in longest[:MAX_TOOLS_SHOWN]
+        ]
+        return {
+            **self._summary(program, now),
+            "tenant": program.tenant,
+            "graph_hash": program.graph_hash,
+            "expected_steps_left": program.expected_steps_left,
+            "goes_on": program.goes_on,
+            "tier": program.tier,
+            "p_reuse": program.p_reuse,
+            "tools": tools,
+            "ledger": [turn.as_dict() for turn in turns],
+        }
+
+    def _graphs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        graphs = self._steward.graphs
+        types = graphs.types()
+        shown = [_outline(known, types) for known in reversed(list(graphs))]
+        return {"graphs": shown, "total": len(shown), "bytes": graphs.bytes, "forgotten": graphs.forgotten}
+
+    def _graph(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        known = self._steward.graphs.get(str(arguments.get("graph_hash")))
+        if known is None:
+            return None
+        graph = known.aeg.wire()
+        return {
+            **_outline(known, self._steward.graphs.types()),
+            "nodes": [{"id": node.id, "tools": node.tools} for node in graph.nodes],
+            "edges": [
+                {"source": edge.source, "target": edge.target, "probability": edge.probability}
+                for edge in graph.edges
+            ],
+        }
 
     def _stats(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         steward = self._steward
@@ -199,6 +249,17 @@ class Service:
                 "waiting": lease.waiting,
             },
         }
+
+
+def _outline(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
+    return {
+        "graph_hash": known.aeg.hash,
+        "agent_types": types.get(known.aeg.hash, []),
+        "complete": known.aeg.complete,
+        "node_count": len(known.aeg.nodes),
+        "edge_count": len(known.aeg.edges),
+        "bytes": known.size_bytes,
+    }
 
 
 def _whole(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:

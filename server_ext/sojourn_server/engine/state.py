@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..metrics.ledger import TurnRecord
 from ..program.history import SlidingMean, ToolHistory, TurnHistory
 from ..program.record import Program
+from ..program.workflows import Workflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,13 +15,16 @@ class StewardLimits:
     """Bounds, each with its unit."""
 
     max_programs: int = 20_000
+    max_graphs: int = 256
+    max_graph_bytes: int = 4 * 1024 * 1024
+    """Of all graphs together, in bytes of JSON."""
     lease_budget_fraction: float = 0.95
     """Share of the pool that all leases together may hold."""
     max_ends_per_tick: int = 1000
     """Leases ended in one engine step at most; the rest follow in the next."""
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
-    """No lease outlives its grant by more, whatever its client reports."""
+    """No lease outlives its grant by more, whatever its client reports, unless its policy gave it more."""
     line_patience_s: float = 30.0
     """Strangers go past a program that is kept out for so long; then it holds the line, as in stock vLLM."""
     return_grace_s: float = 2.0
@@ -42,6 +46,10 @@ class Pool:
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
     """Cached blocks at the end of a prefix that this engine computes anew on purpose (EAGLE: 1)."""
+    step_tokens: int = 1 << 31
+    """Most tokens that one engine step computes."""
+    host_s_per_token: float | None = None
+    """Seconds to copy a token's KV back from host memory; None where no host tier is known."""
 
 
 @dataclass(slots=True)
@@ -53,6 +61,7 @@ class Histories:
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
     """Tokens each turn after the first added to its program's context."""
+    workflows: Workflows = field(default_factory=Workflows)
 
 
 @dataclass(slots=True)
@@ -68,9 +77,42 @@ class Ticket:
     arrived_s: float
     hinted_ttl_s: float | None = None
     final: bool = False
+    node: str | None = None
+    """Graph node that its hint named."""
+    steps_left: float | None = None
+    """Turns that its hint expects to follow."""
     prompt_tokens: int = 0
     preempted: bool = False
     admitted: bool = False
     """It has run, though it may have been preempted since."""
     gated_since_s: float | None = None
     """Since when the entry policy keeps it out."""
+    attained_s: float = 0.0
+    """Seconds that its program's requests had run when it arrived."""
+    since_s: float = 0.0
+    """Since when it waits, or runs."""
+    running: bool = False
+    ran_s: float = 0.0
+    """Seconds that it ran, up to ``since_s``."""
+    waited_s: float = 0.0
+    """Seconds that it waited in the queue, up to ``since_s``."""
+
+    def run(self, now: float, promoted_s: float) -> None:
+        """It stops waiting and runs; what was before ``promoted_s``, if that has passed, is forgotten."""
+        if promoted_s <= now:
+            self.waited_s, self.ran_s = now - promoted_s, 0.0
+        else:
+            self.waited_s += now - self.since_s
+        self.running, self.since_s = True, now
+
+    def stop(self, now: float) -> None:
+        """It stops running, or waiting where it never ran."""
+        if self.running:
+            self.ran_s += now - self.since_s
+        else:
+            self.waited_s += now - self.since_s
+        self.running, self.since_s = False, now
+
+    def ran_until(self, now: float) -> float:
+        """Seconds that it has run by now."""
+        return self.ran_s + (now - self.since_s if self.running else 0.0)

@@ -7,7 +7,9 @@ that a recorded run gives the same decisions again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -20,17 +22,20 @@ from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
-from ..policy.views import EntryView, GrowthView, RoomNeed, VictimView, WaitingView
+from ..policy.views import RoomNeed, VictimView, WaitingView
+from ..program.graphs import GraphStore
 from ..program.record import Program
 from ..program.status import OVER, ProgramStatus, Signal
 from ..program.table import ProgramTable
 from .facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
+from .foreseer import Foreseer
+from .gate import EntryGate
 from .keeper import Keeper
 from .leases import Lease
 from .state import Histories, Pool, StewardLimits, Ticket
 
 MAX_NAME_CHARS = 256
-"""Longest agent type or graph node kept of a hint, in characters."""
+"""Longest agent type, tenant or graph node kept of a hint, in characters."""
 
 
 _EVICTED = frozenset({Lost.EVICTED, Lost.EXPIRED, Lost.SILENT, Lost.PRESSURE})
@@ -48,6 +53,7 @@ class Steward:
         limits: StewardLimits | None = None,
         curve: PrefillCurve | None = None,
         histories: Histories | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.preset = preset
         self.pool = pool
@@ -55,8 +61,9 @@ class Steward:
         self.histories = histories or Histories()
         self.reload = ReloadEstimate(curve)
         self.table = ProgramTable(self.limits.max_programs)
+        self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         self.ledger = Ledger()
-        self.decisions = DecisionLog()
+        self.decisions = decisions if decisions is not None else DecisionLog()
         self.recorder = Recorder()
         self.keeper = Keeper(
             preset,
@@ -73,19 +80,34 @@ class Steward:
         self.tickets: dict[str, Ticket] = {}
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
-        self._holding: dict[str, Ticket] = {}
-        """Requests of programs that hold KV: admitted, or let in a moment ago."""
+        self.gate = EntryGate(
+            preset.entry,
+            pool,
+            limits=self.limits,
+            histories=self.histories,
+            table=self.table,
+            leases=self.leases,
+        )
+        self.foreseer = Foreseer(preset, pool, histories=self.histories, graphs=self.graphs, table=self.table)
+        self._running_tokens = 0
+        """Prompt tokens of all running requests."""
+        self._idle_since_s: float | None = None
+        self._now_s = 0.0
+        """When it was last told that time passes."""
 
     # -- requests -----------------------------------------------------------
 
     def arrived(self, fact: Arrival, now: float) -> Ticket:
         """A request has reached the engine: it belongs to a program, and ends its tool calls."""
+        self._now_s = now
         self._arrivals += 1
         program = self._open(fact, now)
         if program is not None and (not program.ranked or program.status is ProgramStatus.ENDED):
             # A place in line comes with the first request, not with an announcement; and an id used again
             # after its program's end is a new program.
             program.rank, program.ranked = self.table.next_rank(), True
+            if program.status is ProgramStatus.ENDED:
+                program.begin_again()
         ticket = Ticket(
             fact.request_id,
             program.rank if program else self.table.next_rank(),
@@ -93,6 +115,9 @@ class Steward:
             program,
             None,
             now,
+            prompt_tokens=fact.prompt_tokens,
+            attained_s=program.attained_s if program else 0.0,
+            since_s=now,
         )
         self.tickets[fact.request_id] = ticket
         outcome = fact.identity.outcome
@@ -104,13 +129,23 @@ class Steward:
             return ticket
         gap_s = self._close_gap(program, now)
         tool = program.pending_tool
+        if gap_s is not None:
+            self.foreseer.came_back(program, tool, gap_s, fact.prompt_tokens)
+        self.foreseer.touched(program)
         program.pending_tool = None
         program.live_requests.add(fact.request_id)
         self.table.signal(program, Signal.REQUEST_ARRIVED)
         leased = self.leases.set_waiting(program.id, True)
-        ticket.prompt_tokens = fact.prompt_tokens
+        context = fact.identity.context
         ticket.record = TurnRecord(
-            program.id, program.turns + 1, fact.request_id, now, tool_before=tool, gap_s=gap_s, leased=leased
+            program.id,
+            program.turns + 1,
+            fact.request_id,
+            now,
+            tool_before=tool,
+            gap_s=gap_s,
+            leased=leased,
+            client_request_id=context.request_id[:MAX_NAME_CHARS] if context and context.request_id else None,
         )
         return ticket
 
@@ -118,20 +153,29 @@ class Steward:
         """A request that could not be taken in: it belongs to nobody and stands in line by its arrival."""
         self._arrivals += 1
         rank = self.table.next_rank()
-        self.tickets[request_id] = Ticket(request_id, rank, self._arrivals, None, None, now)
+        self.tickets[request_id] = Ticket(request_id, rank, self._arrivals, None, None, now, since_s=now)
+
+    def stranger_left(self, request_id: str) -> None:
+        """A request of no program has left the engine."""
+        ticket = self.tickets.pop(request_id, None)
+        if ticket is not None and ticket.running:
+            self._running_tokens -= ticket.prompt_tokens
 
     def admitted(self, fact: Admission, now: float) -> None:
         """A request got its blocks: its program's lease has done its work."""
         ticket = self.tickets.get(fact.request_id)
         if ticket is None:
             return
+        ticket.run(now, self.promoted_s(ticket))
+        self._running_tokens += ticket.prompt_tokens
+        self._idle_since_s = None
         ticket.preempted = False
         first = not ticket.admitted
         ticket.admitted = True
         program, record = ticket.program, ticket.record
         if program is None or record is None:
             return
-        self._holding[fact.request_id] = ticket
+        self.gate.holds_kv(ticket)
         if not first:
             if fact.resumed:
                 record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
@@ -140,7 +184,10 @@ class Steward:
         self._awaiting_first_token[fact.request_id] = record
         before = self.contexts.get(program.id)
         shared = common_prefix(before, fact.block_hashes) if before is not None else None
-        cause, record.evictor = self.keeper.cause(program, before, fact)
+        self.foreseer.admitted(program, fact.block_hashes, len(before or ()), shared)
+        cause, stone = self.keeper.cause(program, before, fact)
+        if stone is not None:
+            record.evictor, record.evicted_score = stone.evictor, stone.score
         record.tokens = split_tokens(
             prompt=fact.tokens,
             device=fact.cached_tokens,
@@ -177,8 +224,9 @@ class Steward:
         ticket = self.tickets.get(request_id)
         if ticket is None:
             return
+        self._runs_no_more(ticket, now)
         ticket.preempted = True
-        self._holding.pop(request_id, None)
+        self.gate.holds_none(request_id)
         if ticket.record is not None:
             ticket.record.preemptions += 1
         program = ticket.program
@@ -187,13 +235,19 @@ class Steward:
     def finished(self, fact: TurnEnd, now: float) -> Lease | None:
         """A request has left the engine. Returns the lease under which its blocks are to be held, if any."""
         ticket = self.tickets.pop(fact.request_id, None)
-        self._holding.pop(fact.request_id, None)
-        if ticket is None or ticket.program is None:
+        self.gate.holds_none(fact.request_id)
+        if ticket is None:
+            return None
+        self._runs_no_more(ticket, now)
+        if ticket.program is None:
             return None
         program = ticket.program
+        program.attained_s = max(program.attained_s, ticket.attained_s + ticket.ran_s)
+        program.waited_s += ticket.waited_s
         self._close_record(ticket, fact, now)
         program.live_requests.discard(fact.request_id)
         program.last_contact_s = now
+        self.foreseer.touched(program)
         failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
         program.turns += not failed
         if program.live_requests:
@@ -217,12 +271,16 @@ class Steward:
         program.pending_tool = self._slowest(fact)
         program.hinted_ttl_s = ticket.hinted_ttl_s
         self.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
+        self.foreseer.turn_over(program, ticket, fact.cached_blocks, now)
+        if ticket.record is not None:
+            record = ticket.record
+            record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse
         if ticket.final:
             self.keeper.log_keep(program, Keep(0.0, Reason.FINAL_TURN), fact.cached_blocks, now)
             return None
         if program.id in self.leases:  # a parallel branch of the same program still holds one
             self.keeper.end(program.id, Reason.SUPERSEDED, now)
-        return self.keeper.grant(
+        lease = self.keeper.grant(
             program,
             program.pending_tool,
             fact.cached_blocks,
@@ -230,16 +288,29 @@ class Steward:
             now,
             held_blocks=fact.held_blocks,
             unheld_blocks=fact.unheld_blocks,
+            running_tokens=self._running_tokens,
+            used_blocks=fact.used_blocks,
         )
+        if lease is not None and ticket.record is not None:
+            ticket.record.lease_ttl_s = round(lease.ttl_s, 3)
+        return lease
 
     def evicted(
-        self, block_hash: Any, owner: ProgramId | None, taker_request_id: str | None, now: float
+        self,
+        block_hash: Any,
+        owner: ProgramId | None,
+        taker_request_id: str | None,
+        now: float,
+        score: tuple[float, ...] | None = None,
     ) -> None:
-        """A cached block of a program (None: of several) was reused, for that request where it is known."""
+        """A cached block of a program (None: of several) was reused, for that request where it is known.
+
+        ``score``: the owner's place in the eviction order by which it was chosen; None: by no such order.
+        """
         taker = self.tickets.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program.id if taker is not None and taker.program is not None else None
         cause = self.keeper.let_go_cause(owner) or Lost.EVICTED
-        self.keeper.graveyard.bury(block_hash, Tombstone(cause, owner, evictor, now))
+        self.keeper.graveyard.bury(block_hash, Tombstone(cause, owner, evictor, now, score))
         self.recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
         self.recorder.count(
             "sojourn_evicted_bytes_total", self.pool.block_bytes, tier="device", cause=cause.value
@@ -249,6 +320,7 @@ class Steward:
 
     def tick(self, now: float) -> None:
         """Let time pass: end what is due. Called once an engine step and before every answer."""
+        self._now_s = now
         due = self.leases.next_deadline_s()
         if due is not None and due <= now:
             for lease, reason in self.leases.due(now, self.limits.max_ends_per_tick):
@@ -260,6 +332,13 @@ class Steward:
             if program is None:
                 break
             self.program_over(program, Signal.SILENCE, "silent", now)
+        self.foreseer.idle(now)
+        while (program := self.foreseer.due(now)) is not None:
+            self.keeper.actions.append(Action(ActionKind.PREFETCH, program.id, Reason.THIS_TOOL))
+
+    def step_took(self, tokens: int, seconds: float, requests: int) -> None:
+        """An engine step of ``tokens`` tokens of ``requests`` requests took so long."""
+        self.reload.observe_step(tokens, seconds, requests)
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -274,7 +353,9 @@ class Steward:
         self, need: RoomNeed, now: float, freed_by: Callable[[ProgramId], int] | None = None
     ) -> int:
         """Give up leases for somebody who needs space; returns how many. Orders are in ``actions``."""
-        return self.keeper.make_room(need, now, freed_by)
+        if not need.anything_running:
+            need = replace(need, idle_s=self._idle_s(now, False))
+        return self.keeper.make_room(need, now, freed_by, self._score)
 
     def may_enter(
         self, ticket: Ticket, need_blocks: int, free_blocks: int, now: float, *, anything_running: bool
@@ -284,63 +365,18 @@ class Steward:
         Only programs that hold no KV are ever kept out (``behind_gate``).
         ``need_blocks`` is what its prompt takes, ``free_blocks`` what the pool has.
         """
-        program = ticket.program
-        if program is None or not self.behind_gate(ticket):
-            return True
-        later = sum(lease.blocks for lease in self.leases if lease.rank > ticket.rank)
-        entry = EntryView(
-            need_blocks=need_blocks,
-            free_blocks=free_blocks + later,
-            pool_blocks=self.pool.blocks,
-            block_size=self.pool.block_size,
-            max_context_tokens=self.pool.max_context_tokens,
-            anything_running=anything_running,
-            earlier=tuple(self._holding_before(ticket.rank)),
-            turns_seen=self.histories.growth_tokens.count(),
-            mean_growth_tokens=self.histories.growth_tokens.mean(),
-            programs_seen=self.histories.turns.count(),
-            mean_turns=self.histories.turns.mean_turns(),
+        idle_s = self._idle_s(now, anything_running) if self.gate.concerns(ticket) else 0.0
+        return self.gate.may_enter(
+            ticket, need_blocks, free_blocks, now, anything_running=anything_running, idle_s=idle_s
         )
-        enters = self.preset.entry.may_enter(entry, now)
-        self.table.signal(program, Signal.UNGATE if enters else Signal.GATE)
-        if enters:
-            # Several may pass in one step, before the engine reports any of them as admitted.
-            self._holding[ticket.request_id] = ticket
-            ticket.gated_since_s = None
-        else:
-            self._holding.pop(ticket.request_id, None)
-            if ticket.gated_since_s is None:
-                ticket.gated_since_s = now
-        return enters
 
     def behind_gate(self, ticket: Ticket) -> bool:
-        """Whether the entry policy has a say: not for strangers, preempted requests, or programs that
-        hold KV under a lease or with another request."""
-        program = ticket.program
-        if program is None or ticket.preempted or not self.preset.entry.gates or program.id in self.leases:
-            return False
-        return not any(
-            other != ticket.request_id and other in self._holding for other in program.live_requests
-        )
+        """Whether the entry policy has a say in a waiting request."""
+        return self.gate.concerns(ticket)
 
     def holds_the_line(self, ticket: Ticket, now: float) -> bool:
         """Whether a request that is kept out has waited so long that nobody later may go past it."""
-        since = ticket.gated_since_s
-        return since is not None and now - since > self.limits.line_patience_s
-
-    def _holding_before(self, rank: int) -> Iterator[GrowthView]:
-        """Programs that arrived before ``rank`` and hold KV, each once."""
-        seen: set[ProgramId] = set()
-        for ticket in self._holding.values():
-            program = ticket.program
-            if program is not None and ticket.rank < rank and program.id not in seen:
-                seen.add(program.id)
-                first_tokens = program.first_prompt_tokens or ticket.prompt_tokens
-                yield GrowthView(program.turns, first_tokens, ticket.prompt_tokens)
-        for lease in self.leases:
-            program = self.table.get(lease.program_id)
-            if lease.rank < rank and program is not None and program.id not in seen:
-                yield GrowthView(program.turns, program.first_prompt_tokens, program.context_tokens)
+        return self.gate.holds_the_line(ticket, now)
 
     def program_over(self, program: Program, signal: Signal, outcome: str, now: float) -> None:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
@@ -350,8 +386,12 @@ class Steward:
         if program.turns != program.turns_when_over:
             program.turns_when_over = program.turns
             self.histories.turns.observe(program.turns)
+            # Whoever is not heard of any more has ended, as far as a cache can tell; who was cancelled was
+            # broken off.
+            self.foreseer.over(program, ended=outcome != "cancelled")
             self.recorder.count("sojourn_programs_finished_total", outcome=outcome)
             self.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
+        self.foreseer.touched(program)
         if signal is Signal.END:
             self.keeper.order(ActionKind.DROP, program.id, Reason.END, now)
         else:
@@ -359,13 +399,42 @@ class Steward:
 
     def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
         """Which running request to preempt; None leaves it to the engine."""
-        return self.preset.victim.victim(running, short_blocks, now)
+        return self.preset.victim.victim([self._served(view, now) for view in running], short_blocks, now)
 
     def waiting_view(self, ticket: Ticket) -> WaitingView:
         """What the queue order sees of a request."""
         program = ticket.program
-        leased = program is not None and program.id in self.leases
-        return WaitingView(ticket.preempted, leased, ticket.rank, ticket.arrival)
+        return WaitingView(
+            preempted=ticket.preempted,
+            leased=program is not None and program.id in self.leases,
+            program_rank=ticket.rank,
+            arrival=ticket.arrival,
+            attained_s=ticket.attained_s,
+            ran_s=ticket.ran_s,
+            waited_s=ticket.waited_s + (program.waited_s if program is not None else 0.0),
+            arrived_s=ticket.arrived_s,
+            since_s=ticket.since_s,
+            now_s=self._now_s,
+        )
+
+    def queue_key(self, ticket: Ticket, *, preempted: bool) -> tuple[Any, ...]:
+        """The request's place in the queue, lowest first; ``preempted`` is what the engine calls it now."""
+        ticket.preempted = preempted
+        return self.preset.order.key(self.waiting_view(ticket))
+
+    def owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
+        """The program's place in the order in which cached blocks are reused, lowest first.
+
+        It holds until something happens to the program, or ``foreseer.scale_changes`` grows.
+        """
+        return self._score(program_id)
+
+    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
+        """The engine was told to bring a program's prefix back: so many of its blocks were not on the device,
+        and no lower tier holds them."""
+        reason = Reason.NO_TIER if missing_blocks else Reason.IN_PLACE
+        self.decisions.add(now, "prefetch", program_id, reason.value, blocks=missing_blocks)
+        self.recorder.count("sojourn_prefetches_total", outcome=reason.value)
 
     def pinned(
         self,
@@ -375,10 +444,12 @@ class Steward:
         *,
         held_blocks: int | None = None,
         unheld_blocks: int | None = None,
+        used_blocks: int | None = None,
     ) -> Lease | None:
         """The engine can hold ``blocks`` still-cached blocks after ``PIN_CACHED``: book them.
 
-        ``held_blocks`` are held by leases now, ``unheld_blocks`` of the program's by none.
+        ``held_blocks`` are held by leases now, ``unheld_blocks`` of the program's by none; ``used_blocks``
+        are held or in use.
         """
         program = self.table.get(program_id)
         if program is None or program.live_requests or program.id in self.leases or not blocks:
@@ -394,6 +465,8 @@ class Steward:
             "late_keep",
             held_blocks=held_blocks,
             unheld_blocks=unheld_blocks,
+            running_tokens=self._running_tokens,
+            used_blocks=used_blocks,
         )
 
     def cache_reset(self, now: float) -> None:
@@ -409,7 +482,40 @@ class Steward:
             self.keeper.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
             self.keeper.let_go.pop(program.id, None)
 
+    def close_tape(self, reason: str) -> None:
+        """The engine stops. A steward that writes a tape ends it here (``tape.TapingSteward``)."""
+
+    def promoted_s(self, ticket: Ticket) -> float:
+        """When waiting alone puts the request first in the queue; ``inf``: never, as things are."""
+        return self.preset.order.promoted_s(self.waiting_view(ticket))
+
     # -- inside ---------------------------------------------------------------
+
+    def _score(self, program_id: ProgramId) -> tuple[float, ...]:
+        program = self.table.get(program_id)
+        if program is None:
+            return (-math.inf,)
+        return self.preset.eviction.score(self.foreseer.owner_view(program))
+
+    def _idle_s(self, now: float, anything_running: bool) -> float:
+        """Seconds for which nothing has run, counted from when somebody first asked."""
+        if anything_running:
+            self._idle_since_s = None
+            return 0.0
+        if self._idle_since_s is None:
+            self._idle_since_s = now
+        return now - self._idle_since_s
+
+    def _served(self, view: VictimView, now: float) -> VictimView:
+        ticket = self.tickets.get(view.request_id)
+        if ticket is None:
+            return view
+        return view._replace(attained_s=ticket.attained_s, ran_s=ticket.ran_until(now))
+
+    def _runs_no_more(self, ticket: Ticket, now: float) -> None:
+        if ticket.running:
+            self._running_tokens -= ticket.prompt_tokens
+        ticket.stop(now)
 
     def _open(self, fact: Arrival, now: float) -> Program | None:
         identity = fact.identity
@@ -443,6 +549,11 @@ class Steward:
             # Kept for as long as the program is: a context may hold a name of 16 KiB.
             program.agent_type = (ours.agent_type or "")[:MAX_NAME_CHARS] or program.agent_type
             program.node = (ours.node or "")[:MAX_NAME_CHARS] or program.node
+            program.tenant = (ours.tenant or "")[:MAX_NAME_CHARS] or program.tenant
+            left = ours.expected_steps_left
+            program.expected_steps_left = left if left is not None and 0 <= left < math.inf else None
+            ticket.steps_left = program.expected_steps_left
+            ticket.node = ours.node[:MAX_NAME_CHARS] if ours.node else None
             ticket.final = ticket.final or ours.final
         return clipped
 

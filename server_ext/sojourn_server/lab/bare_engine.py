@@ -17,19 +17,23 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from ..vllm.scheduler import SojournAsyncScheduler, SojournScheduler
+from .host_cache import transfer_config
 
 MADE_UP_TOKEN = 7
+STOP_TOKEN = 2
+"""Ends an output, whatever its request's ``max_tokens``."""
+
+TokenSource = Callable[[Request], int]
+"""The next output token of a request that has all it needs to make one."""
 
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,7 +44,6 @@ _LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
-    "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
@@ -49,7 +52,8 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Shape of Llama-3.1-8B; only the scheduler sees it, and only its lengths."""
+"""Shape of Llama-3.1-8B; only the scheduler sees it, and only its lengths. Its context grows to what is asked
+for: other models take more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +68,10 @@ class BareEngineOptions:
     max_model_len: int = 131072
     asynchronous: bool = False
     scheduling_policy: str = "fcfs"
+    host_blocks: int = 0
+    """Blocks that the engine's own connector may keep in host memory; 0: no connector."""
     sojourn: dict[str, Any] | None = None
-    """Sojourn's settings; None is the engine's untouched scheduler class."""
+    """Sojourn's settings; None is the engine's untouched scheduler class, and nothing of ours is loaded."""
 
 
 @dataclass(slots=True)
@@ -79,14 +85,20 @@ class StepResult:
 class BareEngine:
     """One scheduler with a made-up model. ``clock`` is what sojourn's adapter reads."""
 
-    def __init__(self, options: BareEngineOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        options: BareEngineOptions,
+        clock: Callable[[], float],
+        *,
+        tokens: TokenSource = lambda request: MADE_UP_TOKEN,
+    ) -> None:
         self.options = options
-        init_none_hash(_hash())
-        self._hasher = get_request_block_hasher(options.block_size, _hash())
-        config = _config(options)
+        self.tokens = tokens
+        self._known_hashes: dict[str, Sequence[BlockHash]] = {}
         spec = FullAttentionSpec(
             block_size=options.block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
         )
+        config = _config(options, spec.page_size_bytes)
         kv = KVCacheConfig(
             num_blocks=options.blocks,
             kv_cache_tensors=[],
@@ -111,46 +123,63 @@ class BareEngine:
         context: dict[str, Any] | None = None,
         priority: int = 0,
         arrival_s: float = 0.0,
+        known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Hand in a request; ``context`` are further fields of its ``agentic_context``."""
+        """Hand in a request; ``context`` are further fields of its ``agentic_context``.
+
+        ``known_hashes`` are those of its leading blocks, where an earlier request had the same: they are
+        not worked out again.
+        """
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
+        if known_hashes:
+            self._known_hashes[request_id] = known_hashes
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], extra_args=extra
+            ),
             pooling_params=None,
-            block_hasher=self._hasher,
+            block_hasher=self.hash_blocks,
             arrival_time=arrival_s,
             priority=priority,
         )
         self.scheduler.add_request(request)
         return request
 
-    def step(self) -> StepResult:
-        """Plan a step, make up a token for every request whose prompt is through, take the results in."""
-        planned = self.scheduler.schedule()
-        result = StepResult(planned)
-        if not planned.total_num_scheduled_tokens:
-            return result
+    def plan(self) -> SchedulerOutput:
+        """What the next step computes."""
+        return self.scheduler.schedule()
+
+    def take_in(self, planned: SchedulerOutput, copies: KVConnectorOutput | None = None) -> list[str]:
+        """Take in a step's results: a token for every request whose prompt is through, and the copies
+        that have ended. Returns ids of the requests that finished."""
         ids = list(planned.num_scheduled_tokens)
+        requests = self.scheduler.requests
         tokens = []
         for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            through = request.num_computed_tokens >= request.num_tokens
-            tokens.append([MADE_UP_TOKEN] if through else [])
+            request = requests.get(request_id)
+            through = request is not None and request.num_computed_tokens >= request.num_tokens
+            tokens.append([self.tokens(request)] if through else [])
         outputs = self.scheduler.update_from_output(
             planned,
             ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
                 sampled_token_ids=tokens,
+                kv_connector_output=copies,
             ),
         )
-        for batch in outputs.values():
-            result.finished.extend(o.request_id for o in batch.outputs if o.finish_reason is not None)
-        return result
+        return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
+
+    def step(self) -> StepResult:
+        """Plan a step and take its results in at once."""
+        planned = self.plan()
+        if not planned.total_num_scheduled_tokens:
+            return StepResult(planned)
+        return StepResult(planned, self.take_in(planned))
 
     def run(self, *, max_steps: int = 10_000) -> int:
         """Step until nothing is left or nothing moves any more; returns the steps taken."""
@@ -173,15 +202,33 @@ class BareEngine:
         """One of sojourn's operations."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
+    def hash_blocks(self, request: Request) -> list[BlockHash]:
+        """Chained hashes of the request's new full blocks. Not vLLM's: Python's own hash of a tuple of
+        numbers is as repeatable, and ten times cheaper."""
+        size = self.options.block_size
+        done = len(request.block_hashes)
+        added: list[BlockHash] = []
+        if not done and self._known_hashes:
+            added.extend(self._known_hashes.pop(request.request_id, ()))
+        previous = added[-1] if added else request.block_hashes[-1] if done else b""
+        chain = int.from_bytes(previous, "little", signed=True)
+        tokens = request.all_token_ids
+        for start in range((done + len(added)) * size, request.num_tokens - size + 1, size):
+            chain = hash((chain, *tokens[start : start + size]))
+            added.append(BlockHash(chain.to_bytes(8, "little", signed=True)))
+        return added
+
 
 def _scheduler_class(options: BareEngineOptions, clock: Callable[[], float]) -> type:
     if options.sojourn is None:
         return AsyncScheduler if options.asynchronous else Scheduler
+    from ..vllm.scheduler import SojournAsyncScheduler, SojournScheduler
+
     base = SojournAsyncScheduler if options.asynchronous else SojournScheduler
     return type(base.__name__, (base,), {"sojourn_clock": staticmethod(clock)})
 
 
-def _config(options: BareEngineOptions) -> VllmConfig:
+def _config(options: BareEngineOptions, page_bytes: int) -> VllmConfig:
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=_model_config(options.max_model_len),
@@ -196,6 +243,7 @@ def _config(options: BareEngineOptions) -> VllmConfig:
         ),
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer_config(options.host_blocks, page_bytes) if options.host_blocks else None,
         additional_config={"sojourn": options.sojourn} if options.sojourn is not None else {},
     )
     cache.num_gpu_blocks = options.blocks
@@ -204,13 +252,9 @@ def _config(options: BareEngineOptions) -> VllmConfig:
 
 @cache
 def _model_config(max_model_len: int) -> ModelConfig:
+    shape = _LLAMA_8B | {"max_position_embeddings": max(131072, max_model_len)}
     with tempfile.TemporaryDirectory(prefix="sojourn-bare-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_LLAMA_8B))
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
         return ModelConfig(
             model=folder, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="bfloat16"
         )
-
-
-@cache
-def _hash() -> Callable[[Any], bytes]:
-    return get_hash_fn_by_name("sha256")

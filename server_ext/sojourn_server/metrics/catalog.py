@@ -81,6 +81,7 @@ PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
 """As the client reported it, or ``silent`` where the program was given up."""
 PREEMPTION_MODES = frozenset({"recompute"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
+PREFETCH_OUTCOMES = frozenset({"in_place", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in Lost)
 EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value}
@@ -157,6 +158,11 @@ _ALL = (
         "sojourn_evictions_regretted_total",
         "Evicted KV blocks that their program asked for again.",
         tier=TIERS,
+    ),
+    _counter(
+        "sojourn_prefetches_total",
+        "Prefixes that were to be brought back before they are asked for, by what became of it.",
+        outcome=PREFETCH_OUTCOMES,
     ),
     _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
     _counter("sojourn_lease_ends_total", "Leases that ended, by why.", reason=LEASE_ENDS),

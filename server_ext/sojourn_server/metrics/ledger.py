@@ -44,6 +44,8 @@ class Tombstone:
     evictor: str | None
     """Program that took the place, where it is known."""
     at_s: float
+    score: tuple[float, ...] | None = None
+    """The owner's place in the eviction order then, lowest first, where there is such an order."""
 
 
 class Graveyard:
@@ -166,11 +168,23 @@ class TurnRecord:
     preemptions: int = 0
     evictor: str | None = None
     """Who took the first missing block."""
+    evicted_score: tuple[float, ...] | None = None
+    """The program's place in the eviction order when it was taken, lowest first; ``None``: no such order."""
+    goes_on: float | None = None
+    """Probability that another turn would follow, as it was seen when this one ended."""
+    tier: str | None = None
+    """What ``goes_on`` was taken from."""
+    p_reuse: float | None = None
+    """``goes_on`` times the share of the next prompt that was expected to be found."""
     tool_before: str | None = None
     gap_s: float | None = None
     """Idle time between the previous turn's end and this arrival."""
     leased: bool = False
     """The program's KV was held when the request arrived."""
+    client_request_id: str | None = None
+    """The client's own name for the logical request, by which it finds its turn here."""
+    lease_ttl_s: float | None = None
+    """TTL of the lease granted when the turn ended; ``None`` where none was."""
     outcome: str = "running"
 
     def seconds(self) -> dict[str, float]:
@@ -190,15 +204,21 @@ class TurnRecord:
         document: dict[str, Any] = {
             "program_id": self.program_id,
             "turn": self.turn,
+            "request_id": self.client_request_id,
             "outcome": self.outcome,
             "arrived_s": round(self.arrived_s, 6),
             "gap_s": self.gap_s,
             "tool_before": self.tool_before,
             "leased": self.leased,
+            "lease_ttl_s": self.lease_ttl_s,
             "preemptions": self.preemptions,
             "recomputed_after_preemption_tokens": self.recomputed_after_preemption,
             "output_tokens": self.output_tokens,
             "evictor": self.evictor,
+            "evicted_score": self.evicted_score,
+            "goes_on": self.goes_on,
+            "tier": self.tier,
+            "p_reuse": self.p_reuse,
             "seconds": {name: round(value, 6) for name, value in self.seconds().items()},
         }
         if self.tokens is not None:

@@ -8,11 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sojourn.ids import ProgramId
 
-from .views import EntryView, LeaseView, OwnerView, RoomNeed, TurnView, VictimView, WaitingView
+from .views import (
+    EntryView,
+    LeaseView,
+    OwnerView,
+    PrefetchView,
+    RoomNeed,
+    StepView,
+    TurnView,
+    VictimView,
+    WaitingView,
+)
+
+if TYPE_CHECKING:
+    from .foresight import Expectation
+    from .prefetch import Prefetch
 
 
 class Reason(str, Enum):
@@ -24,11 +38,15 @@ class Reason(str, Enum):
     ALL_TOOLS = "all_tools"
     THIS_TOOL = "this_tool"
     FIXED = "fixed"
+    LEAST_WASTE = "least_waste"
     HINTED = "hinted"
     NOT_WORTH_IT = "not_worth_it"
     OVER_BUDGET = "over_budget"
     POLICY_OFF = "policy_off"
     NOTHING_CACHED = "nothing_cached"
+    # what becomes of a prefetch
+    IN_PLACE = "in_place"
+    NO_TIER = "no_tier"
     # how leases end
     TTL = "ttl"
     RETURN = "return"
@@ -37,6 +55,15 @@ class Reason(str, Enum):
     PRESSURE = "pressure"
     RESET = "reset"
     SUPERSEDED = "superseded"
+
+
+class Ended(str, Enum):
+    """What becomes of the KV of a program that has ended."""
+
+    REUSED_FIRST = "reused-first"
+    """Its blocks go to the front of the free queue: nobody will ask for them again."""
+    LEFT = "left"
+    """They stay cached until their turn comes, as in an engine that hears of no end."""
 
 
 class Keep(NamedTuple):
@@ -53,9 +80,14 @@ class RetentionPolicy(Protocol):
 
 
 class EntryPolicy(Protocol):
-    """Whether a program that holds no KV may enter now. ``gates`` False: nobody is ever kept out."""
+    """Whether a program that holds no KV may enter now. ``gates`` False: nobody is ever kept out.
+
+    ``counts_promised``: blocks that running requests will yet take for their
+    prompts are not free.
+    """
 
     gates: bool
+    counts_promised: bool
 
     def may_enter(self, entry: EntryView, now: float) -> bool: ...
 
@@ -64,6 +96,14 @@ class QueueOrder(Protocol):
     """Who goes next: requests are admitted in ascending order of ``key``."""
 
     def key(self, request: WaitingView) -> tuple[float, ...]: ...
+
+    def promoted_s(self, request: WaitingView) -> float:
+        """When waiting alone lets it go first, on the engine's clock; ``inf``: never.
+
+        From then on its key is another one, and what it has waited and run as
+        this request before that time is forgotten.
+        """
+        ...
 
 
 class RoomPolicy(Protocol):
@@ -89,3 +129,19 @@ class EvictionOrder(Protocol):
     by_program: bool
 
     def score(self, owner: OwnerView) -> tuple[float, ...]: ...
+
+
+class ForesightPolicy(Protocol):
+    """What follows a turn. ``looks`` False: programs' workflows are neither noted nor asked about."""
+
+    looks: bool
+
+    def expect(self, step: StepView, now: float) -> Expectation: ...
+
+
+class PrefetchPolicy(Protocol):
+    """When to bring a program's prefix back from the tier below. ``plans`` False: never."""
+
+    plans: bool
+
+    def plan(self, view: PrefetchView, now: float) -> Prefetch | None: ...

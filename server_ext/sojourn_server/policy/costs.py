@@ -2,7 +2,9 @@
 
 Prefill time over context length is fitted by a quadratic: the linear part is
 the weights' work per token, the quadratic one attention. ``sojourn profile``
-measures the points; policies only ask ``PrefillCurve.seconds``.
+measures the points; policies only ask ``PrefillCurve.seconds``. The lab's
+simulator also wants what a mixed step costs (``step_costs.py``) and the
+engine's limits; profiles of version 1 hold neither.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from .least_squares import non_negative_least_squares
+from .step_costs import StepCosts, StepSample
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +66,15 @@ class PrefillCurve:
         lengths = len({tokens for tokens, _ in points})
         if lengths == 0:
             raise ValueError("no prefill points to fit a curve to")
-        # With so few unknowns, non-negative least squares is best done by trying every subset
-        # of them: the best fit whose coefficients all come out ≥ 0 is the constrained optimum.
         powers = (0, 1, 2) if lengths >= 3 else (0, 1) if lengths == 2 else (1,)
-        best: tuple[float, list[float]] | None = None
-        for subset in _subsets(powers):
-            found = _least_squares(points, subset)
-            if found is None or min(found) < 0:
-                continue
-            coefficients = [0.0, 0.0, 0.0]
-            for power, value in zip(subset, found, strict=True):
-                coefficients[power] = value
-            error = _squared_error(points, coefficients)
-            if best is None or error < best[0]:
-                best = error, coefficients
-        if best is None:  # only points of (tiny) zero seconds get here by rounding
-            return cls(0.0, 0.0, 0.0)
-        return cls(*best[1])
+        # Lengths are scaled to (0, 1]: squared lengths beside a constant would lose all digits.
+        scale = float(max(tokens for tokens, _ in points))
+        rows = [[(tokens / scale) ** power for power in powers] for tokens, _ in points]
+        coefficients = [0.0, 0.0, 0.0]
+        found = non_negative_least_squares(rows, [seconds for _, seconds in points])
+        for power, value in zip(powers, found, strict=True):
+            coefficients[power] = value / scale**power
+        return cls(*coefficients)
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
         """Root mean square of measured minus fitted, in seconds; 0.0 of no points."""
@@ -84,6 +82,19 @@ class PrefillCurve:
             return 0.0
         squares = math.fsum((seconds - self.seconds(tokens)) ** 2 for tokens, seconds in points)
         return math.sqrt(squares / len(points))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the engine that was measured lets in; ``None`` where it didn't tell and nobody said."""
+
+    kv_pool_tokens: int | None = None
+    """Tokens of KV that fit on the device."""
+    max_context_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    """Tokens in a step: longer prefills take several."""
+    kv_bytes_per_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,11 @@ class EngineProfile:
     """ISO 8601, UTC."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of sojourn, the engine, torch: whatever the numbers depend on."""
+    limits: EngineLimits = EngineLimits()
+    steps: StepCosts | None = None
+    """What a step costs; ``None`` in profiles of version 1."""
+    step_samples: tuple[StepSample, ...] = ()
+    """What ``steps`` was fitted to."""
 
     def reload_seconds(self, tokens: int, kv_bytes: int = 0, *, offloaded: bool = False) -> float:
         """PrefillReload(r): seconds to bring a context of ``tokens`` back (Continuum §4.1).
@@ -144,6 +160,24 @@ class EngineProfile:
         ]
         # TOML has no null: what was not measured is not there.
         lines += ["", "[bandwidth]", *bandwidths]
+        limits = [
+            f"{known.name} = {value}"
+            for known in fields(EngineLimits)
+            if (value := getattr(self.limits, known.name)) is not None
+        ]
+        lines += ["", "[limits]", *limits]
+        if self.steps is not None:
+            samples = ",\n".join(
+                f"  [{', '.join(_short(v) for v in sample)}]" for sample in self.step_samples
+            )
+            lines += [
+                "",
+                "[steps]  # seconds = the sum of each cost times its amount",
+                *(f"{name} = {_float(value)}" for name, value in self.steps._asdict().items()),
+                f"samples = [  # {', '.join(StepSample._fields)}",
+                *([samples] if samples else []),
+                "]",
+            ]
         lines += ["", "[versions]", *(f"{_text(k)} = {_text(v)}" for k, v in self.versions.items())]
         return "\n".join(lines) + "\n"
 
@@ -155,8 +189,9 @@ class EngineProfile:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"engine profile: not TOML: {error}") from error
         version = document.get("version")
-        if version != PROFILE_VERSION:
-            raise ValueError(f"engine profile: version is {version!r}; expected {PROFILE_VERSION}")
+        if version not in READABLE_VERSIONS or isinstance(version, bool):
+            known = " or ".join(str(readable) for readable in READABLE_VERSIONS)
+            raise ValueError(f"engine profile: version is {version!r}; expected {known}")
         prefill = _section(document, "prefill")
         bandwidth = _section(document, "bandwidth", {})
         versions = _section(document, "versions", {})
@@ -177,46 +212,9 @@ class EngineProfile:
             decode_points=_pairs(_section(document, "decode", {"points": []}), "decode"),
             measured_at=_string(document, "measured_at"),
             versions={str(name): str(value) for name, value in versions.items()},
+            limits=_limits(_section(document, "limits", {})),
+            **_steps(document),
         )
-
-
-# --- fitting ------------------------------------------------------------------------------------
-
-
-def _subsets(powers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    count = len(powers)
-    return [tuple(p for i, p in enumerate(powers) if mask >> i & 1) for mask in range(1, 1 << count)]
-
-
-def _least_squares(points: Sequence[tuple[int, float]], powers: tuple[int, ...]) -> list[float] | None:
-    """Coefficients of the given powers by the normal equations, ``None`` where they are singular."""
-    # Lengths are scaled to (0, 1]; with 128k tokens to the fourth power the equations would lose all digits.
-    scale = max(tokens for tokens, _ in points)
-    rows = [[(tokens / scale) ** power for power in powers] for tokens, _ in points]
-    size = len(powers)
-    matrix = [
-        [math.fsum(row[i] * row[j] for row in rows) for j in range(size)]
-        + [math.fsum(row[i] * seconds for row, (_, seconds) in zip(rows, points, strict=True))]
-        for i in range(size)
-    ]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(matrix[r][column]))
-        if abs(matrix[pivot][column]) < 1e-12:
-            return None
-        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
-        for row in range(size):
-            if row != column:
-                factor = matrix[row][column] / matrix[column][column]
-                matrix[row] = [x - factor * y for x, y in zip(matrix[row], matrix[column], strict=True)]
-    return [
-        matrix[i][size] / matrix[i][i] / float(scale) ** power
-        for i, power in zip(range(size), powers, strict=True)
-    ]
-
-
-def _squared_error(points: Sequence[tuple[int, float]], coefficients: Sequence[float]) -> float:
-    a, b, c = coefficients
-    return math.fsum((seconds - (a + tokens * (b + tokens * c))) ** 2 for tokens, seconds in points)
 
 
 # --- TOML ---------------------------------------------------------------------------------------
@@ -229,6 +227,10 @@ def _text(value: str) -> str:
 
 def _float(value: float) -> str:
     return repr(float(value))
+
+
+def _short(value: float) -> str:
+    return str(int(value)) if value == int(value) else _float(value)
 
 
 def _points(points: Sequence[tuple[int, float]]) -> str:
@@ -251,7 +253,7 @@ def _string(document: Mapping[str, Any], name: str) -> str:
 
 def _number(section: Mapping[str, Any], where: str, name: str) -> float:
     value = section.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if value is None or not _is_number(value):
         raise ValueError(f"engine profile: {where}.{name} is {value!r}; expected a number")
     return float(value)
 
@@ -278,3 +280,36 @@ def _pairs(section: Mapping[str, Any], where: str) -> tuple[tuple[int, float], .
             raise ValueError(f"engine profile: {where}.points holds {point!r}; expected [tokens, seconds]")
         pairs.append((point[0], float(point[1])))
     return tuple(pairs)
+
+
+def _limits(section: Mapping[str, Any]) -> EngineLimits:
+    for name in section:
+        if name not in {known.name for known in fields(EngineLimits)}:
+            raise ValueError(f"engine profile: limits.{name} is unknown")
+    for name, value in section.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"engine profile: limits.{name} is {value!r}; expected a whole number ≥ 1")
+    return EngineLimits(**section)
+
+
+def _steps(document: Mapping[str, Any]) -> dict[str, Any]:
+    if "steps" not in document:
+        return {}
+    section = _section(document, "steps")
+    costs = StepCosts(*(_number(section, "steps", name) for name in StepCosts._fields))
+    for name, cost in costs._asdict().items():
+        if cost < 0:
+            raise ValueError(f"engine profile: steps.{name} is {cost}; expected a number ≥ 0")
+    rows = section.get("samples", [])
+    samples: list[StepSample] = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, list) or len(row) != len(StepSample._fields) or not all(map(_is_number, row)):
+            raise ValueError(
+                f"engine profile: steps.samples holds {row!r}; expected [{', '.join(StepSample._fields)}]"
+            )
+        samples.append(StepSample(*map(float, row)))
+    return {"steps": costs, "step_samples": tuple(samples)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

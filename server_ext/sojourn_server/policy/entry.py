@@ -18,9 +18,34 @@ class EveryoneEnters:
     """The engine's own rule: whoever's prompt fits now."""
 
     gates: bool = False
+    counts_promised: bool = False
 
     def may_enter(self, entry: EntryView, now: float) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeProgram:
+    """A program enters when its prompt fits beside what those inside hold: the other half of ``admit``.
+
+    Those inside hold their KV while their tools run too, so a program waits for
+    another's end rather than for its turn's. What later programs hold counts as
+    room, since they give way; the earliest therefore always enters. How contexts
+    will grow is not asked.
+
+    An engine that has stood idle for ``patience_s`` lets it in all the same: those
+    inside may wait for the very one that is kept out, as a parent does for its
+    sub-agent.
+    """
+
+    gates: bool = True
+    counts_promised: bool = True
+    patience_s: float = 30.0
+
+    def may_enter(self, entry: EntryView, now: float) -> bool:
+        if not entry.earlier or entry.idle_s >= self.patience_s:
+            return True
+        return entry.free_blocks >= entry.need_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +66,7 @@ class RoomToGrow:
     """
 
     gates: bool = True
+    counts_promised: bool = False
     reserve: float = 0.7
     """Share of the expected growth that is kept free. Less than all of it, since programs do not reach
     their ends together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .views import OwnerView
@@ -27,3 +28,38 @@ class LatestProgramsBlocks:
 
     def score(self, owner: OwnerView) -> tuple[float, ...]:
         return (not owner.over, -owner.program_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowAwareLru:
+    """WA-LRU: recency, likelihood of reuse and size in one score (S3; SAGA §4.1, eq. 1–4).
+
+        P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
+
+    Highest goes first, after programs that are over. ``now/τ_max`` is the same for all and left out, so that
+    a score holds until something happens to its program, or to τ_max and size_max, which move in strides. A
+    cold program's P_reuse is ``cold_reuse``: among cold ones the order is one of recency and size. Raises
+    ``ValueError`` for weights that are not finite numbers ≥ 0.
+    """
+
+    recency: float = 0.3
+    reuse: float = 0.5
+    size: float = 0.2
+    cold_reuse: float = 0.5
+    by_program: bool = True
+
+    def __post_init__(self) -> None:
+        weights = (self.recency, self.reuse, self.size)
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ValueError(f"weights recency, reuse, size are {weights}; expected finite numbers ≥ 0")
+        if not 0 <= self.cold_reuse <= 1:
+            raise ValueError(f"cold_reuse is {self.cold_reuse}; expected 0 to 1")
+
+    def score(self, owner: OwnerView) -> tuple[float, ...]:
+        p_reuse = self.cold_reuse if owner.p_reuse is None else owner.p_reuse
+        if owner.wanted:
+            p_reuse = 1.0
+        recent = owner.last_turn_s / owner.longest_gap_s if owner.longest_gap_s > 0 else 0.0
+        size = owner.blocks / owner.most_blocks if owner.most_blocks > 0 else 0.0
+        keep = self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * min(1.0, size)
+        return (not owner.over, keep)

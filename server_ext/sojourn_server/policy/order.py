@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .views import WaitingView
@@ -14,6 +15,9 @@ class RequestFcfs:
     def key(self, request: WaitingView) -> tuple[float, ...]:
         return (not request.preempted, request.arrival)
 
+    def promoted_s(self, request: WaitingView) -> float:
+        return math.inf
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramFcfs:
@@ -25,3 +29,22 @@ class ProgramFcfs:
 
     def key(self, request: WaitingView) -> tuple[float, ...]:
         return (not request.preempted, not request.leased, request.program_rank, request.arrival)
+
+    def promoted_s(self, request: WaitingView) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramsInLine:
+    """By the program's first arrival and nothing else.
+
+    Where earlier programs never give way to later ones, a preempted request of
+    a later program must not stand in front of theirs: it would wait for the
+    room they hold, and they for their turn.
+    """
+
+    def key(self, request: WaitingView) -> tuple[float, ...]:
+        return (request.program_rank, request.arrival)
+
+    def promoted_s(self, request: WaitingView) -> float:
+        return math.inf

@@ -26,12 +26,32 @@ class NoRetention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRetention:
-    """The same time for every tool call (Continuum's "static TTL" ablation, Figure 15).
+    """The same time for every tool call.
 
     Raises ``ValueError`` for a time that is not finite seconds ≥ 0.
     """
 
     ttl_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttl_s) and self.ttl_s >= 0):
+            raise ValueError(f"ttl_s is {self.ttl_s}; expected finite seconds ≥ 0")
+
+    def keep(self, turn: TurnView, now: float) -> Keep:
+        if turn.tool is None:
+            return Keep(0.0, Reason.NO_TOOL_CALL)
+        return Keep(self.ttl_s, Reason.FIXED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntilTheEnd:
+    """Keep every turn's KV until the program is over: half of what the baseline ``admit`` does.
+
+    ``ttl_s`` only bounds it: a program that is not heard of for so long is given
+    up anyway (``idle_program_s``). Raises ``ValueError`` as ``FixedRetention`` does.
+    """
+
+    ttl_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.ttl_s) and self.ttl_s >= 0):

@@ -55,6 +55,33 @@ class LatestProgramFirst:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaterProgramsFirst:
+    """Only programs that arrived after the one in need give way, latest first: the baseline ``admit``.
+
+    A running request of the latest program finds nobody and is preempted
+    itself, or a later one that runs is (``victim: latest-program``). A waiting
+    one waits, until the engine has stood idle for ``patience_s``: then earlier
+    programs give way too, since they may wait for it.
+    """
+
+    patience_s: float = 30.0
+
+    def release(
+        self, need: RoomNeed, leases: Sequence[LeaseView], now: float
+    ) -> tuple[ProgramId, ...] | None:
+        victims = sorted(
+            (lease for lease in leases if lease.program_id != need.program_id),
+            key=lambda lease: (-lease.program_rank, lease.program_id),
+        )
+        if not need.running and need.idle_s >= self.patience_s:
+            return _first_enough(victims, need.blocks)
+        later = [lease for lease in victims if lease.program_rank > need.program_rank]
+        if sum(lease.blocks for lease in later) >= need.blocks:
+            return _first_enough(later, need.blocks)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnyLease:
     """Whoever needs room takes it, soonest-expiring leases first, as many as the need asks for.
 
@@ -67,6 +94,25 @@ class AnyLease:
         victims = sorted(
             (lease for lease in leases if lease.program_id != need.program_id),
             key=lambda lease: (lease.expires_s, lease.program_id),
+        )
+        return _first_enough(victims, need.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastWantedFirst:
+    """Whoever needs room takes it, from the programs that the eviction order would let go first.
+
+    Under hard pressure a lease is only a place in that order (SAGA §4.2). Programs whose request waits go
+    last: their KV is about to be used. Where the preset has no order by program, leases that end soonest go
+    first.
+    """
+
+    def release(
+        self, need: RoomNeed, leases: Sequence[LeaseView], now: float
+    ) -> tuple[ProgramId, ...] | None:
+        victims = sorted(
+            (lease for lease in leases if lease.program_id != need.program_id),
+            key=lambda lease: (lease.waiting, lease.score, lease.expires_s, lease.program_id),
         )
         return _first_enough(victims, need.blocks)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .service_levels import ServiceLevels
 from .views import VictimView
 
 
@@ -28,3 +29,26 @@ class LatestProgram:
         if not running:
             return None
         return max(running, key=lambda view: (view.program_rank, view.position)).request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MostAttained:
+    """The request in the lowest of Autellix's queues, there the last admitted (arXiv 2502.13965, §4.2.2)."""
+
+    levels: int = 7
+    first_s: float = 2.0
+    quantum_s: float = 1.0
+    _levels: ServiceLevels = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
+        object.__setattr__(self, "_levels", levels)
+
+    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
+        if not running:
+            return None
+
+        def standing(view: VictimView) -> tuple[int, int]:
+            return (self._levels.level(view.attained_s, view.ran_s), view.position)
+
+        return max(running, key=standing).request_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,17 @@ class TurnView:
     history: ToolHistory
     hinted_ttl_s: float | None = None
     """What the client asked for, already bounded; None where it did not ask."""
+    chunked_reload_s: float = 0.0
+    """Seconds to compute this context again in pieces of one engine step each, every piece as if alone: how
+    long the other requests are held up by it."""
+    host_reload_s: float | None = None
+    """Seconds to copy this context back from host memory; None where no host tier is known."""
+    running_tokens: int = 0
+    """Prompt tokens of the requests that run now, this one no more."""
+    goes_on: float | None = None
+    """Probability that another turn follows; ``None`` where nothing is known or no foresight is asked."""
+    used_share: float | None = None
+    """Share of the pool that requests use or leases hold, this turn's included; ``None``: not known."""
 
 
 class WaitingView(NamedTuple):
@@ -40,6 +52,18 @@ class WaitingView(NamedTuple):
     """Order of the program's first arrival; of its own arrival for a request of no program."""
     arrival: int
     """Order of the request's own arrival."""
+    attained_s: float = 0.0
+    """Seconds that its program's requests had run when it arrived."""
+    ran_s: float = 0.0
+    """Seconds that it has itself run so far, before it was preempted."""
+    waited_s: float = 0.0
+    """Seconds that its program's requests have waited in this queue so far, this wait not counted."""
+    arrived_s: float = 0.0
+    """When it arrived; engine clock."""
+    since_s: float = 0.0
+    """When it began to wait, later than it arrived where it was preempted; engine clock."""
+    now_s: float = 0.0
+    """When this was looked at; engine clock."""
 
 
 class LeaseView(NamedTuple):
@@ -53,6 +77,9 @@ class LeaseView(NamedTuple):
     reload_s: float
     waiting: bool
     """A request of the program stands in the waiting queue."""
+    score: tuple[float, ...] = ()
+    """The program's place in the order in which cached blocks are reused, lowest first, where the preset has
+    an order by program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +94,8 @@ class RoomNeed:
     """It already runs and would otherwise preempt somebody."""
     anything_running: bool
     """False: unless room is made, the engine stands still."""
+    idle_s: float = 0.0
+    """Seconds for which nothing has run although somebody asked; 0 where something runs."""
 
 
 class VictimView(NamedTuple):
@@ -78,6 +107,10 @@ class VictimView(NamedTuple):
     """Place in the engine's running list; the engine's own choice is the last."""
     blocks: int
     """Blocks its preemption would free."""
+    attained_s: float = 0.0
+    """Seconds that its program's requests had run when it arrived."""
+    ran_s: float = 0.0
+    """Seconds that it has itself run."""
 
 
 class GrowthView(NamedTuple):
@@ -95,7 +128,8 @@ class EntryView:
     need_blocks: int
     """Blocks of its prompt. An estimate from above."""
     free_blocks: int
-    """Free blocks, and those of later programs' leases: they give way."""
+    """Free blocks, and those of later programs' leases: they give way. Without those that running requests
+    still need for their prompts, where the policy ``counts_promised``."""
     pool_blocks: int
     block_size: int
     max_context_tokens: int
@@ -110,6 +144,8 @@ class EntryView:
     programs_seen: int
     mean_turns: float
     """Turns of finished programs, on average."""
+    idle_s: float = 0.0
+    """Seconds for which nothing has run although somebody asked; 0 where something runs."""
 
 
 class OwnerView(NamedTuple):
@@ -118,3 +154,43 @@ class OwnerView(NamedTuple):
     program_rank: int
     over: bool
     last_turn_s: float
+    blocks: int = 0
+    """Cached blocks that its last turn left behind, reused ones among them."""
+    wanted: bool = False
+    """A request of it is in the engine."""
+    p_reuse: float | None = None
+    """Probability that its next prompt finds its context, times the share it finds; ``None``: not known."""
+    longest_gap_s: float = 0.0
+    """τ_max: the longest time between two turns of late, in strides; seconds."""
+    most_blocks: float = 0.0
+    """size_max: the most blocks that any program left behind of late, in strides."""
+
+
+class StepView(NamedTuple):
+    """A turn that has just ended, for the foresight question: what follows?"""
+
+    final: bool = False
+    """The client said that no request follows."""
+    steps_left: float | None = None
+    """Turns the client expects to follow; ``None`` where it did not say."""
+    declared: tuple[tuple[str, float], ...] = ()
+    """What may follow the node that the client named, by the graph it declared."""
+    hints_believed: bool = True
+    """What was declared of programs of this type has been worth it so far."""
+    inferred: tuple[tuple[str, float], ...] = ()
+    """What followed such steps in programs of this type, likeliest first; ``sojourn.aeg.END`` for no more."""
+    tasks: int = 0
+    """Programs of this type that have ended."""
+
+
+class PrefetchView(NamedTuple):
+    """A program whose tool runs, for the prefetch question: when is its prefix wanted?"""
+
+    successor: str
+    """The likeliest next step."""
+    goes_on: float
+    """Probability that another turn follows."""
+    tool_durations_s: Sequence[float]
+    """How long the tool took before, ascending; of any tool where it is new."""
+    reload_s: float
+    """Seconds to copy its context back from the tier below; 0 where none is known."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from sojourn_server.policy.costs import PrefillCurve
 from sojourn_server.replay.client import CompletionsClient, RequestError, ServedModel
-from sojourn_server.replay.prompt import FIRST_ID
+from sojourn_server.traces.prompt import FIRST_ID
 
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64

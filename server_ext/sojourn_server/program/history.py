@@ -215,12 +215,74 @@ class SlidingMean:
         """Values in the window."""
         return len(self._values)
 
+    def values(self) -> list[float]:
+        """The window, oldest first: observed anew in this order they give the same mean."""
+        return list(self._values)
+
     def mean(self) -> float:
         """The mean, 0.0 when empty (the paper initialises T as zero)."""
         if self._mean is None:
             # Summed afresh, once per change: a running sum would keep the rounding error of large values.
             self._mean = math.fsum(self._values) / len(self._values)
         return self._mean
+
+
+class SlidingMax:
+    """The largest of the newest ``window`` values, in steps: it moves only when the true one has left
+    ``[value / factor, value]``, so that what was computed with it holds for a while.
+
+    ``changes`` counts the moves.
+    """
+
+    def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
+        if window < 1 or not factor > 1.0:
+            raise ValueError(f"window is {window}, factor {factor}; expected ≥ 1 and above 1")
+        self._window = window
+        self._factor = factor
+        self._seen = 0
+        self._falling: deque[tuple[int, float]] = deque()
+        """Values that are larger than all after them, each with its number."""
+        self.value = 0.0
+        self.changes = 0
+
+    def observe(self, value: float) -> None:
+        """Take in one value. Raises ``ValueError`` unless finite and ≥ 0."""
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"observed {value}; expected a finite number ≥ 0")
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((self._seen, value))
+        self._seen += 1
+        if self._falling[0][0] < self._seen - self._window:
+            self._falling.popleft()
+        largest = self._falling[0][1]
+        if largest > self.value or largest * self._factor < self.value:
+            # Up in strides too: a maximum that grows by a little each turn would move every time.
+            self.value = largest * math.sqrt(self._factor)
+            self.changes += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document."""
+        return {
+            "version": HISTORY_VERSION,
+            "seen": self._seen,
+            "falling": [list(entry) for entry in self._falling],
+            "value": self.value,
+            "changes": self.changes,
+        }
+
+    @classmethod
+    def restore(cls, document: Any, window: int = 1000, factor: float = 1.5) -> SlidingMax:
+        """What a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        sliding = cls(window, factor)
+        falling = _checked(document, "falling", list)
+        sliding._seen, sliding.changes = _checked(document, "seen", int), _checked(document, "changes", int)
+        sliding.value = _seconds(document.get("value"))
+        for entry in falling[-window:]:
+            if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], int):
+                raise ValueError(f"history: {entry!r} is not a number and its value")
+            sliding._falling.append((entry[0], _seconds(entry[1])))
+        return sliding
 
 
 class _Samples:

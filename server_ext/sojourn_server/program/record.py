@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sojourn.ids import CallId, EmitterId, ProgramId
 
+from .credit import Credit
 from .status import ProgramStatus
 
 SEQ_WINDOW = 1024
@@ -22,6 +23,10 @@ class RunningTool:
     started_s: float
     """On the engine's clock."""
     expected_s: float | None = None
+    name: str = ""
+    """As the framework knows it, e.g. ``bash``."""
+    tool_class: str | None = None
+    """The finer class the client told, e.g. ``pytest``."""
 
 
 @dataclass(slots=True)
@@ -59,7 +64,43 @@ class Program:
     root_id: ProgramId | None = None
     name: str | None = None
     agent_type: str | None = None
+    tenant: str | None = None
+    """On whose behalf it runs, as the client declares; not authenticated."""
     node: str | None = None
+    graph_hash: str | None = None
+    """The graph it follows, which ``GraphStore`` may have forgotten."""
+    prompt_type: str | None = None
+    """How its first prompt began, as a name: stands for the agent's type where the client names none."""
+    steps: list[str] = field(default_factory=list)
+    """What its turns called, newest last (``workflows``); without the last one while its tool runs."""
+    steps_begin: bool = True
+    """``steps`` begin where the program began."""
+    kept_share: float = 1.0
+    """Of a turn's cached context the share that the next prompt began with, as a moving average."""
+    cached_blocks: int = 0
+    """Full blocks that its last turn left in the prefix cache, those it shares among them."""
+    last_turn_s: float | None = None
+    """When its last turn ended, whatever came since."""
+    turn_node: str | None = None
+    """Graph node that the request of its last turn named."""
+    turn_steps_left: float | None = None
+    """Turns that this request expected to follow."""
+    turn_final: bool = False
+    """It said that none follows."""
+    goes_on: float | None = None
+    """Probability that another turn follows its last; ``None`` where nothing is known."""
+    p_reuse: float | None = None
+    """``goes_on`` times the share of its next prompt that its context is; ``None`` where nothing is known."""
+    tier: str | None = None
+    """What ``goes_on`` was taken from (``policy.foresight``)."""
+    foretold: tuple[str, float] | None = None
+    """Its agent type then, and what its hints alone gave to another turn, until that is known."""
+    credit: Credit | None = None
+    """What its own hints have been worth so far."""
+    prefetch_at_s: float | None = None
+    """When to begin to bring its prefix back; ``None`` where nothing is planned."""
+    expected_steps_left: float | None = None
+    """Turns the client expected to follow its last one."""
     turns: int = 0
     """Turns finished."""
     first_prompt_tokens: int = 0
@@ -80,12 +121,31 @@ class Program:
     """When a request last closed a gap that no event had reported: later news of that gap count no more."""
     hinted_ttl_s: float | None = None
     """What the client asked for its last turn, bounded."""
+    attained_s: float = 0.0
+    """Seconds that its finished requests ran; of parallel ones the longest chain (Autellix, Algorithm 1)."""
+    waited_s: float = 0.0
+    """Seconds that its finished requests waited in the engine's queue."""
     turns_when_over: int | None = None
     """Turns at the last end that was learned from, so that one end is not learned twice."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """The client promised heartbeats, so its silence means something."""
     seen: dict[EmitterId, SeenEvents] = field(default_factory=dict)
+
+    def begin_again(self) -> None:
+        """Its id is used again after its end: nothing of its last life holds for the new one.
+
+        What was declared since its end stays, since it was declared for what begins now; so does the length
+        of its old context, which the ledger holds the new prompt against.
+        """
+        self.turns = self.first_prompt_tokens = self.cached_blocks = 0
+        self.turns_when_over = self.turn_over_s = self.last_turn_s = self.pending_tool = None
+        self.gap_leased = self.gap_reported = self.turn_final = False
+        self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None
+        self.prompt_type = self.turn_node = self.turn_steps_left = None
+        self.steps, self.steps_begin, self.kept_share = [], True, 1.0
+        self.goes_on = self.p_reuse = self.tier = self.foretold = self.credit = self.prefetch_at_s = None
+        self.attained_s = self.waited_s = 0.0
 
     def tool_now(self) -> str | None:
         """Key of the longest-running reported tool, else of the parsed one."""

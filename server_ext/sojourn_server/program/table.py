@@ -118,6 +118,12 @@ class ProgramTable:
                     return program
         return None
 
+    def longest_idle_s(self, now: float) -> float:
+        """For how long the program has not been heard of that has been so for longest between turns; 0 where
+        none is."""
+        oldest = [next(iter(acting)) for acting in self._acting if acting]
+        return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
+
     def _make_room(self) -> list[Program]:
         forgotten: list[Program] = []
         while len(self._programs) >= self.max_programs:

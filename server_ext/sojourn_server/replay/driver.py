@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sojourn_server.program.toolcalls import SHELL_TOOLS
+from sojourn_server.traces.prompt import DEFAULT_VOCABULARY, PromptBuilder, computed_again
 from sojourn_server.traces.schema import TraceProgram, Turn
 
 from .announce import Announcer
 from .client import CompletionsClient, RequestError, ServedModel
-from .prompt import DEFAULT_VOCABULARY, PromptBuilder
 from .report import ProgramOutcome, Tally, TurnOutcome
 
 DEFAULT_BLOCK_SIZE = 16
@@ -35,6 +35,8 @@ class ReplayOptions:
 
     concurrency: int = 8
     """Top-level programs at once; not used with ``arrivals``."""
+    stagger_s: float = 0.0
+    """Seconds between the starts of the first ``concurrency`` programs."""
     arrivals: bool = False
     """Start programs at their recorded times."""
     speed: float = 1.0
@@ -52,6 +54,8 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError("concurrency and block size must be at least 1")
+        if not self.stagger_s >= 0:
+            raise ValueError(f"stagger_s is {self.stagger_s}; expected ≥ 0")
         if not (self.speed > 0 and self.token_scale > 0):
             raise ValueError("speed and token scale must be above 0")
 
@@ -79,6 +83,7 @@ class Replay:
         """What was computed again is told in whole blocks of this many tokens."""
         self._on_progress = on_progress
         self._clock = clock
+        self._started_s = 0.0
         # A server remembers ended programs; a second replay of the same trace is other runs of them.
         self._run_id = secrets.token_hex(3)
         known = {program.program_id for program in programs}
@@ -90,23 +95,24 @@ class Replay:
 
     async def run(self) -> Tally:
         """Replay all programs; failures are counted, not raised."""
-        started = self._clock()
+        self._started_s = self._clock()
         if self._options.arrivals:
             await self._open_loop()
         else:
             await self._closed_loop()
-        self.tally.wall_s = self._clock() - started
+        self.tally.wall_s = self._clock() - self._started_s
         return self.tally
 
     async def _closed_loop(self) -> None:
         waiting = iter(self._roots)
 
-        async def worker() -> None:
+        async def worker(number: int) -> None:
+            await asyncio.sleep(number * self._options.stagger_s)
             for program in waiting:
                 await self._family(program, None)
 
         count = min(self._options.concurrency, len(self._roots))
-        await asyncio.gather(*(worker() for _ in range(count)))
+        await asyncio.gather(*(worker(number) for number in range(count)))
 
     async def _open_loop(self) -> None:
         first = min((p.arrival_s for p in self._roots if p.arrival_s is not None), default=0.0)
@@ -158,7 +164,7 @@ class Replay:
         async with self._announcer.program(program.source or "replay", program_id, parent_id):
             for index, turn in enumerate(program.turns[:fitting]):
                 try:
-                    await self._turn(builder, index)
+                    await self._turn(builder, index, program.program_id)
                 except RequestError as error:
                     self.tally.add_error(error)
                     return ProgramOutcome(
@@ -194,13 +200,14 @@ class Replay:
                 return (index if clip is not None else 0), "context too long for the server"
         return len(plans), ""
 
-    async def _turn(self, builder: PromptBuilder, index: int) -> None:
+    async def _turn(self, builder: PromptBuilder, index: int, program_id: str) -> None:
         plan = builder.plans[index]
         prompt = builder.prompt(index)
         body, headers = self._announcer.request_parts()
         forced = builder.planned_output(index) if self._options.force_tokens else None
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
+        sent_s = self._clock() - self._started_s
         answer = await self._client.complete(
             self._served.name,
             prompt,
@@ -214,31 +221,18 @@ class Replay:
             builder.answered(answer.output_ids)
         outcome = TurnOutcome(
             completion=answer,
-            computed_again=self._computed_again(builder, index, answer.prompt_tokens, answer.cached_tokens),
+            computed_again=None
+            if answer.cached_tokens is None
+            else computed_again(builder.plans, index, answer.cached_tokens, self.block_size),
             forced_otherwise=forced is not None
             and answer.output_ids is not None
             and list(answer.output_ids) != forced,
             output_known=answer.output_ids is not None or forced is not None,
+            program_id=program_id,
+            turn=index,
+            sent_s=sent_s,
         )
         self.tally.add_turn(outcome)
-
-    def _computed_again(
-        self, builder: PromptBuilder, index: int, prompt_tokens: int, cached_tokens: int | None
-    ) -> int | None:
-        """Prompt tokens computed that had been computed before; ``None`` where the server doesn't tell.
-
-        What a perfect cache spares are the whole blocks of the kept prefix; the
-        last generated token never has KV.
-        """
-        if cached_tokens is None:
-            return None
-        plan = builder.plans[index]
-        if plan.base is None:
-            return 0
-        before = builder.plans[plan.base]
-        whole = min(plan.kept_tokens, before.prompt_tokens + before.output_tokens - 1, plan.prompt_tokens - 1)
-        reusable = whole // self.block_size * self.block_size
-        return max(0, (prompt_tokens - cached_tokens) - (prompt_tokens - reusable))
 
     async def _gap(self, turn: Turn) -> None:
         idle_s = turn.idle_s / self._options.speed

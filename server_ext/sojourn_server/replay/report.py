@@ -32,6 +32,12 @@ class TurnOutcome(NamedTuple):
     """Prompt tokens; ``None`` where the server doesn't report cached tokens."""
     forced_otherwise: bool = False
     output_known: bool = True
+    program_id: str = ""
+    """Of the trace."""
+    turn: int = 0
+    """From 0."""
+    sent_s: float = 0.0
+    """Seconds after the replay's start."""
 
 
 class ProgramOutcome(NamedTuple):

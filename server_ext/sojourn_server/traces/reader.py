@@ -22,6 +22,17 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProg
     ``TraceError`` with file and line for anything that is not such a trace, also
     for a file without any program; an id that appears twice counts as that.
     """
+    for _, program in read_numbered(path, limit):
+        yield program
+
+
+def line_of(path: str | Path, program_id: str) -> int | None:
+    """On which line of a trace a program is, from 1; ``None`` where it isn't. Raises as ``read_trace``."""
+    return next((number for number, program in read_numbered(path) if program.program_id == program_id), None)
+
+
+def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[int, TraceProgram]]:
+    """As ``read_trace``, each program with its line, from 1."""
     path = Path(path)
     seen: dict[str, int] = {}
     number = 0
@@ -39,7 +50,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProg
                         f"{seen[program.program_id]} too"
                     )
                 seen[program.program_id] = number
-                yield program
+                yield number, program
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
             f"{path}, after line {number}: the gzip data is cut off or damaged: {error}"

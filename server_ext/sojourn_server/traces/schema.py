@@ -13,7 +13,7 @@ class TraceError(ValueError):
     """A trace that cannot be used; the text names file, line and what was wrong."""
 
 
-class ToolRun(msgspec.Struct, frozen=True, kw_only=True):
+class ToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tool call of a turn. Its arguments and its output are never in a trace."""
 
     name: str = "unknown"
@@ -25,7 +25,7 @@ class ToolRun(msgspec.Struct, frozen=True, kw_only=True):
     """Ran in the background: the turn didn't wait for it."""
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLM call."""
 
     prompt_tokens: int
@@ -41,6 +41,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Longest common prefix with the previous turn's prompt, where the source knows it."""
     prefix_tokens_any: int | None = None
     """Longest common prefix with any of the session's last 12 prompts."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the recorded service had cached: what it did, not what could have been."""
     tool: str | None = None
     tool_seconds: float | None = None
     """Wall time from the end of the LLM message to the last tool result."""
@@ -57,6 +59,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of the call on the recorded service."""
     dt_s: float | None = None
     """From this request to the next, where only requests were stamped."""
+    hash_lcp: int | None = None
+    """Where prompts are recorded as block ids: leading blocks that are those of the previous prompt."""
+    hash_runs: tuple[tuple[int, int], ...] | None = None
+    """The blocks behind them: consecutive ids as (first, count); full blocks only."""
 
     @property
     def idle_s(self) -> float:
@@ -90,7 +96,7 @@ ASSUMED_DECODE_S = 0.02
 """Seconds a token where a trace doesn't record how long its LLM calls took: 50 tokens a second."""
 
 
-class TraceProgram(msgspec.Struct, frozen=True, kw_only=True):
+class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One agent session, or one sub-agent of it."""
 
     program_id: str
@@ -109,6 +115,12 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after the parent's start at which a sub-agent starts."""
     shared_prefix_tokens: int | None = None
     """Leading tokens of the first prompt that other programs have too."""
+    block_size: int | None = None
+    """Tokens in a block of ``Turn.hash_runs``."""
+    hash_scope: str | None = None
+    """Where equal block ids are equal text: ``global`` is the whole trace, ``program`` the program alone."""
+    tenant: str | None = None
+    """On whose behalf it runs."""
 
     @property
     def max_context_tokens(self) -> int:
@@ -124,7 +136,9 @@ _TOKENS = (
     "out_dropped",
     "prefix_tokens",
     "prefix_tokens_any",
+    "cached_tokens",
 )
+_SCOPES = (None, "global", "program")
 
 
 def check_program(program: TraceProgram) -> None:
@@ -143,6 +157,37 @@ def check_program(program: TraceProgram) -> None:
             raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
         for run in turn.tools or ():
             _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
+    _check_blocks(program)
+
+
+def _check_blocks(program: TraceProgram) -> None:
+    """Block ids must add up: all turns have them or none, and each as many as its prompt has full blocks."""
+    if program.block_size is not None and program.block_size < 1:
+        raise TraceError(f"block_size is {program.block_size}; expected at least 1")
+    if program.hash_scope not in _SCOPES:
+        raise TraceError(f"hash_scope is {program.hash_scope!r}; expected 'global' or 'program'")
+    if all(turn.hash_runs is None for turn in program.turns):
+        return
+    if program.block_size is None:
+        raise TraceError("hash_runs without block_size: how many tokens is a block?")
+    before = 0
+    for index, turn in enumerate(program.turns):
+        if turn.hash_runs is None:
+            raise TraceError(f"turn {index}: hash_runs is missing; other turns of the program have it")
+        for first, count in turn.hash_runs:
+            if first < 0 or count < 0:
+                raise TraceError(f"turn {index}: hash_runs has [{first}, {count}]; expected both ≥ 0")
+        kept = turn.hash_lcp or 0
+        if not 0 <= kept <= before:
+            raise TraceError(
+                f"turn {index}: hash_lcp is {kept}; expected 0 to {before}, the blocks of the turn before"
+            )
+        before = kept + sum(count for _, count in turn.hash_runs)
+        if before != turn.prompt_tokens // program.block_size:
+            raise TraceError(
+                f"turn {index}: hash_lcp and hash_runs make {before} blocks; expected "
+                f"{turn.prompt_tokens // program.block_size} full ones in {turn.prompt_tokens} tokens"
+            )
 
 
 def _at_least_zero(holder: object, name: str, where: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
+from ..engine.desk import Desk
 from ..engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from ..engine.identity import read_identity
 from ..engine.service import Service
-from ..engine.state import Pool
+from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
-from ..policy.views import OwnerView
-from ..program.status import OVER
-from .free_queue import Owner, ProgramFreeQueue
+from ..policy.costs import EngineProfile
+from ..policy.preset import Preset
+from .free_queue import Owner, ProgramFreeQueue, Score
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -35,6 +38,9 @@ logger = init_logger("vllm.sojourn")
 
 LOOK_AGAIN_STEPS = 16
 """Steps between two look-ups of what a gated request could share."""
+
+RESCORED_PER_STEP = 256
+"""Programs scored anew in one step when the scale has moved, so that no step does all of them."""
 
 EASILY_COUNTED = 20_000
 """Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
@@ -66,8 +72,8 @@ class SchedulerAdapter:
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
-        profile = settings.profile()
-        self.steward = Steward(
+        self.steward, desk = _steward(
+            settings,
             preset,
             Pool(
                 blocks=self._pool.num_gpu_blocks - 1,
@@ -75,25 +81,31 @@ class SchedulerAdapter:
                 block_bytes=_block_bytes(scheduler),
                 max_context_tokens=scheduler.max_model_len,
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
+                step_tokens=scheduler.max_num_scheduled_tokens,
+                host_s_per_token=_host_s_per_token(scheduler, settings.profile()),
             ),
-            limits=settings.limits(),
-            curve=profile.prefill if profile is not None else None,
-            histories=self._history.load(),
+            self._history.load(),
+            rank,
         )
         # Tests want a wrong metric to fail loudly; an engine only wants it counted.
         self.steward.recorder.strict = settings.strict
         self.service = Service(
             self.steward,
-            engine={"vllm": _vllm_version(), "block_size": str(scheduler.block_size)},
+            engine=_described(scheduler),
             pool_state=self.pool_state,
+            desk=desk,
         )
-        self._reader = ToolCallReader(scheduler.vllm_config.model_config)
+        self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         self._queue = ProgramFreeQueue(
             self._pool.free_block_queue,
             evicted=self._guarded_evicted,
             score=self._guarded_score if preset.eviction.by_program else None,
         )
         self._pool.free_block_queue = self._queue
+        self._scores = preset.eviction.by_program
+        self._scale_changes = 0
+        self._unscaled: list[ProgramId] = []
+        """Programs whose score is still measured in an earlier scale."""
         self._held = HeldBlocks(self._pool, self._queue)
         # With user priorities the gate would let an unimportant early program keep an important one out.
         gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
@@ -115,6 +127,8 @@ class SchedulerAdapter:
         )
         self._scheduled_at: float | None = None
         self._steps = 0
+        self._promotions: list[tuple[float, str]] = []
+        """A heap of when requests are to be filed anew, though nothing happens to them."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Of gated requests: when it was looked up, and how many blocks of the prompt others hold."""
         self._pool_state: dict[str, int] | None = None
@@ -158,7 +172,34 @@ class SchedulerAdapter:
         self.steward.tick(now)
         if self.steward.actions:
             self._carry_out(now)
+        if self._promotions and self._promotions[0][0] <= now:
+            self._promote(now)
+        if self._scores:
+            self.guarded(self._rescore)
         self._shortage.prepare_step()
+
+    def _rescore(self) -> None:
+        """Programs to which something happened, at once; all others a few a step, when the scale moved."""
+        foreseer = self.steward.foreseer
+        if foreseer.changed:
+            for program_id in foreseer.changed:
+                self._queue.rescore(program_id)
+            foreseer.changed.clear()
+        if foreseer.scale_changes != self._scale_changes:
+            self._scale_changes = foreseer.scale_changes
+            self._unscaled = self._queue.names()
+        if self._unscaled:
+            for program_id in self._unscaled[-RESCORED_PER_STEP:]:
+                self._queue.rescore(program_id)
+            del self._unscaled[-RESCORED_PER_STEP:]
+
+    def _promote(self, now: float) -> None:
+        """File anew those whom waiting alone lets go first from now on."""
+        while self._promotions and self._promotions[0][0] <= now:
+            _, request_id = heapq.heappop(self._promotions)
+            request = self._scheduler.requests.get(request_id)
+            if request is not None:
+                self._waiting.rekey(request)
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""
@@ -178,7 +219,7 @@ class SchedulerAdapter:
     def before_results(self, output: SchedulerOutput) -> None:
         """Before the scheduler takes in a step's results: how long the step took is known now."""
         if self._scheduled_at is not None:
-            self.steward.reload.observe_step(
+            self.steward.step_took(
                 output.total_num_scheduled_tokens,
                 self._clock() - self._scheduled_at,
                 len(output.num_scheduled_tokens),
@@ -203,13 +244,13 @@ class SchedulerAdapter:
             return
         now = self._clock()
         if ticket.program is None:
-            self.steward.tickets.pop(request.request_id)
+            self.steward.stranger_left(request.request_id)
             return
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
         calls = ()
         if outcome is TurnOutcome.STOPPED:
             # By itself: an output that cannot be decoded must not keep its turn from ending.
-            calls = self.guarded(self._reader.read, request.output_token_ids) or ()
+            calls = self.guarded(self.reader.read, request.output_token_ids) or ()
         cached = self._cached_blocks(request)
         self._queue.own(cached, ticket.program.id)
         lease = self.steward.finished(
@@ -223,6 +264,7 @@ class SchedulerAdapter:
                 block_hashes=request.block_hashes,
                 held_blocks=self._held.blocks(),
                 unheld_blocks=self._held.unheld(cached),
+                used_blocks=self._used_blocks(),
             ),
             now,
         )
@@ -263,7 +305,10 @@ class SchedulerAdapter:
 
     def shutdown(self) -> None:
         """The engine stops: save what was learned."""
-        self._history.save(self.steward.histories)
+        try:
+            self._history.save(self.steward.histories)
+        finally:
+            self.steward.close_tape("the engine stopped")
 
     # -- orders -----------------------------------------------------------------
 
@@ -288,10 +333,15 @@ class SchedulerAdapter:
                 now,
                 held_blocks=self._held.blocks(),
                 unheld_blocks=self._held.unheld(blocks),
+                used_blocks=self._used_blocks(),
             )
             if lease is not None:
                 self._held.hold(program_id, blocks)
-        self._queue.rescore(program_id)
+        elif action.kind is ActionKind.PREFETCH:
+            hashes = self.steward.contexts.get(program_id) or ()
+            # Nothing can be moved yet: there is no tier below the device that this adapter commands.
+            self.steward.prefetched(program_id, len(hashes) - len(self._held.still_cached(hashes)), now)
+            return
         program = self.steward.table.get(program_id)
         if program is not None:
             for request_id in program.live_requests:
@@ -309,6 +359,9 @@ class SchedulerAdapter:
         if self._pool_state is None or blocks < EASILY_COUNTED or age_s >= blocks * COUNTING_S_PER_BLOCK:
             self._pool_state, self._pool_state_at = self._count_blocks(), now
         return self._pool_state
+
+    def _used_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def _count_blocks(self) -> dict[str, int]:
         pool = self._pool
@@ -373,8 +426,11 @@ class SchedulerAdapter:
 
     def _ordered(self, request: Request) -> Key:
         ticket = self.steward.tickets[request.request_id]
-        ticket.preempted = request.status == RequestStatus.PREEMPTED
-        return self.steward.preset.order.key(self.steward.waiting_view(ticket))
+        key = self.steward.queue_key(ticket, preempted=request.status == RequestStatus.PREEMPTED)
+        promoted_s = self.steward.promoted_s(ticket)
+        if promoted_s < math.inf and promoted_s > self._clock():
+            heapq.heappush(self._promotions, (promoted_s, request.request_id))
+        return key
 
     def _belongs_behind_gate(self, request: Request) -> bool:
         return self.guarded(self._behind_gate, request) is True
@@ -400,12 +456,24 @@ class SchedulerAdapter:
         need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
         free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
         running = bool(self._scheduler.running)
+        if self.steward.preset.entry.counts_promised:
+            free_blocks -= self._promised_blocks()
         if self.steward.may_enter(ticket, need_blocks, free_blocks, now, anything_running=running):
             return True
         shared = self._shared_blocks(request)
         return shared > 0 and self.steward.may_enter(
             ticket, need_blocks - shared, free_blocks, now, anything_running=running
         )
+
+    def _promised_blocks(self) -> int:
+        """Blocks that running requests still lack for prompts of which a part is yet to be computed."""
+        manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
+        promised = 0
+        for request in self._scheduler.running:
+            if request.num_computed_tokens < request.num_tokens - 1:
+                held = len(manager.get_blocks(request.request_id).blocks[0])
+                promised += max(0, -(-request.num_tokens // block_size) - held)
+        return promised
 
     def _shared_blocks(self, request: Request) -> int:
         """Blocks of the prompt that others hold anyway. Looked up anew only every few steps."""
@@ -419,25 +487,62 @@ class SchedulerAdapter:
     def _guarded_score(self, program_id: ProgramId) -> tuple[float, ...]:
         return self.guarded(self._owner_score, program_id) or (float("-inf"),)
 
-    def _guarded_evicted(self, block: KVCacheBlock, owner: Owner) -> None:
+    def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
-        self.guarded(self._evicted, block, owner)
+        self.guarded(self._evicted, block, owner, score)
 
     def _owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        program = self.steward.table.get(program_id)
-        if program is None:
-            return (float("-inf"),)
-        view = OwnerView(program.rank, program.status in OVER, program.turn_over_s or program.last_contact_s)
-        return self.steward.preset.eviction.score(view)
+        return self.steward.owner_score(program_id)
 
-    def _evicted(self, block: KVCacheBlock, owner: Owner) -> None:
+    def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating
         self.steward.evicted(
             chain_hash(block),
             owner if isinstance(owner, str) else None,
             allocating.request_id if allocating is not None else None,
             self._scheduled_at or self._clock(),
+            score,
         )
+
+
+def _steward(
+    settings: Settings, preset: Preset, pool: Pool, histories: Histories, rank: int | None
+) -> tuple[Steward, Desk | None]:
+    """The steward, and its desk where a tape is to be written: both then write down what they are told."""
+    profile = settings.profile()
+    curve = profile.prefill if profile is not None else None
+    limits = settings.limits()
+    if settings.tape_file is None:
+        return Steward(preset, pool, limits=limits, curve=curve, histories=histories), None
+    from ..engine.tape import Header, TapeFile, TapingDesk, TapingSteward
+
+    text, source = settings.preset_toml()
+    header = Header.of(
+        preset_toml=text,
+        preset_source=source,
+        pool=pool,
+        limits=limits,
+        curve=curve,
+        histories=histories,
+        versions={"vllm": _vllm_version()},
+    )
+    path = settings.tape_file if rank is None else f"{settings.tape_file}.rank{rank}"
+
+    def warn(text: str) -> None:
+        logger.warning("sojourn: %s; the engine goes on", text)
+
+    tape = TapeFile(path, header, warn=warn)
+    steward = TapingSteward(tape, preset, pool, limits=limits, curve=curve, histories=histories)
+    return steward, TapingDesk(steward)
+
+
+def _host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
+    """Where the engine has a connector and the profile a bandwidth; None: not known."""
+    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
+    block_bytes = _block_bytes(scheduler)
+    if scheduler.connector is None or not bytes_per_s or not block_bytes:
+        return None
+    return block_bytes / scheduler.block_size / bytes_per_s
 
 
 def _block_bytes(scheduler: Scheduler) -> int:
@@ -445,6 +550,23 @@ def _block_bytes(scheduler: Scheduler) -> int:
     tensors = getattr(config, "kv_cache_tensors", None) or []
     blocks = max(1, config.num_blocks)
     return sum(tensor.size for tensor in tensors) // blocks
+
+
+def _described(scheduler: Scheduler) -> dict[str, str]:
+    """What ``sojourn profile`` needs to know of the engine to stand in for it."""
+    config = scheduler.scheduler_config
+    devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
+    told = {
+        "vllm": _vllm_version(),
+        "block_size": str(scheduler.block_size),
+        "num_blocks": str(scheduler.kv_cache_config.num_blocks),
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+    }
+    # One worker's share; a scheduler without a model has no tensors to tell from.
+    if block_bytes := _block_bytes(scheduler):
+        told["kv_bytes_per_token"] = str(block_bytes * devices // scheduler.block_size)
+    return told
 
 
 def _vllm_version() -> str:

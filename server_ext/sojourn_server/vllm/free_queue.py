@@ -19,7 +19,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 Score = tuple[float, ...]
 Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
 """One program; the set of several; or ``MANY``."""
-Evicted = Callable[[KVCacheBlock, Owner], None]
+Evicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
+"""Block, owner, and the score by which it was chosen; ``None``: by the engine's own order."""
 
 SHARED = ProgramId("")
 """Bucket of blocks that several programs own; an empty id cannot come over the wire."""
@@ -135,6 +136,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         if program_id in self._buckets:
             self._push(program_id)
 
+    def names(self) -> list[ProgramId]:
+        """Programs that have free cached blocks of their own."""
+        return list(self._buckets)
+
     def discard_to_front(self, block: KVCacheBlock) -> None:
         """Make a free block, whose hash has just been taken away, the first to be reused."""
         self.remove(block)
@@ -170,11 +175,16 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         assert self.num_free_blocks >= n
         # The list's own way takes n blocks from the list unseen, so all free ones must be there.
-        blocks = [self._pop_one() for _ in range(n)] if self._bucket_of else super().popleft_n(n)
-        if self._owner:
-            for block in blocks:
-                self._reused(block)
-        return blocks
+        if not self._bucket_of:
+            blocks = super().popleft_n(n)
+            if self._owner:
+                for block in blocks:
+                    self._reused(block, None)
+            return blocks
+        popped = [self._pop_one() for _ in range(n)]
+        for block, score in popped:
+            self._reused(block, score)
+        return [block for block, _ in popped]
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return list(self.iter_blocks_after(None))
@@ -243,10 +253,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(bucket)
         return list(bucket.values())
 
-    def _pop_one(self) -> KVCacheBlock:
+    def _pop_one(self) -> tuple[KVCacheBlock, Score | None]:
         """Uncached blocks first, then blocks of no program, then programs by score, shared ones last."""
         if self.fake_free_list_head.next_free_block is not self.fake_free_list_tail:
-            return super().popleft()
+            return super().popleft(), None
         while True:
             place, name = self._heap[0]
             if self._place.get(name) == place:
@@ -254,15 +264,15 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             heapq.heappop(self._heap)
         block = next(iter(self._buckets[name].values()))
         self.remove(block)
-        return block
+        return block, place[0]
 
-    def _reused(self, block: KVCacheBlock) -> None:
+    def _reused(self, block: KVCacheBlock, score: Score | None) -> None:
         owner = self._owner.pop(block.block_id, None)
         if owner is None:
             return
         self._forget_names(block.block_id, (owner,) if isinstance(owner, str) else owner)
         if block.block_hash is not None:
-            self._evicted(block, owner)
+            self._evicted(block, owner, score)
 
     def _forget_names(self, block_id: int, owners: Iterable[ProgramId]) -> None:
         for program_id in owners:

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from ..engine.state import Histories
 from ..program.history import ToolHistory, TurnHistory
+from ..program.workflows import Workflows
 
 SAVE_EVERY_S = 300.0
 
@@ -62,7 +63,9 @@ class HistoryFile:
         try:
             document = json.loads(content)
             return Histories(
-                tools=ToolHistory.restore(document["tools"]), turns=TurnHistory.restore(document["turns"])
+                tools=ToolHistory.restore(document["tools"]),
+                turns=TurnHistory.restore(document["turns"]),
+                workflows=self._workflows(document),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             kept = self._set_aside("unreadable")
@@ -70,6 +73,20 @@ class HistoryFile:
                 "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept
             )
             return Histories()
+
+    def _workflows(self, document: dict[str, Any]) -> Workflows:
+        """By themselves: files of earlier releases have none, and the rest of a file is worth keeping."""
+        if "workflows" not in document:
+            return Workflows()
+        try:
+            return Workflows.restore(document["workflows"])
+        except ValueError as error:
+            logger.warning(
+                "sojourn: the workflows in history %s cannot be used (%s); starting without",
+                self._path,
+                error,
+            )
+            return Workflows()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
         """Save in the background if the last time is long enough ago. The engine only takes the snapshot."""
@@ -129,4 +146,8 @@ def _remove(path: Path) -> None:
 
 
 def _document(histories: Histories) -> dict[str, Any]:
-    return {"tools": histories.tools.snapshot(), "turns": histories.turns.snapshot()}
+    return {
+        "tools": histories.tools.snapshot(),
+        "turns": histories.turns.snapshot(),
+        "workflows": histories.workflows.snapshot(),
+    }

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..engine.state import StewardLimits
 from ..policy.costs import EngineProfile
-from ..policy.preset import Preset, load_preset, parse_preset
+from ..policy.own_policies import classes_beside
+from ..policy.preset import Preset, parse_preset, preset_text
 
 CONFIG_KEY = "sojourn"
 
@@ -32,6 +33,8 @@ class Settings:
     """Tool history: loaded at start, saved on exit and every few minutes."""
     profile_file: str | None = None
     """Engine profile written by ``sojourn profile``."""
+    tape_file: str | None = None
+    """Where all that the policies are told and answer is written down, to be replayed in the lab."""
     lease_budget_fraction: float = 0.95
     max_hinted_ttl_s: float = 300.0
     return_grace_s: float = 2.0
@@ -61,14 +64,20 @@ class Settings:
 
     def preset(self) -> Preset:
         """The chosen preset. Raises ``PresetError`` or ``SettingsError``."""
+        text, source = self.preset_toml()
+        own = classes_beside(Path(self.policy_file).parent) if self.policy_file is not None else None
+        return parse_preset(text, source=source, own=own)
+
+    def preset_toml(self) -> tuple[str, str]:
+        """Its TOML, and what that came from. Raises ``PresetError`` or ``SettingsError``."""
         if self.policy_file is None:
-            return load_preset(self.policy)
+            return preset_text(self.policy), f"{self.policy}.toml"
         path = Path(self.policy_file)
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise SettingsError(f"policy_file {path}: {error.strerror}") from error
-        return parse_preset(text, source=str(path))
+        return text, str(path)
 
     def profile(self) -> EngineProfile | None:
         """The engine profile, if one was named. Raises ``SettingsError``."""

@@ -46,6 +46,22 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 
 
+def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
+    """One list without repeats; with several engines each hears every report, and may have forgotten some."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    known: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for graph in answer["graphs"]:
+            known.setdefault(graph["graph_hash"], graph)
+    return {
+        "graphs": list(known.values()),
+        "total": len(known),
+        "bytes": max(answer["bytes"] for answer in answers),
+        "forgotten": max(answer["forgotten"] for answer in answers),
+    }
+
+
 def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
     """One engine's numbers as they are; several engines' side by side under ``engines``.
 

@@ -22,7 +22,7 @@ MAX_QUESTIONS_IN_FLIGHT = 2
 """The same of each kind of question."""
 FRESH_S = 0.5
 """An answer this old is given again."""
-REPEATABLE = frozenset({"capabilities", "programs", "stats"})
+REPEATABLE = frozenset({"capabilities", "programs", "graphs", "stats"})
 """What is polled. Who walks the decisions or looks one program up asks something new each time."""
 MAX_REMEMBERED = 16
 """Answers kept at a time: a list of programs comes in thousands of sizes."""

@@ -1,4 +1,4 @@
-"""The routes under ``/sojourn/v1``: events in; capabilities, programs, stats and decisions out.
+"""The routes under ``/sojourn/v1``: events in; capabilities, programs, graphs, stats and decisions out.
 
 Nothing here knows vLLM: an engine is whatever answers ``EngineCalls``. Answers
 are the engine's own JSON; they hold ids, names, numbers and reasons, never the
@@ -74,7 +74,7 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
 
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:
-        """One program: status, turns, lease, blocks, and its turn ledger."""
+        """One program: status, turns, lease, blocks, running tools, and its turn ledger."""
         program = None
         if 0 < len(program_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
             payload = answers.write({"program_id": program_id})
@@ -88,6 +88,28 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
                 "and a restarted server starts without any",
             )
         return JSONResponse(program)
+
+    @router.get("/graphs")
+    async def get_graphs() -> JSONResponse:
+        """Graphs that agents declared, the one used last first: hash, agent types and size of each."""
+        found = [answers.read(answer) for answer in await ask("graphs", "{}", QUERY_TIMEOUT_S)]
+        return JSONResponse(answers.merge_graphs(found))
+
+    @router.get("/graphs/{graph_hash}")
+    async def get_graph(graph_hash: str) -> JSONResponse:
+        """One graph with its nodes and edges; ``graph_hash`` as ``/programs/{id}`` names it."""
+        graph = None
+        if 0 < len(graph_hash.encode("utf-8", "replace")) <= MAX_ID_BYTES:
+            found = await ask("graph", answers.write({"graph_hash": graph_hash}), QUERY_TIMEOUT_S)
+            graph = next((known for answer in found if (known := answers.read(answer)) is not None), None)
+        if graph is None:
+            raise Failure(
+                404,
+                "no graph of this hash is known",
+                f"GET {PREFIX}/graphs lists those that are; the ones used least recently are forgotten in "
+                "time, and a restarted server starts without any",
+            )
+        return JSONResponse(graph)
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:

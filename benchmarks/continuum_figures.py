@@ -1,0 +1,286 @@
+"""Continuum's figures in the lab: its delay against vLLM's over a load sweep, and its ablations.
+
+    python benchmarks/continuum_figures.py
+
+The paper's synthetic workloads (Table 1), A100-80GB, llama-3.1-8b, Poisson arrivals until all programs have
+finished (§6.1). Delay is a program's time from arrival to its last token. Writes a table to the terminal
+and continuum_figures.json, .md and .svg into benchmarks/results; between the marks of the .md is what was
+written by hand, which stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lab_pages import made_by, write_page
+from rich.console import Console
+from rich.table import Table
+from sojourn_server.cli.console import write_json
+from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.lab.kept_runs import KeptRuns
+from sojourn_server.lab.lives import RunLog
+from sojourn_server.lab.report.results import document, made_with
+from sojourn_server.lab.report.row import RunRow
+from sojourn_server.lab.report.spans import KINDS, totals
+from sojourn_server.lab.report.styles import styles
+from sojourn_server.lab.run import RunSpec
+
+RATES = {
+    "synthetic:continuum-swe-bench": (0.008, 0.012, 0.018, 0.030),
+    "synthetic:continuum-bfcl": (0.015, 0.025, 0.040, 0.070),
+    "synthetic:continuum-swe-bench:0.05": (0.030, 0.060, 0.130),
+    "synthetic:continuum-bfcl:0.05": (0.050, 0.100, 0.200),
+}
+"""Programs a second: from where nobody waits to where the queue only grows. Behind the colon: the part of a
+context that the model writes, which the paper does not tell; without one a fifth."""
+PROGRAMS = {workload: 60 if workload.endswith(":0.05") else 40 for workload in RATES}
+"""Arrivals of a run. The same load in programs a second is over in a moment where they are few."""
+ABLATION = ("stock", "program-fcfs", "static-ttl", "continuum-paper")
+"""Figure 15, in its order."""
+POLICIES = (*ABLATION, "continuum", "unlimited")
+PUBLISHED = (1.12, 3.66)
+"""§1: vLLM's mean delay over Continuum's, least and most of all models, devices and workloads."""
+FIRST_WORDS = "Nothing has been written yet."
+
+Cell = tuple[str, float]
+"""Workload and rate."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--programs", type=int, help="arrivals of each run; default: 40, or 60 short programs"
+    )
+    parser.add_argument(
+        "--workload", choices=list(RATES), action="append", help="one of the four; default: all"
+    )
+    parser.add_argument("--rates", help="arrivals a second for every workload, commas between")
+    parser.add_argument("--policy", default=",".join(POLICIES))
+    parser.add_argument("--hardware", default="a100-80gb")
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument(
+        "--cache", help="folder in which finished runs are kept, to go on after an interruption"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    began = time.monotonic()
+    specs = [
+        RunSpec(
+            policy=policy, workload=workload, programs=options.programs or PROGRAMS[workload],
+            rate_per_s=rate, until_s=None, hardware=options.hardware, model=options.model, seed=options.seed,
+        )
+        for workload in options.workload or RATES
+        for rate in (map(float, options.rates.split(",")) if options.rates else RATES[workload])
+        for policy in options.policy.split(",")
+    ]  # fmt: skip
+    kept = KeptRuns(options.cache) if options.cache else None
+    result = run_with_progress(specs, processes=options.jobs, kept=kept)
+    made = made_with(sys.argv)
+    Console().print(table(result.rows))
+    plain = document(result.rows, made)
+    plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
+    plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
+                            **seconds_by(log)} for log in result.logs]  # fmt: skip
+    plain["factors"] = [
+        {"trace": trace, "rate_per_s": rate, **{policy: factor(rows, policy) for policy in rows}}
+        for (trace, rate), rows in cells(result.rows).items()
+    ]
+    out: Path = options.out
+    write_json(plain, str(out / "continuum_figures.json"))
+    page = markdown(result.rows, result.logs, made_by(made, time.monotonic() - began))
+    write_page(out / "continuum_figures.md", page, FIRST_WORDS)
+    plot(result.rows, out / "continuum_figures.svg")
+
+
+def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
+    """The rows of each load, by policy."""
+    found: dict[Cell, dict[str, RunRow]] = {}
+    for row in rows:
+        assert row.rate_per_s is not None
+        found.setdefault((row.trace, row.rate_per_s), {})[row.policy] = row
+    return found
+
+
+def factor(rows: dict[str, RunRow], policy: str) -> float | None:
+    """Stock's mean delay over the policy's."""
+    stock, mine = rows.get("stock"), rows[policy].completion_s.mean
+    return stock.completion_s.mean / mine if stock and stock.completion_s.mean and mine else None
+
+
+def seconds_by(log: RunLog) -> dict[str, float]:
+    """Mean seconds of a program's delay in each kind of span; ``mean`` is their sum."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for program in log.programs:
+        for kind, seconds in totals(program, log.virtual_s).items():
+            sums[kind] += seconds / len(log.programs)
+    return {"mean": sum(sums.values()), **sums}
+
+
+def table(rows: Sequence[RunRow]) -> Table:
+    """Mean delay in seconds, and how many times less than stock's."""
+    names = list(dict.fromkeys(row.policy for row in rows))
+    shown = Table(title=f"mean delay, s, and stock ÷ policy; published {PUBLISHED[0]}–{PUBLISHED[1]}×")
+    for name in ("workload", "programs/s", *names):
+        shown.add_column(name, justify="left" if name == "workload" else "right", overflow="fold")
+    for (trace, rate), mine in cells(rows).items():
+        shown.add_row(
+            trace.removeprefix("synthetic:continuum-"), f"{rate:g}", *(_cell(mine, n) for n in names)
+        )
+    return shown
+
+
+def _cell(rows: dict[str, RunRow], policy: str) -> str:
+    mean, times = rows[policy].completion_s.mean, factor(rows, policy)
+    text = "–" if mean is None else f"{mean:,.0f}"
+    return text if times is None or policy == "stock" else f"{text} ({times:.2f}×)"
+
+
+def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], made: str) -> str:
+    """The page; ``{by hand}`` is where words go."""
+    names = list(dict.fromkeys(row.policy for row in rows))
+    first = rows[0]
+    programs = " or ".join(str(count) for count in sorted({row.programs for row in rows}))
+    lines = [
+        "# Continuum's figures in the lab",
+        "",
+        "Generated by the command below, but for what is between the marks.",
+        "",
+        made,
+        "",
+        f"{first.hardware}, {first.model}, {programs} programs a run arriving Poisson, seed "
+        f"{first.seed}; a KV pool of {first.pool_blocks * first.block_size:,} tokens. `unlimited` is stock "
+        "with a pool that is never full: a limit, no policy.",
+        "",
+        "![delay over load](continuum_figures.svg)",
+        "",
+        "## Delay",
+        "",
+        f"Mean seconds from a program's arrival to its last token, and stock ÷ policy. Published (§1): "
+        f"{PUBLISHED[0]}× to {PUBLISHED[1]}×.",
+        "",
+        *_grid(
+            ["workload", "programs/s", *names],
+            [
+                [trace, f"{rate:g}", *(_cell(mine, name) for name in names)]
+                for (trace, rate), mine in cells(rows).items()
+            ],
+        ),
+        "",
+        "## Ablation (Figure 15)",
+        "",
+        *ablation(rows),
+        "",
+        "## What it comes from",
+        "",
+        "Mean seconds of a program in each state; prompt tokens computed again, of all prompt tokens; the "
+        "device's busy share.",
+        "",
+        *_grid(
+            ["workload", "programs/s", "policy", *KINDS[1:], "again", "busy", "preemptions"],
+            _evidence(rows, logs),
+        ),
+        "",
+        "## What differs, and why",
+        "",
+        "{by hand}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _evidence(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[list[str]]:
+    lines = []
+    for row, log in zip(rows, logs, strict=True):
+        by = seconds_by(log)
+        lines.append(
+            [
+                row.trace, f"{row.rate_per_s:g}", row.policy, *(f"{by[kind]:,.0f}" for kind in KINDS[1:]),
+                f"{row.regenerated_tokens / row.prompt_tokens:.1%}", f"{row.device_busy_fraction or 0:.0%}",
+                f"{row.preemptions}",
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def ablation(rows: Sequence[RunRow]) -> list[str]:
+    """Whether each step of Figure 15 helps, at every load."""
+    lines = []
+    for trace in dict.fromkeys(row.trace for row in rows):
+        loads = [mine for (name, _), mine in cells(rows).items() if name == trace]
+        steps = [name for name in ABLATION if all(name in mine for mine in loads)]
+        if len(steps) < 2:
+            continue
+        told = []
+        for before, after in pairwise(steps):
+            gains = [_mean(mine[before]) / _mean(mine[after]) for mine in loads]
+            helps = sum(gain > 1.005 for gain in gains)
+            hurts = sum(gain < 0.995 for gain in gains)
+            middle = math.exp(sum(map(math.log, gains)) / len(gains))
+            told.append(f"{before} → {after} {middle:.2f}× (better at {helps} loads, worse at {hurts})")
+        lines.append(f"- `{trace}`, geometric mean over {len(loads)} loads: {'; '.join(told)}")
+    return lines or ["- not run"]
+
+
+def _mean(row: RunRow) -> float:
+    assert row.completion_s.mean is not None, "an open loop runs until all have finished"
+    return row.completion_s.mean
+
+
+def _grid(head: list[str], lines: list[list[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'|'.join('---' for _ in head)}|",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
+
+
+def plot(rows: Sequence[RunRow], path: Path) -> None:
+    """Delay over load, and below it stock ÷ policy with the published range."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
+    import matplotlib.pyplot as plt
+
+    looks = styles((row.policy for row in rows), {row.policy for row in rows if row.policy == "unlimited"})
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    figure, axes = plt.subplots(2, len(traces), figsize=(4.6 * len(traces), 7), squeeze=False, sharex="col")
+    for place, trace in enumerate(traces):
+        delay, times = axes[0][place], axes[1][place]
+        mine = {rate: found for (name, rate), found in cells(rows).items() if name == trace}
+        for policy, look in looks.items():
+            rates = [rate for rate in mine if policy in mine[rate]]
+            drawn: dict[str, Any] = {
+                "color": look.colour, "linestyle": look.dash, "marker": look.marker, "label": policy,
+            }  # fmt: skip
+            delay.plot(rates, [mine[rate][policy].completion_s.mean for rate in rates], **drawn)
+            if policy != "stock":
+                times.plot(rates, [factor(mine[rate], policy) for rate in rates], **drawn)
+        times.axhspan(*PUBLISHED, color="#009E73", alpha=0.1, label="published, all set-ups")
+        times.axhline(1.0, color="black", linewidth=0.8)
+        delay.set(title=trace, ylabel="mean delay, s", ylim=(0, None))
+        times.set(xlabel="programs a second", ylabel="stock ÷ policy")
+        for axis in (delay, times):
+            axis.grid(alpha=0.25)
+    axes[0][0].legend(frameon=False)
+    axes[1][0].legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main()

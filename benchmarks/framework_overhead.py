@@ -1,0 +1,364 @@
+"""What instrumentation costs an agent of each framework: microseconds a turn beyond the bare framework.
+
+    .tox/frameworks/bin/python benchmarks/framework_overhead.py [--rounds 40] [--turns 20] [--json FILE]
+
+A scripted agent makes ``turns`` turns, each one LLM request and one tool call, against a
+server in another process that takes ``--answer-ms`` for an answer, as a model would: the
+sender thread works meanwhile. With 0 it fights for the interpreter with an agent that never waits,
+which no real one does. Rounds alternate: bare, instrumented,
+bare, ... so that both meet the same machine; of each pair the difference is taken, and
+of the differences the median. What is not importable here is left out: run it in the
+engine's environment for openai, litellm and mini-swe-agent, with ``tox``'s for the others.
+Nothing leaves this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+    MSWEA_SILENT_STARTUP="1",
+    MSWEA_CONFIGURED="true",
+    MSWEA_COST_TRACKING="ignore_errors",
+    SOJOURN_HISTORY="off",
+)
+
+import sojourn
+from rich.console import Console
+from rich.table import Table
+
+TARGET_TURN_US = 100.0
+"""Agreed bound on the median of the differences."""
+WARM_UP_ROUNDS = 2
+
+SERVER = """
+import sys
+from sojourn.testing import FakeServer, ToolUse
+
+def answer(request):
+    messages = request.body["messages"]
+    if sum(message["role"] == "tool" for message in messages) >= {turns} - 1:
+        name = None
+    else:
+        name = request.body["tools"][0]["function"]["name"]
+    if name == "bash" or (name is None and any("bash" in str(m.get("tool_calls")) for m in messages)):
+        return ToolUse("bash", {{"command": "submit" if name is None else "true"}})
+    return "done" if name is None else ToolUse(name, {{"text": "x"}})
+
+with FakeServer(answer) as server:
+    server.reply_delay_s = {answer_s}
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+Run = Callable[[], Any]
+Prepare = Callable[[str, bool], Run]
+"""Makes the agent for one round, outside the time that is taken: (base URL, instrumented) → run it."""
+
+
+def main() -> None:
+    """Measure and print; exit code 1 where the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of rounds per framework")
+    parser.add_argument("--turns", type=int, default=20, help="turns of one agent")
+    parser.add_argument("--answer-ms", type=float, default=10.0, help="how long the model takes")
+    parser.add_argument("--framework", action="append", choices=sorted(FRAMEWORKS), help="only this one")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
+    options = parser.parse_args()
+    names = options.framework or sorted(FRAMEWORKS)
+    report = measure(options.rounds, options.turns, options.answer_ms, names)
+    show(report)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(0 if report["passed"] else 1)
+
+
+def measure(rounds: int, turns: int, answer_ms: float, names: list[str]) -> dict[str, Any]:
+    """All numbers, as plain data."""
+    here = [name for name in names if find_spec(FRAMEWORKS[name].package) is not None]
+    rows = {name: one(name, rounds, turns, answer_ms) for name in here}
+    settings = f"--rounds {rounds} --turns {turns} --answer-ms {answer_ms:g}"
+    return {
+        "command": f"python benchmarks/framework_overhead.py {settings}",
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "frameworks": rows,
+        "targets": {"turn_us": TARGET_TURN_US},
+        "passed": bool(rows) and all(row["added_us"] <= TARGET_TURN_US for row in rows.values()),
+    }
+
+
+def one(name: str, rounds: int, turns: int, answer_ms: float) -> dict[str, Any]:
+    """One framework's row. Raises ``RuntimeError`` where its agent does not make the turns it should."""
+    framework = FRAMEWORKS[name]
+    took: dict[bool, list[Took]] = {False: [], True: []}
+    with ServerProcess(turns, answer_ms / 1000) as url:
+        sojourn.init(url, dialect="sojourn")
+        for number in range(2 * (rounds + WARM_UP_ROUNDS)):
+            instrumented = bool(number % 2)
+            if instrumented:
+                sojourn.instrument()
+            else:
+                sojourn.uninstrument()
+            before = sojourn.stats()["requests_started"]
+            took[instrumented].append(timed(framework.prepare(f"{url}/v1", instrumented), turns))
+            told = sojourn.stats()["requests_started"] - before
+            if told != (turns if instrumented else 0):
+                raise RuntimeError(f"{name}: {told} requests were told; expected {turns}, or none when bare")
+            sojourn.flush(2)
+        stats = sojourn.stats()
+        sojourn.shutdown()
+    bare, ours = (took[on][WARM_UP_ROUNDS:] for on in (False, True))
+    added = [with_us.minus(without_us) for without_us, with_us in zip(bare, ours, strict=True)]
+    differences = sorted(each.wall_us for each in added)
+    quarter = len(differences) // 4
+    return {
+        "version": version(framework.distribution),
+        "rounds": rounds,
+        "turns": turns,
+        "bare_us": round(statistics.median(each.wall_us for each in bare), 1),
+        "instrumented_us": round(statistics.median(each.wall_us for each in ours), 1),
+        "added_us": round(statistics.median(differences), 1),
+        "added_quartiles_us": [round(differences[quarter], 1), round(differences[-1 - quarter], 1)],
+        "added_cpu_us": round(statistics.median(each.cpu_us for each in added), 1),
+        "dropped": stats["dropped_full"] + stats["dropped_send"],
+    }
+
+
+class Took(NamedTuple):
+    """Microseconds a turn."""
+
+    wall_us: float
+    cpu_us: float
+    """Of the agent's own thread only: what a framework does in others is not in it, nor is our sender."""
+
+    def minus(self, other: Took) -> Took:
+        return Took(self.wall_us - other.wall_us, self.cpu_us - other.cpu_us)
+
+
+def timed(run: Run, turns: int) -> Took:
+    """One run, without the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        run()
+        cpu_ns, wall_ns = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
+    finally:
+        gc.enable()
+    return Took(wall_ns / 1000 / turns, cpu_ns / 1000 / turns)
+
+
+# ---- one agent of each
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "work",
+        "description": "Work.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+
+
+def work(text: str) -> str:
+    """Work."""
+    return text
+
+
+def by_hand(ask: Callable[..., Any], instrumented: bool) -> Run:
+    """A loop around ``ask(messages=, tools=)``; with scopes of ours only where it is instrumented."""
+
+    def run() -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        with sojourn.program("bench") if instrumented else nullcontext():
+            while True:
+                message = ask(messages=messages, tools=[TOOL]).choices[0].message
+                if not message.tool_calls:
+                    return
+                (call,) = message.tool_calls
+                messages.append(message.model_dump(exclude_none=True))
+                with sojourn.tool_call(call.function.name, call.id) if instrumented else nullcontext():
+                    result = work(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    return run
+
+
+def openai_loop(base_url: str, instrumented: bool) -> Run:
+    from functools import partial
+
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key="none")
+    return by_hand(partial(client.chat.completions.create, model="m"), instrumented)
+
+
+def litellm_loop(base_url: str, instrumented: bool) -> Run:
+    import litellm
+
+    def ask(**fields: Any) -> Any:
+        return litellm.completion(model="hosted_vllm/m", api_base=base_url, **fields)
+
+    return by_hand(ask, instrumented)
+
+
+def mini(base_url: str, instrumented: bool) -> Run:
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.exceptions import Submitted
+    from minisweagent.models.litellm_model import LitellmModel
+
+    class Nothing(LocalEnvironment):
+        """Starts no shell: that would be most of a turn."""
+
+        def execute(self, action: Any, cwd: str = "", **_: Any) -> dict[str, Any]:
+            if action["command"] == "submit":
+                raise Submitted({"role": "exit", "content": "", "extra": {"exit_status": "Submitted"}})
+            return {"output": "x", "returncode": 0, "exception_info": ""}
+
+    model = LitellmModel(model_name="openai/m", model_kwargs={"api_base": base_url, "api_key": "none"})
+    texts = {"system_template": "You are an agent.", "instance_template": "Do {{task}}."}
+    agent = DefaultAgent(model, Nothing(), cost_limit=0, step_limit=0, **texts)
+    return lambda: agent.run("it")
+
+
+def langchain(base_url: str, instrumented: bool) -> Run:
+    from langchain.agents import create_agent
+    from langchain_core.tools import tool
+
+    agent = create_agent(_chat(base_url), [tool(work)])
+    return lambda: agent.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
+
+
+def langgraph(base_url: str, instrumented: bool) -> Run:
+    from langchain_core.tools import tool
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    tools = [tool(work)]
+    chat = _chat(base_url).bind_tools(tools)
+    graph = StateGraph(MessagesState)
+    graph.add_node("agent", lambda state: {"messages": [chat.invoke(state["messages"])]})
+    graph.add_node("tools", ToolNode(tools))
+    graph.add_edge(START, "agent")
+    graph.add_conditional_edges("agent", tools_condition)
+    graph.add_edge("tools", "agent")
+    compiled = graph.compile()
+    return lambda: compiled.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
+
+
+def _chat(base_url: str) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(model="m", base_url=base_url, api_key="none")
+
+
+def autogen(base_url: str, instrumented: bool) -> Run:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    abilities = {"vision": False, "function_calling": True, "json_output": False, "structured_output": False}
+    info: Any = {**abilities, "family": "unknown"}
+    client = OpenAIChatCompletionClient(model="m", base_url=base_url, api_key="none", model_info=info)
+    agent = AssistantAgent("bench", client, tools=[work], max_tool_iterations=1000)
+    return lambda: asyncio.run(agent.run(task="go"))
+
+
+def openai_agents(base_url: str, instrumented: bool) -> Run:
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    model = OpenAIChatCompletionsModel("m", AsyncOpenAI(base_url=base_url, api_key="none"))
+    agent = Agent(name="bench", model=model, tools=[function_tool(work)])
+    return lambda: asyncio.run(Runner.run(agent, "go", max_turns=1000))
+
+
+class Framework(NamedTuple):
+    """How its scripted agent is made."""
+
+    package: str
+    distribution: str
+    prepare: Prepare
+
+
+FRAMEWORKS = {
+    "openai": Framework("openai", "openai", openai_loop),
+    "litellm": Framework("litellm", "litellm", litellm_loop),
+    "mini_swe_agent": Framework("minisweagent", "mini-swe-agent", mini),
+    "langchain": Framework("langchain", "langchain", langchain),
+    "langgraph": Framework("langgraph", "langgraph", langgraph),
+    "autogen": Framework("autogen_agentchat", "autogen-agentchat", autogen),
+    "openai_agents": Framework("agents", "openai-agents", openai_agents),
+}
+
+
+class ServerProcess:
+    """A scripted ``FakeServer`` of its own process; the ``with`` block gets its URL."""
+
+    def __init__(self, turns: int, answer_s: float) -> None:
+        code = SERVER.format(turns=turns, answer_s=answer_s)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=10)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table."""
+    console = Console()
+    where = f"Python {report['python']}, {report['machine']}, load {report['load_1min']}"
+    table = Table(title=f"One turn of an agent ({where})")
+    columns = (
+        "framework",
+        "version",
+        "bare µs",
+        "instrumented µs",
+        "added µs",
+        "quartiles",
+        "added CPU µs",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    for name, row in report["frameworks"].items():
+        low, high = row["added_quartiles_us"]
+        cells = (
+            row["bare_us"],
+            row["instrumented_us"],
+            row["added_us"],
+            f"{low} to {high}",
+            row["added_cpu_us"],
+        )
+        table.add_row(name, row["version"], *map(str, cells))
+    console.print(table)
+    verdict = "[green]met[/]" if report["passed"] else "[red]missed[/]"
+    console.print(f"target: ≤ {TARGET_TURN_US:.0f} µs a turn beyond the bare framework: {verdict}")
+
+
+if __name__ == "__main__":
+    main()

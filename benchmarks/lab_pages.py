@@ -1,0 +1,35 @@
+"""Pages of results that are half generated, half written by hand: a new run leaves the words alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
+
+
+def write_page(path: Path, generated: str, first_words: str) -> None:
+    """Write ``generated``, its place ``{by hand}`` filled with what stands between the marks in ``path``.
+
+    ``first_words`` stand there where the page is new.
+    """
+    words = first_words
+    if path.exists():
+        found = re.search(f"{re.escape(BEGIN)}\n(.*?)\n{re.escape(END)}", path.read_text("utf-8"), re.DOTALL)
+        if found:
+            words = found.group(1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(generated.replace("{by hand}", f"{BEGIN}\n{words.strip()}\n{END}"), encoding="utf-8")
+    partial.replace(path)
+
+
+def made_by(made: Any, wall_s: float) -> str:
+    """The command, and what it ran on, as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
+    machine = made.machine
+    return (
+        f"```bash\npython benchmarks/{made.command}\n```\n\n"
+        f"{machine['cores']} cores of {machine['processor']}; {versions}; {wall_s / 60:.0f} minutes."
+    )

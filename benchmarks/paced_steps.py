@@ -1,0 +1,59 @@
+"""An engine whose every step lasts as long as it is told to: a logits processor for ``lab_truth.py --paced``.
+
+    SOJOURN_PACE='[step_s, token_s, pair_s, kv_token_s, request_s]' PYTHONPATH=benchmarks \\
+        sojourn serve tiny --logits-processors paced_steps:PacedForcedTokens
+
+The worker computes as ever, then sleeps until the step has lasted what its tokens, attention pairs, KV read
+and requests cost together. With a small model that leaves everything real but the duration of a step, which
+is the same on a machine that is busy with other things. Loading this module changes vLLM's model runner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+from sojourn_server.vllm.forced_tokens import ForcedTokens
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+VARIABLE = "SOJOURN_PACE"
+
+_step_s, _token_s, _pair_s, _kv_token_s, _request_s = json.loads(os.environ[VARIABLE])
+_execute_model, _sample_tokens = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
+_until_s = 0.0
+
+
+class PacedForcedTokens(ForcedTokens):
+    """Forces tokens as its parent does; naming it loads this module where the steps are made."""
+
+
+def step_s(planned: Any) -> float:
+    """Seconds that a planned step is to last; none without tokens."""
+    if not planned.total_num_scheduled_tokens:
+        return 0.0
+    before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
+    cached = planned.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    seconds = _step_s
+    for request_id, new in planned.num_scheduled_tokens.items():
+        context = before[request_id]
+        pairs = new * context + new * (new + 1) // 2
+        seconds += _request_s + new * _token_s + pairs * _pair_s + (context + new) * _kv_token_s
+    return seconds
+
+
+def _execute(self: Any, planned: Any, *args: Any, **kwargs: Any) -> Any:
+    global _until_s
+    _until_s = time.monotonic() + step_s(planned)
+    return _execute_model(self, planned, *args, **kwargs)
+
+
+def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = _sample_tokens(self, *args, **kwargs)
+    time.sleep(max(0.0, _until_s - time.monotonic()))
+    return output
+
+
+GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = _execute, _sample

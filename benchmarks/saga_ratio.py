@@ -1,0 +1,248 @@
+"""SAGA's competitive ratio in the lab: tokens computed again, over Bélády's, where LRU has twice as many.
+
+    python benchmarks/saga_ratio.py --traces traces --cache ratio-cache
+
+For every trace, programs arrive Poisson and run until all have finished (so every policy does the same
+work), at several sizes of the KV pool. At each size stock vLLM is run with its accesses recorded; Bélády and
+"LRU + Prefix" (SAGA, Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is 2.0 or more, those of the
+paper's table, are run under every other policy. Writes saga_ratio.json and .md into benchmarks/results; what
+is between the marks of the .md was written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab_pages import made_by, write_page
+from lab_results import chosen
+from rich.console import Console
+from sojourn_server.cli.console import write_json
+from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.lab.kept_runs import KeptRuns
+from sojourn_server.lab.report.measure import trace_name
+from sojourn_server.lab.report.results import document, made_with
+from sojourn_server.lab.report.row import RunRow
+from sojourn_server.lab.run import RunSpec
+
+POLICIES = ("known-ends", "continuum-paper", "continuum", "saga", "saga-inferred", "saga-cold")
+PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
+"""Table 2: SWE-bench and WebArena."""
+WORTH = 2.0
+"""Least LRU ÷ Bélády of a size that counts."""
+POOL_TOKENS = (140_000, 200_000, 280_000, 400_000, 560_000, 800_000, 1_120_000, 1_600_000)
+"""From what one request of the longest context takes to where nothing is lost any more."""
+TARGET = 1.31
+LEAST = 0.01
+"""A ratio below counts as this in a geometric mean."""
+FIRST_WORDS = "Nothing has been written yet."
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
+    parser.add_argument("--only", help="traces whose names hold one of these, commas between")
+    parser.add_argument("--programs", type=int, default=100, help="arrivals of each run")
+    parser.add_argument("--rate", type=float, default=0.05, help="arrivals a second")
+    parser.add_argument("--pools", help="tokens of KV, commas between")
+    parser.add_argument("--sizes", type=int, default=2, help="most pool sizes of a trace to run policies at")
+    parser.add_argument("--policy", default=",".join(POLICIES))
+    parser.add_argument("--hardware", default="a100-80gb")
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--max-gap-s", type=float, default=120.0, help="longer idle times are cut to this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
+    return parser.parse_args()
+
+
+class Size:
+    """One trace at one size of the pool."""
+
+    def __init__(self, stock: RunRow, orders: dict[str, int]) -> None:
+        """``orders``: tokens computed again by order of eviction."""
+        self.stock = stock
+        self.optimum = orders["belady"]
+        self.prefix_lru = self.ratio(orders["prefix-lru"])
+        self.lru = self.ratio(stock.regenerated_tokens)
+        self.rows: dict[str, RunRow] = {}
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.stock.pool_blocks * self.stock.block_size
+
+    @property
+    def counts(self) -> bool:
+        return self.lru is not None and self.lru >= WORTH
+
+    def ratio(self, tokens: int) -> float | None:
+        """Over Bélády's; ``None`` where he loses nothing."""
+        return tokens / self.optimum if self.optimum else None
+
+
+def main() -> None:
+    options = arguments()
+    began = time.monotonic()
+    console = Console(stderr=True)
+    kept = KeptRuns(options.cache)
+    pools = [int(size) for size in options.pools.split(",")] if options.pools else POOL_TOKENS
+    policies = options.policy.split(",")
+
+    def spec(trace: Path, policy: str, pool_tokens: int) -> RunSpec:
+        return RunSpec(
+            policy=policy, workload=str(trace), programs=options.programs, rate_per_s=options.rate,
+            until_s=None, hardware=options.hardware, model=options.model, seed=options.seed,
+            pool_tokens=pool_tokens, max_context_tokens=int(min(pools) * 0.9), max_gap_s=options.max_gap_s,
+            human_gaps=False,
+        )  # fmt: skip
+
+    found: dict[str, list[Size]] = {}
+    rows: list[RunRow] = []
+    for trace in chosen(options.traces, options.only):
+        name = trace_name(str(trace))
+        console.print(f"{name}: LRU and Bélády at {len(pools)} sizes", highlight=False)
+        stock = run_with_progress(
+            [spec(trace, policy, pool) for pool in pools for policy in ("stock", "belady")],
+            processes=options.jobs, kept=kept,
+        )  # fmt: skip
+        sizes = [
+            Size(row, orders)
+            for row, orders in zip(stock.rows, stock.orders, strict=True)
+            if row.policy == "stock"
+        ]
+        found[name] = sizes
+        rows += stock.rows
+        worth = thinned([size for size in sizes if size.counts], options.sizes)
+        if not worth:
+            continue
+        result = run_with_progress(
+            [spec(trace, policy, size.pool_tokens) for size in worth for policy in policies],
+            processes=options.jobs, kept=kept,
+        )  # fmt: skip
+        rows += result.rows
+        for row in result.rows:
+            next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
+    made = made_with(sys.argv)
+    write_json(document(rows, made), str(options.out / "saga_ratio.json"))
+    text = page(found, policies, made_by(made, time.monotonic() - began))
+    write_page(options.out / "saga_ratio.md", text, FIRST_WORDS)
+    Console().print(text, highlight=False, markup=False)
+
+
+def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
+    """At most so many, evenly over the range."""
+    if len(sizes) <= most:
+        return list(sizes)
+    if most == 1:
+        return [sizes[len(sizes) // 2]]
+    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
+
+
+def page(found: dict[str, list[Size]], policies: Sequence[str], made: str) -> str:
+    """The page; ``{by hand}`` is where words go."""
+    first = next(size for sizes in found.values() for size in sizes).stock
+    lines = [
+        "# Competitive ratio",
+        "",
+        "Generated by the command below, but for what is between the marks.",
+        "",
+        made,
+        "",
+        f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson at "
+        f"{first.rate_per_s:g} a second, until all have finished; seed {first.seed}. A cell is tokens "
+        "computed again over those that Bélády's order computes again on stock's accesses. `lru` is stock, "
+        "`prefix-lru` a replay. A policy that changes who runs when changes the accesses too, so it may be "
+        "below 1.",
+        "",
+        "Published (SAGA, Table 2; SWE-bench, WebArena): "
+        + "; ".join(f"{name} {a}, {b}" for name, (a, b) in PUBLISHED.items())
+        + f". Target for `saga`: {TARGET}.",
+        "",
+        f"## Where LRU computes {WORTH:g} times as much again",
+        "",
+        *grid(
+            ["trace", "pool, tokens", "lru", "prefix-lru", *policies],
+            [
+                [
+                    name, f"{size.pool_tokens:,}", _text(size.lru), _text(size.prefix_lru),
+                    *(_text(_ratio(size, policy)) for policy in policies),
+                ]
+                for name, sizes in found.items() for size in sizes if size.rows
+            ],
+        ),
+        "",
+        f"Of {sum(s.counts for sizes in found.values() for s in sizes)} such sizes "
+        f"{sum(bool(s.rows) for sizes in found.values() for s in sizes)} were run, spread over the range. "
+        f"Geometric mean, what is below {LEAST} counted as that: "
+        f"{', '.join(f'{policy} {_text(_mean(found, policy))}' for policy in policies)}.",
+        "",
+        "## Mean completion: stock's over the policy's, at these sizes",
+        "",
+        *grid(
+            ["trace", "pool, tokens", *policies],
+            [
+                [name, f"{size.pool_tokens:,}", *(_text(_sooner(size, policy)) for policy in policies)]
+                for name, sizes in found.items() for size in sizes if size.rows
+            ],
+        ),
+        "",
+        "## All sizes",
+        "",
+        *grid(
+            ["trace", "pool, tokens", "again, LRU, tokens", "of all prompt tokens", "LRU ÷ Bélády"],
+            [
+                [
+                    name, f"{size.pool_tokens:,}", f"{size.stock.regenerated_tokens:,}",
+                    f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", _text(size.lru),
+                ]
+                for name, sizes in found.items() for size in sizes
+            ],
+        ),
+        "",
+        "## Which mechanism loses what",
+        "",
+        "{by hand}",
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def grid(head: list[str], lines: list[list[str]]) -> list[str]:
+    """A Markdown table, numbers to the right."""
+    if not lines:
+        return ["None."]
+    return [
+        f"| {' | '.join(head)} |",
+        f"|---|{'--:|' * (len(head) - 1)}",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
+
+
+def _ratio(size: Size, policy: str) -> float | None:
+    row = size.rows.get(policy)
+    return None if row is None else size.ratio(row.regenerated_tokens)
+
+
+def _sooner(size: Size, policy: str) -> float | None:
+    row = size.rows.get(policy)
+    if row is None or not row.completion_s.mean or not size.stock.completion_s.mean:
+        return None
+    return size.stock.completion_s.mean / row.completion_s.mean
+
+
+def _mean(found: dict[str, list[Size]], policy: str) -> float | None:
+    ratios = [r for sizes in found.values() for size in sizes if (r := _ratio(size, policy)) is not None]
+    return math.exp(sum(math.log(max(LEAST, r)) for r in ratios) / len(ratios)) if ratios else None
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()

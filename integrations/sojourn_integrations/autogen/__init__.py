@@ -1,0 +1,347 @@
+"""AutoGen 0.7 (autogen-agentchat): teams and agents as programs, without changing the agent's code.
+
+    sojourn.init("http://127.0.0.1:8000")           # before or after importing AutoGen
+    team = sojourn.wrap(team)                       # or only this team or agent, and all in it
+
+What is told
+- A **program** is the outermost run of a team or an agent: ``run``, ``run_stream`` or an agent's
+  ``on_messages_stream``. Its name and type are the team's or agent's name. Inside
+  ``with sojourn.program():`` a run is part of that program instead, so that is what to open around
+  several runs that continue one conversation: without it each run is a program of its own, also one
+  that goes on from where the last stopped (``team.run()`` again, after ``reset()`` or not).
+- A **node** is an agent's turn, by the agent's name; ``inner/alice`` for those of a team inside a
+  team or of a ``SocietyOfMindAgent``. The requests with which a ``SelectorGroupChat`` or
+  ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
+- A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with
+  the model's call id. AutoGen turns what a tool raises into a result; it is told as ``error``, and as
+  ``timeout`` where it was a ``TimeoutError``. What a ``CodeExecutorAgent`` executes is tool ``code``; its
+  class is the language, or for shell code the command that dominates it. A human's approval of the code,
+  where there is one, counts as part of it.
+- ``AgentTool``, ``TeamTool`` and whatever a tool's own code runs are **child programs** of that call.
+- The **graph** is told at the start: see ``graph``.
+
+Limits
+- A ``CancellationToken`` that fires inside a tool makes AutoGen 0.7.4 and 0.7.5 wait for ever, with or
+  without us (microsoft/autogen#7956); such a program stays open until the server's leases end it.
+- ``break`` out of ``team.run_stream()`` does not stop the team: AutoGen lets it run on until idle while the
+  generator is closed. The program ends after that. If nobody closes the generator, Python does so when it
+  collects it, or the event loop when it stops.
+- Tools that are not an ``AssistantAgent``'s, and code executors called by hand, are not told about; use
+  ``sojourn.tool_call()``.
+- A runtime passed to the team and started inside *another* program keeps that one's context; the team's
+  own requests outside of any turn (a selector's) then go to it.
+- What is wrapped with ``sojourn.wrap`` stays wrapped; an agent of it that also is in another team brings its
+  turns there with it, each as a program.
+
+An exception that gets out of ``_execute_tool_call`` makes AutoGen's agent wait for ever. So ours never do:
+everything here is guarded, and the user's code is called exactly once, outside of the guards.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+from sojourn.context import add_resolver, remove_resolver
+from sojourn.wrapping import closed
+
+from sojourn_integrations.scope import fault
+
+from . import runs, tools
+from .graph import graph_of
+
+_Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
+"""Makes ours of AutoGen's function; the second says whether ours is to do anything."""
+
+_patched: list[tuple[type, str, Any, Any]] = []
+"""Class, attribute, theirs and ours, as they stand in the class."""
+_wrapped_classes: dict[type, type] = {}
+_lock = threading.Lock()
+_active = False
+
+
+# ---- on, off, one object
+
+
+def patch() -> bool:
+    """Patch AutoGen's classes. False, and nothing changed, where one of them is not as known."""
+    global _active
+    with _lock:
+        if _active:
+            return True
+        found = [(kind, name, _static(kind, name), wrapper) for kind, name, wrapper in _targets()]
+        if any(function is None for _, _, function, _ in found):
+            return False
+        _active = True
+        for kind, name, function, wrapper in found:
+            _replace(kind, name, function, wrapper)
+    add_resolver(runs.resolve)
+    return True
+
+
+def unpatch() -> None:
+    """AutoGen's very same functions are back, but where somebody else's stand above ours: those fall
+    silent."""
+    global _active
+    with _lock:
+        _active = False
+        while _patched:
+            kind, name, theirs, ours = _patched.pop()
+            if vars(kind).get(name) is ours:
+                setattr(kind, name, theirs)
+    if not _wrapped_classes:
+        remove_resolver(runs.resolve)
+
+
+def wrap(target: Any) -> Any | None:
+    """Instrument one team or agent, with the agents, tools and model clients it has, and return it.
+
+    It gets a subclass of its own class. ``None`` for any other object.
+    """
+    from autogen_agentchat.agents import BaseChatAgent
+    from autogen_agentchat.teams import BaseGroupChat
+
+    if not isinstance(target, (BaseGroupChat, BaseChatAgent)):
+        return None
+    add_resolver(runs.resolve)
+    for each in _parts(target, set()):
+        try:
+            _swap(each)
+        except Exception:
+            fault("attach_error")
+    return target
+
+
+def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
+    from autogen_agentchat import agents
+    from autogen_agentchat.teams import BaseGroupChat
+    from autogen_core.tools import BaseTool, FunctionTool
+
+    yield BaseGroupChat, "run_stream", _team_stream
+    yield agents.BaseChatAgent, "run", _agent_run
+    yield agents.BaseChatAgent, "run_stream", _agent_stream
+    for kind in (
+        agents.BaseChatAgent,
+        agents.AssistantAgent,
+        agents.CodeExecutorAgent,
+        agents.SocietyOfMindAgent,
+        agents.UserProxyAgent,
+        agents.MessageFilterAgent,
+    ):
+        yield kind, "on_messages_stream", _agent_stream
+    yield agents.AssistantAgent, "_execute_tool_call", tools.execute_tool_call
+    yield agents.CodeExecutorAgent, "execute_code_block", tools.execute_code_block
+    yield BaseTool, "run_json", tools.run_json
+    yield FunctionTool, "run", tools.run_function
+
+
+def _static(kind: type, name: str) -> Any | None:
+    """What stands in the class; ``None`` where that is not a function or static method."""
+    found = vars(kind).get(name)
+    return found if callable(getattr(found, "__func__", found)) else None
+
+
+def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
+    static = isinstance(theirs, staticmethod)
+    function = wrapper(theirs.__func__ if static else theirs, lambda: _active)
+    ours: Any = staticmethod(function) if static else function
+    setattr(kind, name, ours)
+    _patched.append((kind, name, theirs, ours))
+
+
+def _cover(agents: Any) -> None:
+    """Patch what classes of the user's have of their own: they are not known before they are used."""
+    from autogen_agentchat.base import ChatAgent
+
+    name = "on_messages_stream"
+    for kind in {base for agent in agents for base in type(agent).__mro__}:
+        own = vars(kind).get(name)
+        if own is None or not inspect.isasyncgenfunction(own) or not issubclass(kind, ChatAgent):
+            continue
+        with _lock:
+            known = any(own is ours for _, _, _, ours in _patched) or kind in _wrapped_classes.values()
+            if _active and not known:
+                _replace(kind, name, own, _agent_stream)
+
+
+# ---- runs and turns
+
+
+def _team_stream(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    return _stream(original, active, _begin_team)
+
+
+def _agent_stream(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    return _stream(original, active, _begin_turn)
+
+
+def _begin_team(team: Any) -> runs.Scope | None:
+    try:
+        if _active:
+            _cover(team._participants)
+        return runs.begin_team(team, _graph)
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def _begin_turn(agent: Any) -> runs.Scope | None:
+    try:
+        return runs.begin_turn(agent, _graph)
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def _graph(runner: Any) -> Any:
+    try:
+        return graph_of(runner)
+    except Exception:
+        fault("internal_error")  # an unfamiliar graph costs the graph, not the program
+        return None
+
+
+def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _begin_turn(self) if active() else None
+        if scope is None:
+            return await original(self, *args, **kwargs)
+        tokens = scope.put_on()
+        try:
+            result = await original(self, *args, **kwargs)
+        except BaseException as error:
+            scope.take_off(tokens)
+            scope.close(error)
+            raise
+        scope.take_off(tokens)
+        scope.close()
+        return result
+
+    return run
+
+
+def _stream(
+    original: Any, active: Callable[[], bool], begin: Callable[[Any], runs.Scope | None]
+) -> Callable[..., Any]:
+    """The place is taken up for each step of the generator: between two steps its consumer runs, in a
+    context that it shares with us."""
+
+    @functools.wraps(original)
+    async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        scope = (begin(self) if active() else None) or _Nowhere()
+        failure: BaseException | None = None
+        try:
+            inner = original(self, *args, **kwargs)
+            step: Callable[[], Any] = inner.__anext__
+            while True:
+                tokens = scope.put_on()
+                try:
+                    item = await step()
+                except StopAsyncIteration:
+                    return
+                finally:
+                    scope.take_off(tokens)
+                if _is_last(item):
+                    scope.close()  # consumers need not come back for more, and many don't
+                try:
+                    sent = yield item
+                except GeneratorExit:
+                    await closed(inner, _There(scope))
+                    raise
+                except BaseException as error:
+                    step = functools.partial(inner.athrow, error)
+                else:
+                    step = functools.partial(inner.asend, sent)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            scope.close(failure)
+
+    return stream
+
+
+class _There:
+    """A block inside a scope."""
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        self._tokens = self._scope.put_on()
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.take_off(self._tokens)
+
+
+class _Nowhere:
+    """Stands for a scope where nothing begins."""
+
+    def put_on(self) -> None:
+        """Nothing."""
+
+    def take_off(self, tokens: Any) -> None:
+        """Nothing."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing."""
+
+
+def _is_last(item: Any) -> bool:
+    kind = type(item)
+    return kind.__name__ in ("TaskResult", "Response") and kind.__module__.startswith(
+        "autogen_agentchat.base"
+    )
+
+
+# ---- one object
+
+
+def _parts(target: Any, seen: set[int]) -> Iterator[Any]:
+    """The team or agent and what it has that we instrument, each once."""
+    if target is None or id(target) in seen:
+        return
+    seen.add(id(target))
+    yield target
+    for name in ("_participants", "_workbench", "_tools"):
+        found = getattr(target, name, None)
+        for each in found if isinstance(found, (list, tuple)) else ():
+            yield from _parts(each, seen)
+    for name in ("_team", "_agent", "_wrapped_agent", "_model_client"):
+        yield from _parts(getattr(target, name, None), seen)
+
+
+def _swap(target: Any) -> None:
+    kind = type(target)
+    client = getattr(target, "_client", None)
+    if client is not None:
+        _wrap_client(client)
+    if kind in _wrapped_classes.values():
+        return
+    if kind not in _wrapped_classes:
+        body: dict[str, Any] = {}
+        for base, name, wrapper in _targets():
+            # For on_messages_stream the nearest of several is the one that counts.
+            if issubclass(kind, base) and name not in body:
+                found = inspect.getattr_static(kind, name)
+                static = isinstance(found, staticmethod)
+                ours = wrapper(found.__func__ if static else found, lambda: True)
+                body[name] = staticmethod(ours) if static else ours
+        if not body:
+            return
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        metaclass: Any = type(kind)
+        _wrapped_classes[kind] = metaclass(kind.__name__, (kind,), {**body, **names})
+    target.__class__ = _wrapped_classes[kind]
+
+
+def _wrap_client(client: Any) -> None:
+    """The ``openai`` client inside AutoGen's: that is where requests get their identity."""
+    from sojourn import openai
+
+    if type(client).__module__.partition(".")[0] == "openai":
+        openai.wrap(client)

@@ -1,0 +1,341 @@
+"""LangChain 1.x: its runs become programs and tool calls, by callbacks alone.
+
+Ways in, none of which changes an agent:
+
+- ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
+- ``agent.with_config({"callbacks": [Handler()]})`` to one agent, without patching anything;
+- ``create_agent(..., middleware=[Middleware()])`` for the tool calls of one agent, seen from around
+  the tool: unknown tools and arguments that do not validate, which callbacks never hear of.
+  Whose program they belong to it learns from one of the others, or from ``with sojourn.program()``.
+
+``runs`` says which run is a program. Together they report each call once. The requests themselves
+are told by the patched ``openai`` client; a resolver tells it in which program and node it is called,
+since a callback must not set context variables: LangGraph runs a lone node in its caller's context, and
+ends async runs in a task of their own. Nothing of ours is raised into an agent. Checked with
+langchain-core 1.0.0 and 1.7.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import sojourn
+from sojourn.context import Resolved, add_resolver, remove_resolver
+
+from sojourn_integrations.scope import enter, fault, leave
+
+from .endings import tool_status
+from .runs import Run, Tree
+
+__all__ = ["Handler", "Middleware", "patch", "unpatch", "wrap"]
+
+tree = Tree()
+_users: set[str] = set()
+"""Which of our modules want the handler in every run."""
+_hook: ContextVar[Any] | None = None
+_running_config: ContextVar[Any] | None = None
+"""LangChain's own, found at the first need."""
+_by_hand = False
+"""A ``Handler`` was made by somebody else: the resolver stays."""
+
+
+def patch() -> bool:
+    """Add the handler to every run from now on; for ``sojourn.instruments``. False where the hook or the
+    context variable of this LangChain is not where it was."""
+    return install("langchain")
+
+
+def unpatch() -> None:
+    """Undo it. Runs under way are told of to their end."""
+    remove("langchain")
+
+
+def wrap(target: Any) -> Any | None:
+    """A runnable (an agent, a chain) with a handler of its own: another object that stands for it.
+
+    ``None`` for graphs, which ``langgraph`` wraps, and for what is no runnable or only part of an agent
+    (models, tools, prompts)."""
+    from langchain_core.language_models import BaseLanguageModel
+    from langchain_core.prompts import BasePromptTemplate
+    from langchain_core.runnables import Runnable
+    from langchain_core.tools import BaseTool
+
+    if not isinstance(target, Runnable) or isinstance(
+        target, (BaseLanguageModel, BasePromptTemplate, BaseTool)
+    ):
+        return None
+    if any(kind.__module__.startswith("langgraph.pregel") for kind in type(target).__mro__):
+        return None
+    return target.with_config({"callbacks": [_handler_class()()]})
+
+
+def install(user: str) -> bool:
+    """Register for ``user``. Repeatable."""
+    global _hook
+    if _hook is None:
+        from langchain_core.runnables.config import var_child_runnable_config
+        from langchain_core.tracers import context
+
+        if not isinstance(getattr(context, "_configure_hooks", None), list):
+            return False
+        if not isinstance(var_child_runnable_config, ContextVar):
+            return False
+        kind = _handler_class()
+        handler = kind.__new__(kind)  # not one made by hand
+        # The default is what makes it known in every thread and task, also in those with an empty context.
+        hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
+        context.register_configure_hook(hook, inheritable=True, handle_class=kind)
+        add_resolver(_resolve)
+        _hook = hook
+    _users.add(user)
+    return True
+
+
+def remove(user: str) -> None:
+    """Undo ``install`` when its last user is gone."""
+    global _hook
+    _users.discard(user)
+    if _users or _hook is None:
+        return
+    from langchain_core.tracers import context
+
+    hook, _hook = _hook, None
+    context._configure_hooks[:] = [each for each in context._configure_hooks if each[0] is not hook]
+    if not _by_hand:
+        remove_resolver(_resolve)
+
+
+def __getattr__(name: str) -> Any:
+    """``Handler`` and ``Middleware``, made when first asked for: that imports LangChain."""
+    if name == "Handler":
+        return _handler_class()
+    if name == "Middleware":
+        return _middleware_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def running_in() -> Any:
+    """Id of the run around the running code, as LangChain's own context says; ``None`` at the top."""
+    global _running_config
+    if _running_config is None:
+        from langchain_core.runnables.config import var_child_runnable_config
+
+        _running_config = var_child_runnable_config
+    config = _running_config.get()
+    return _key(getattr(config.get("callbacks"), "parent_run_id", None)) if config else None
+
+
+def _key(run_id: Any) -> Any:
+    """What the tree knows a run by: a UUID works its hash out in Python, at each look-up anew."""
+    return getattr(run_id, "int", run_id)
+
+
+def _above(parent_run_id: Any) -> Any:
+    """The run around one that begins. A retriever or model that calls back is none that we follow: then it is
+    the one in which that was called."""
+    if parent_run_id is None or tree.get(parent_run_id) is not None:
+        return parent_run_id
+    around = running_in()
+    return parent_run_id if tree.get(around) is None else around
+
+
+def _resolve() -> Resolved | None:
+    id = running_in()
+    return None if id is None else tree.resolve(id)
+
+
+# ---- callbacks
+
+
+@functools.cache
+def _handler_class() -> Any:
+    from langchain_core.callbacks import BaseCallbackHandler
+
+    class Handler(BaseCallbackHandler):
+        """Tells sojourn of programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
+
+        It keeps nothing itself; several of them, or one beside ``sojourn.init()``, tell everything once. By
+        itself it knows no more than callbacks say: for the graph, its threads and breakpoints use
+        ``sojourn.wrap(graph)``.
+        """
+
+        run_inline = True
+        """Async runs would else call it from other threads, late and out of order."""
+        raise_error = False
+        ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
+
+        def __init__(self) -> None:
+            global _by_hand
+            super().__init__()
+            _by_hand = True
+            add_resolver(_resolve)
+
+        def on_chain_start(
+            self,
+            serialized: Any,
+            inputs: Any,
+            *,
+            run_id: Any,
+            parent_run_id: Any = None,
+            metadata: Any = None,
+            name: Any = None,
+            run_type: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            try:
+                tree.chain_started(
+                    _key(run_id),
+                    _above(_key(parent_run_id)),
+                    name=name or _name(serialized),
+                    kind=run_type,
+                    metadata=metadata or {},
+                    inputs=None if _call_ids_are_told else inputs,
+                )
+            except Exception:
+                fault("internal_error")
+
+        def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
+            _chain_ended(run_id, None)
+
+        def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
+            _chain_ended(run_id, error)
+
+        def on_tool_start(
+            self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
+        ) -> None:
+            global _call_ids_are_told
+            try:
+                name = _name(serialized) or kwargs.get("name") or "tool"
+                parent = _above(_key(parent_run_id))
+                call_id = kwargs.get("tool_call_id")
+                if "tool_call_id" in kwargs:
+                    _call_ids_are_told = True
+                else:
+                    call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
+                tree.tool_started(_key(run_id), parent, name=name, call_id=call_id)
+            except Exception:
+                fault("internal_error")
+
+        def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
+            try:
+                tree.tool_ended(_key(run_id), _result_status(output))
+            except Exception:
+                fault("internal_error")
+
+        def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
+            try:
+                tree.tool_ended(_key(run_id), tool_status(error))
+            except Exception:
+                fault("internal_error")
+
+    Handler.__module__, Handler.__qualname__ = __name__, "Handler"
+    return Handler
+
+
+_call_ids_are_told = False
+"""This langchain-core gives the model's call id to ``on_tool_start``; 1.0.0 does not."""
+
+
+def _chain_ended(run_id: Any, error: BaseException | None) -> None:
+    try:
+        tree.chain_ended(_key(run_id), error)
+    except Exception:
+        fault("internal_error")
+
+
+def _name(serialized: Any) -> str | None:
+    if not isinstance(serialized, Mapping):
+        return None
+    name = serialized.get("name")
+    if not name and isinstance(serialized.get("id"), list) and serialized["id"]:
+        name = serialized["id"][-1]
+    return str(name) if name else None
+
+
+def _result_status(output: Any) -> str:
+    """``handle_tool_error`` turns an exception into a message that says so."""
+    return "error" if getattr(output, "status", None) == "error" else "ok"
+
+
+def _call_id_from_inputs(run: Run | None, name: str, arguments: Any) -> str | None:
+    """The model's id of this call, from what its node was given. For LangChain versions that do not tell."""
+    while run is not None and run.inputs is None:
+        run = run.parent
+    if run is None:
+        return None
+    free = [each for each in _tool_calls(run.inputs) if each.get("name") == name]
+    free = [each for each in free if each.get("id") and each["id"] not in run.seen_calls]
+    exact = [each for each in free if each.get("args") == arguments]
+    for each in exact or free:
+        run.seen_calls.add(each["id"])
+        return str(each["id"])
+    return None
+
+
+def _tool_calls(inputs: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(inputs, Mapping) and isinstance(inputs.get("tool_call"), Mapping):
+        yield inputs["tool_call"]
+        return
+    messages = inputs.get("messages") if isinstance(inputs, Mapping) else getattr(inputs, "messages", inputs)
+    if not isinstance(messages, (list, tuple)):
+        return
+    if messages and all(isinstance(each, Mapping) and each.get("type") == "tool_call" for each in messages):
+        yield from messages
+        return
+    for message in reversed(messages):
+        calls = getattr(message, "tool_calls", None)
+        if calls:
+            yield from calls
+            return
+
+
+# ---- middleware
+
+
+@functools.cache
+def _middleware_class() -> Any:
+    from langchain.agents.middleware import AgentMiddleware
+
+    class Middleware(AgentMiddleware):
+        """Tells sojourn of an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
+
+        First in the list it takes a call with all its retries for one; last, every attempt.
+        """
+
+        tools = ()
+
+        @property
+        def name(self) -> str:
+            """What ``create_agent`` tells middlewares apart by."""
+            return "SojournMiddleware"
+
+        def wrap_tool_call(self, request: Any, handler: Any) -> Any:
+            scope = enter(lambda: _tool_call(request))
+            try:
+                result = handler(request)
+            except BaseException as error:
+                leave(scope, error, status=tool_status(error))
+                raise
+            leave(scope, status=lambda: _result_status(result))
+            return result
+
+        async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
+            scope = enter(lambda: _tool_call(request))
+            try:
+                result = await handler(request)
+            except BaseException as error:
+                leave(scope, error, status=tool_status(error))
+                raise
+            leave(scope, status=lambda: _result_status(result))
+            return result
+
+    Middleware.__module__, Middleware.__qualname__ = __name__, "Middleware"
+    return Middleware
+
+
+def _tool_call(request: Any) -> Any:
+    call = request.tool_call
+    return sojourn.tool_call(call["name"], call.get("id"))

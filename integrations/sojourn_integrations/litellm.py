@@ -1,0 +1,239 @@
+"""litellm: the providers for which it does not use the ``openai`` package (``hosted_vllm/``, its Responses
+API, and others) send by two classes of its own, whose ``post`` is patched.
+
+So the server is known from the URL that is really used, streams are followed to their last byte, and
+functions imported by name before (``from litellm import completion``) are covered too. Models of ``openai/``
+go through the openai client, which has a patch of its own; no request passes both.
+
+``completion`` and its kin are wrapped as well, for one thing only: what litellm sends again by
+``num_retries``, and a ``Router`` to another deployment, is the same logical request. Imported by name before
+the patch, they go unwrapped: each attempt then counts as a request.
+
+Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and the like), and
+litellm's proxy as a server of its own. Checked with 1.83.0 and 1.106.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import msgspec
+from sojourn.config import host_key
+from sojourn.outgoing import PATHS, OneRequest, Outgoing
+from sojourn.runtime import session
+
+from .overlay import lay
+from .patches import Patches
+from .scope import fault
+
+_RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
+_ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
+_SMALL_BYTES = 4096
+"""Values of the user's body up to this size are decoded; ours is never to be merged with a longer one."""
+
+_MAX_TARGETS = 256
+
+_patches = Patches()
+_as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decoder = msgspec.json.Decoder()
+_targets: dict[str, tuple[str, str] | None] = {}
+"""URL → host and path of an LLM request; ``None`` for any other. Taking URLs apart is slow."""
+_posting: ContextVar[bool] = ContextVar("sojourn_litellm_posting", default=False)
+
+
+def patch() -> bool:
+    """Patch litellm's HTTP handlers, and its functions that retry. False where the handlers are not there."""
+    import litellm
+    from litellm.llms.custom_httpx import http_handler
+
+    kinds = [getattr(http_handler, name, None) for name in ("HTTPHandler", "AsyncHTTPHandler")]
+    if not all("post" in vars(kind or object) for kind in kinds):
+        return False
+    for kind, make in zip(kinds, (_sync, _async), strict=True):
+        _patches.put(kind, "post", make)
+    for name in _RETRYING:
+        if callable(vars(litellm).get(name)):
+            _patches.put(litellm, name, _as_one_request)
+    router = getattr(litellm, "Router", None)
+    for name in _ROUTER:
+        if callable(vars(router or object).get(name)):
+            _patches.put(router, name, _as_one_request)
+    return True
+
+
+def unpatch() -> None:
+    """Put litellm's own functions back, unless somebody patched on top of us."""
+    _patches.undo()
+
+
+def wrap(target: Any) -> Any | None:
+    """One ``HTTPHandler`` or ``AsyncHTTPHandler``, to be given to ``completion(client=…)``; ``None`` else."""
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
+
+    if isinstance(target, AsyncHTTPHandler):
+        lay(target, "post", _async_post)
+    elif isinstance(target, HTTPHandler):
+        lay(target, "post", _post)
+    else:
+        return None
+    return target
+
+
+# ---- one HTTP request
+
+
+class _Answer(NamedTuple):
+    """As clients present a response whose body may still be open."""
+
+    http_response: Any
+
+
+def _sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(original, self)
+        return _post(self, bound, args, kwargs) if _patches.active else bound(*args, **kwargs)
+
+    return post
+
+
+def _async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def post(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(original, self)
+        return await (_async_post(self, bound, args, kwargs) if _patches.active else bound(*args, **kwargs))
+
+    return post
+
+
+def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outgoing, args, kwargs = _begin(args, kwargs)
+    if outgoing is None:
+        return original(*args, **kwargs)
+    token = _posting.set(True)
+    try:
+        response = original(*args, **kwargs)
+    except BaseException as error:
+        outgoing.fail(error)
+        raise
+    finally:
+        _posting.reset(token)
+    outgoing.answered(_Answer(response))
+    return response
+
+
+async def _async_post(
+    handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    outgoing, args, kwargs = _begin(args, kwargs)
+    if outgoing is None:
+        return await original(*args, **kwargs)
+    token = _posting.set(True)
+    try:
+        response = await original(*args, **kwargs)
+    except BaseException as error:
+        outgoing.fail(error)
+        raise
+    finally:
+        _posting.reset(token)
+    outgoing.answered(_Answer(response))
+    return response
+
+
+def _begin(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Outgoing | None, tuple[Any, ...], dict[str, Any]]:
+    """The request, and the arguments of ``post`` with ours added; unchanged for other hosts and paths."""
+    outgoing: Outgoing | None = None
+    try:
+        live = session()
+        if live.config is None or live.emitter is None or _posting.get():
+            return None, args, kwargs
+        url = str(args[0] if args else kwargs.get("url"))
+        target = _targets[url] if url in _targets else _target(url)
+        if target is None or target[0] not in live.config.hosts:
+            return None, args, kwargs
+        host, path = target
+        where, given, write = _body(kwargs)
+        theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
+        outgoing = Outgoing.begin(live, host, path, theirs)
+        named = kwargs.get("headers") or {}
+        body, headers = outgoing.parts(host, theirs, named)
+        added: dict[str, Any] = {"headers": {**headers, **named}}
+        if body and given is not None:
+            added[where] = write({**given, **body})
+        kwargs = {**kwargs, **added}
+    except Exception:
+        fault("inject_error")
+    return outgoing, args, kwargs
+
+
+def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
+    """Which argument holds the body, its fields (``None`` where it is no JSON object), and how to write it.
+
+    Fields of a text stay as they are written: a long conversation is neither read nor written again.
+    """
+    if kwargs.get("files"):
+        return "", None, dict
+    given = kwargs.get("json")
+    if given is not None:
+        return "json", dict(given) if isinstance(given, Mapping) else None, dict
+    for name in ("content", "data"):
+        text = kwargs.get(name)
+        if isinstance(text, (str, bytes)):
+            # Half characters and infinities only Python's own JSON reads and writes.
+            for read, write in ((_as_written.decode, msgspec.json.encode), (json.loads, json.dumps)):
+                with suppress(msgspec.DecodeError, ValueError):
+                    fields = read(text)
+                    return name, fields if isinstance(fields, dict) else None, write
+    return "", None, dict
+
+
+def _target(url: str) -> tuple[str, str] | None:
+    if len(_targets) >= _MAX_TARGETS:
+        _targets.clear()
+    path = next(filter(url.partition("?")[0].endswith, PATHS), None)
+    found = _targets[url] = None if path is None else (host_key(url), path)
+    return found
+
+
+def _read(name: str, value: Any) -> Any:
+    """A field as Python has it where it may matter to us: the model, objects and nulls, but for long ones."""
+    if type(value) is not msgspec.Raw:
+        return value
+    text = memoryview(value)
+    if len(text) <= _SMALL_BYTES and (name == "model" or text[0] in b"{n"):
+        with suppress(msgspec.DecodeError, ValueError):
+            return _decoder.decode(value)
+    return value
+
+
+# ---- one logical request
+
+
+def _as_one_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(original):
+
+        @functools.wraps(original)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            if not _patches.active:
+                return await original(*args, **kwargs)
+            with OneRequest():
+                return await original(*args, **kwargs)
+
+        return call_async
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _patches.active:
+            return original(*args, **kwargs)
+        with OneRequest():
+            return original(*args, **kwargs)
+
+    return call

@@ -1,0 +1,276 @@
+"""OpenAI Agents SDK (``openai-agents`` ≥ 0.6): one run is a program, one tool call a tool call of it.
+
+Two ways in:
+
+- ``sojourn.init(url)``: the default runner, through which ``Runner.run``, ``run_sync``, ``run_streamed`` and
+  ``agent.as_tool()`` all go, becomes a ``SojournRunner`` around the one that was there;
+- without any patch: ``SojournRunner().run(agent, …)``, or ``Runner.run(agent, …, hooks=Hooks())`` inside
+  ``with sojourn.program(): …``. ``Hooks(mine)`` and a runner both pass everything on to the user's own hooks.
+
+What a run belongs to says ``program``; how hooks tell of it, ``run``. Checked
+with 0.6.0 and 0.24.0. What cannot be seen: a tool's exception that an *async* ``failure_error_function``
+turns into text (0.6; such a call ends ``ok``), tools that run at the model's provider, and requests over the
+Responses websocket, which bypass the client. ``realtime`` and ``voice`` have runners of their own. With
+``SojournRunner`` or ``Hooks`` alone an agent used as a tool goes through the default runner, so that its
+requests count as its caller's.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any, NamedTuple
+from weakref import finalize, ref
+
+from sojourn.context import remove_resolver
+from sojourn.program import status_of
+
+from sojourn_integrations.patches import Patches
+from sojourn_integrations.scope import fault
+
+from .graph import graph_of
+from .program import begin, end, forget
+from .run import HOOKS, BaseHooks, Run, noting_errors, passing_on, resolve, running
+
+__all__ = ["Hooks", "SojournRunner", "graph_of", "patch", "unpatch", "wrap"]
+
+_RUNNER = "DEFAULT_AGENT_RUNNER"
+_patches = Patches()
+_everywhere = False
+_wrapped: dict[int, Any] = {}
+"""Agents by address, weakly: they have no hash."""
+
+
+def patch() -> bool | None:
+    """Tell of every run from now on. False where the framework looks unfamiliar, ``None`` where ``agents`` is
+    somebody else's package; nothing is changed then."""
+    global _everywhere
+    if not _is_theirs():
+        return None
+    if not _install():
+        return False
+    _everywhere = True
+    return True
+
+
+def unpatch() -> None:
+    """Undo ``patch`` and every ``wrap``: the very same runner is back, unless somebody put one above ours,
+    which then only passes on."""
+    global _everywhere
+    _everywhere = False
+    _wrapped.clear()
+    _patches.undo()
+    remove_resolver(resolve)
+    forget()
+
+
+def wrap(target: Any) -> Any | None:
+    """A runner in a ``SojournRunner``; or an agent, whose runs are told of from now on, and no others."""
+    if not _is_theirs():
+        return None
+    kinds = _kinds()
+    if isinstance(target, kinds.SojournRunner):
+        return target
+    if isinstance(target, kinds.AgentRunner):
+        return kinds.SojournRunner(target)
+    if not isinstance(target, import_module("agents").Agent) or not _install():
+        return None
+    key = id(target)
+    _wrapped[key] = ref(target, lambda _: _wrapped.pop(key, None))
+    return target
+
+
+def __getattr__(name: str) -> Any:
+    """``Hooks`` and ``SojournRunner``, made when first asked for: that imports the framework."""
+    if name in ("Hooks", "SojournRunner"):
+        return getattr(_kinds(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Kinds(NamedTuple):
+    """The framework's classes and ours."""
+
+    RunHooks: Any
+    AgentRunner: Any
+    Hooks: Any
+    SojournRunner: Any
+    DefaultRunner: Any
+
+
+@functools.cache
+def _kinds() -> _Kinds:
+    """The framework is imported now; ours are made on top of its own."""
+    hooks: Any = import_module("agents.lifecycle").RunHooksBase
+    runner: Any = import_module("agents.run").AgentRunner
+    names = {name for name in dir(hooks) if name.startswith("on_")} | HOOKS.keys()
+    methods: dict[str, Any] = {name: passing_on(name) for name in names}
+
+    def made(name: str, ours: type, theirs: Any, **body: Any) -> Any:
+        return type(name, (ours, theirs), {**body, "__module__": __name__, "__doc__": ours.__doc__})
+
+    sojourns = made("SojournRunner", _Runner, runner)
+    return _Kinds(
+        RunHooks=hooks,
+        AgentRunner=runner,
+        Hooks=made("Hooks", BaseHooks, hooks, **methods),
+        SojournRunner=sojourns,
+        DefaultRunner=made("DefaultRunner", _Selective, sojourns),
+    )
+
+
+def _is_theirs() -> bool:
+    """Many a project has a package of its own named ``agents``."""
+    package = import_module("agents")
+    return hasattr(package, "Runner") and hasattr(package, "function_tool")
+
+
+def _install() -> bool:
+    run = import_module("agents.run")
+    wanted = ("set_default_agent_runner", "get_default_agent_runner", _RUNNER)
+    agent_runner = getattr(run, "AgentRunner", None)
+    methods = ("run", "run_sync", "run_streamed")
+    if not all(hasattr(run, name) for name in wanted) or not all(hasattr(agent_runner, m) for m in methods):
+        return False
+    _patches.put(run, _RUNNER, _kinds().DefaultRunner)
+    tracing = import_module("agents.util._error_tracing")
+    # Without it, a tool whose exception became text for the model looks well.
+    if hasattr(tracing, "attach_error_to_current_span"):
+        _patches.put(tracing, "attach_error_to_current_span", noting_errors)
+    return True
+
+
+class _Runner:
+    """The framework's ``AgentRunner``: ``inner``, or one of its own, with every run a program."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self._inner = inner if inner is not None else _kinds().AgentRunner()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not there before __init__, as in a copy
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+        """As the runner inside."""
+        run = self._begin(starting_agent, input, kwargs)
+        if run is None:
+            return await self._inner.run(starting_agent, input, **kwargs)
+        try:
+            result = await self._inner.run(starting_agent, input, **_with_hooks(kwargs))
+        except BaseException as error:
+            run.leave()
+            end(run, status_of(error))
+            raise
+        run.leave()
+        end(run, "ok", result)
+        return result
+
+    def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+        """As the runner inside."""
+        run = self._begin(starting_agent, input, kwargs)
+        if run is None:
+            return self._inner.run_sync(starting_agent, input, **kwargs)
+        try:
+            result = self._inner.run_sync(starting_agent, input, **_with_hooks(kwargs))
+        except BaseException as error:
+            run.leave()
+            end(run, status_of(error))
+            raise
+        run.leave()
+        end(run, "ok", result)
+        return result
+
+    def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+        """As the runner inside; the program ends when the loop behind the stream does."""
+        run = self._begin(starting_agent, input, kwargs)
+        if run is None:
+            return self._inner.run_streamed(starting_agent, input, **kwargs)
+        try:
+            result = self._inner.run_streamed(starting_agent, input, **_with_hooks(kwargs))
+        except BaseException as error:
+            run.leave()
+            end(run, status_of(error))
+            raise
+        run.leave()
+        _end_with_stream(run, result)
+        return result
+
+    def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
+        # A runner of somebody else's between two of ours: the outer one tells.
+        if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._tells_of(agent):
+            return None
+        return begin(agent, given, kwargs.get("session"))
+
+    def _tells_of(self, agent: Any) -> bool:
+        return True
+
+
+class _Selective:
+    """What stands in place of the framework's default runner."""
+
+    def _tells_of(self, agent: Any) -> bool:
+        if _everywhere:
+            return True
+        reference = _wrapped.get(id(agent))
+        # What runs inside a run that is told of, is its part.
+        return (reference is not None and reference() is agent) or bool(_wrapped and running.get())
+
+
+def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        kinds, theirs = _kinds(), kwargs.get("hooks")
+        # What is no RunHooks is for the framework to complain of.
+        if isinstance(theirs, kinds.Hooks) or not isinstance(theirs, (kinds.RunHooks, type(None))):
+            return kwargs
+        return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
+    except Exception:
+        fault("internal_error")
+        return kwargs
+
+
+def _end_with_stream(run: Run, result: Any) -> None:
+    try:
+        task = getattr(result, "run_loop_task", None) or getattr(result, "_run_impl_task", None)
+        if task is not None:
+            task.add_done_callback(functools.partial(_loop_done, run, result))
+        else:
+            finalize(result, end, run, "ok").atexit = False
+    except Exception:
+        fault("internal_error")
+
+
+def _loop_done(run: Run, result: Any, task: Any) -> None:
+    guardrails = getattr(result, "_input_guardrails_task", None)
+
+    def over(_: Any) -> None:
+        try:
+            status = _stream_status(result, task, guardrails)
+        except Exception:
+            fault("internal_error")
+            status = "ok"
+        end(run, status, result)
+
+    if guardrails is not None and not guardrails.done():
+        guardrails.add_done_callback(over)  # their requests belong to this run, and they may yet fail it
+    else:
+        over(task)
+
+
+def _stream_status(result: Any, *tasks: Any) -> str:
+    """How a stream went, by what it will raise to its reader, who may look later or never."""
+    # Not task.exception(), which would tell asyncio that somebody dealt with it.
+    errors = [
+        getattr(result, "_stored_exception", None),
+        *(getattr(task, "_exception", None) for task in tasks),
+    ]
+    error = next((error for error in errors if error is not None), None)
+    if error is not None:
+        return status_of(error)
+    outcomes = [getattr(each, "output", None) for each in getattr(result, "input_guardrail_results", ())]
+    if any(getattr(outcome, "tripwire_triggered", False) for outcome in outcomes):
+        return "error"
+    unfinished = getattr(result, "final_output", None) is None
+    if tasks[0].cancelled() or (unfinished and getattr(result, "_cancel_mode", "none") != "none"):
+        return "cancelled"
+    turns, limit = getattr(result, "current_turn", 0), getattr(result, "max_turns", None)
+    return "error" if unfinished and limit is not None and turns > limit else "ok"

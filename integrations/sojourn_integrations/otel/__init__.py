@@ -1,0 +1,23 @@
+"""OpenTelemetry, both ways: ``source`` reads the spans of instrumented agents, ``export`` writes ours.
+
+    from sojourn_integrations import otel
+    otel.install()           # a zero-patch source: spans become programs, nodes and tool calls
+    otel.export_spans()      # GenAI-convention spans with what the server made of each request
+
+Needs the extra ``sojourn[otel]``; nothing of it is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {"install": "source", "SojournSpanProcessor": "source", "export_spans": "export"}
+
+__all__ = ["SojournSpanProcessor", "export_spans", "install"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,359 @@
+"""What sojourn knows, as OpenTelemetry spans of the GenAI conventions.
+
+    export = sojourn_integrations.otel.export_spans()      # to the global TracerProvider
+    ...
+    export.flush()                                                # optional; done at exit
+
+A program is an ``invoke_agent`` span, a request a ``chat`` span, a tool call an ``execute_tool`` span; a
+sub-agent hangs under the tool call it runs in. What the server made of a request (tokens found, lost and why,
+the lease) is asked of it afterwards and stands in ``sojourn.*`` attributes. Prompts, arguments and outputs
+never do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from sojourn import runtime
+from sojourn.errors import ConfigError
+from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.program import Program
+from sojourn.streams import LogicalRequest
+from sojourn.tools import ToolCall
+from sojourn.usage import Usage
+
+from . import names
+from .outcomes import Outcomes, Turn
+
+try:
+    import opentelemetry.sdk.trace  # noqa: F401  -- without it spans would silently go nowhere
+    from opentelemetry import trace
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+except ImportError as error:
+    raise ImportError(names.MISSING) from error
+
+_OPERATIONS = {"/chat/completions": "chat", "/completions": "text_completion", "/responses": "chat"}
+_FAILED = {"error", "timeout", "failed"}
+"""Ends that are errors. A cancellation is none, nor is a command that answers with a number."""
+
+
+class _Open:
+    """Spans of one program under way."""
+
+    __slots__ = ("__weakref__", "ours", "span", "tools")
+
+    def __init__(self, span: Any, ours: bool) -> None:
+        self.span = span
+        self.ours = ours
+        """False: a framework's own span, from which the program came; it ends itself."""
+        self.tools: dict[str, tuple[Any, bool]] = {}
+
+
+class _Asked:
+    """A request under way."""
+
+    __slots__ = ("span", "started_ns")
+
+    def __init__(self, span: Any, started_ns: int) -> None:
+        self.span = span
+        self.started_ns = started_ns
+
+
+class SpanExport(Listener):
+    """Writes the spans. Made by ``export_spans()``."""
+
+    wants_usage = True
+
+    def __init__(self, tracer: Any, provider: str, outcomes: Outcomes | None) -> None:
+        self._tracer = tracer
+        self._provider = provider
+        self._outcomes = outcomes
+        # Weak: a program let go of without an end leaves nothing here; its span is never exported.
+        self._programs: weakref.WeakKeyDictionary[Program, _Open] = weakref.WeakKeyDictionary()
+        self._by_id: weakref.WeakValueDictionary[str, _Open] = weakref.WeakValueDictionary()
+        self._requests: weakref.WeakKeyDictionary[LogicalRequest, _Asked] = weakref.WeakKeyDictionary()
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """End all spans of finished requests, with outcomes where the server tells them within the time."""
+        return self._outcomes is None or self._outcomes.flush(timeout_s)
+
+    def close(self) -> None:
+        """Write no more. Spans of finished requests are ended; those of open programs are left out."""
+        remove_listener(self)
+        atexit.unregister(self.close)
+        for target, export in list(_exports.items()):
+            if export is self:
+                del _exports[target]
+        if self._outcomes is not None:
+            self._outcomes.close()
+
+    # ---- programs
+
+    def program_started(self, program: Program) -> None:
+        """``invoke_agent``, unless a span of a framework's is where the program came from."""
+        if not program.implicit:
+            self._open(program)
+
+    def program_ended(self, program: Program, status: str) -> None:
+        """The span ends; requests that wait for their outcomes get them now."""
+        opened = self._programs.pop(program, None)
+        if opened is not None and opened.ours:
+            for span, ours in opened.tools.values():
+                if ours:
+                    _end(span, "cancelled")
+            _end(opened.span, status)
+        if self._outcomes is not None:
+            self._outcomes.program_ended(program.id)
+
+    def _open(self, program: Program) -> _Open:
+        told = names.telling.span
+        if told is not None:
+            opened = _Open(told, ours=False)
+        else:
+            label = program.name or program.agent_type
+            attributes = {**self._whose(program), names.OPERATION: "invoke_agent"}
+            for name, value in (
+                ("sojourn.parent_program_id", program.parent_id),
+                ("sojourn.root_program_id", program.root_id),
+                ("sojourn.tenant", program.tenant),
+            ):
+                if value is not None:
+                    attributes[name] = value
+            span = self._tracer.start_span(
+                f"invoke_agent {label}" if label else "invoke_agent",
+                context=self._around(program),
+                kind=SpanKind.INTERNAL,
+                attributes=attributes,
+            )
+            opened = _Open(span, ours=True)
+        self._programs[program] = opened
+        self._by_id[program.id] = opened
+        return opened
+
+    def _around(self, program: Program) -> Any:
+        """Context of the span a program hangs under; ``None`` is the one around the running code."""
+        parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
+        if parent is None:
+            return None
+        span, _ = parent.tools.get(program.call_id or "", (parent.span, False))
+        return trace.set_span_in_context(span)
+
+    def _of(self, program: Program) -> _Open | None:
+        opened = self._programs.get(program)
+        if opened is None and program.is_open and not program.implicit:
+            return self._open(program)  # it began before the export did
+        return opened
+
+    def _whose(self, program: Program) -> dict[str, Any]:
+        attributes: dict[str, Any] = {names.PROVIDER: self._provider}
+        if not program.implicit:
+            attributes[names.CONVERSATION] = attributes[names.AGENT_ID] = program.id
+            label = program.name or program.agent_type
+            if label is not None:
+                attributes[names.AGENT_NAME] = label
+        return attributes
+
+    # ---- tools
+
+    def tool_started(self, call: ToolCall) -> None:
+        """``execute_tool``."""
+        opened = self._of(call.program) if call.program is not None else None
+        if opened is None or call.program is None:
+            return
+        told = names.telling.span
+        if told is not None:
+            opened.tools[call.call_id] = told, False
+            return
+        attributes = {
+            names.OPERATION: "execute_tool",
+            names.TOOL_NAME: call.tool,
+            names.TOOL_CALL_ID: call.call_id,
+            names.TOOL_TYPE: "function",
+            names.CONVERSATION: call.program.id,
+        }
+        if call.tool_class is not None:
+            attributes["sojourn.tool.class"] = call.tool_class
+        if call.program.node is not None:
+            attributes["sojourn.node"] = call.program.node
+        span = self._tracer.start_span(
+            f"execute_tool {call.tool}",
+            context=trace.set_span_in_context(opened.span),
+            kind=SpanKind.INTERNAL,
+            attributes=attributes,
+        )
+        opened.tools[call.call_id] = span, True
+
+    def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
+        """The span ends."""
+        opened = self._programs.get(call.program) if call.program is not None else None
+        span, ours = opened.tools.pop(call.call_id, (None, False)) if opened is not None else (None, False)
+        if ours:
+            _end(span, status)
+
+    # ---- requests
+
+    def request_started(self, request: LogicalRequest) -> None:
+        """``chat`` or ``text_completion``."""
+        opened = self._of(request.program)
+        # Inside a framework's own spans ours hangs under the one that asks.
+        foreign = opened is None or not opened.ours
+        current = trace.get_current_span().get_span_context().is_valid
+        around = None if opened is None or (foreign and current) else trace.set_span_in_context(opened.span)
+        operation = next(
+            (word for end, word in _OPERATIONS.items() if (request.path or "").endswith(end)), "chat"
+        )
+        attributes = {**self._whose(request.program), names.OPERATION: operation, **_server(request.host)}
+        if request.model is not None:
+            attributes[names.REQUEST_MODEL] = request.model
+        if request.id:
+            attributes["sojourn.request_id"] = request.id
+        if request.node is not None:
+            attributes["sojourn.node"] = request.node
+        started_ns = time.time_ns()
+        span = self._tracer.start_span(
+            f"{operation} {request.model}" if request.model else operation,
+            context=around,
+            kind=SpanKind.CLIENT,
+            attributes=attributes,
+            start_time=started_ns,
+        )
+        self._requests[request] = _Asked(span, started_ns)
+
+    def request_first_byte(self, request: LogicalRequest) -> None:
+        """The answer is streamed, and this long it took to begin."""
+        asked = self._requests.get(request)
+        if asked is not None:
+            asked.span.set_attribute(names.REQUEST_STREAM, True)
+            asked.span.set_attribute(names.FIRST_CHUNK_S, (time.time_ns() - asked.started_ns) / 1e9)
+
+    def request_ended(self, request: LogicalRequest, how: str) -> None:
+        """The span ends at this time, though perhaps a little later."""
+        ended_ns = time.time_ns()
+        asked = self._requests.pop(request, None)
+        if asked is None:
+            return
+        span, usage = asked.span, request.usage or Usage()
+        if request.attempts > 1:
+            span.set_attribute("sojourn.request.attempts", request.attempts)
+        error = request.error
+
+        def finish(turn: Turn | None) -> None:
+            if turn is not None:
+                span.set_attributes(outcome_attributes(turn))
+            span.set_attributes(_usage_attributes(usage, turn or {}))
+            _end(span, how, error, ended_ns)
+
+        session = runtime.session()
+        server, config = session.server, session.config
+        if (
+            self._outcomes is None
+            or request.program.implicit
+            or config is None
+            or server is None
+            or server.dialect.name != "sojourn"
+            or request.host != config.host
+        ):
+            finish(None)
+        else:
+            self._outcomes.put(config, request.program.id, request.id, finish)
+            if not request.program.is_open:
+                self._outcomes.program_ended(request.program.id)
+
+
+def outcome_attributes(turn: Turn) -> dict[str, Any]:
+    """``sojourn.*`` attributes of one turn of the server's ledger. Unknown or odd fields are left out."""
+    found: dict[str, Any] = {}
+    for name, key, kinds in _FACTS:
+        value = turn.get(key)
+        if type(value) in kinds:
+            found[name] = value
+    seconds, tokens = _mapping(turn.get("seconds")), _mapping(turn.get("tokens"))
+    for part in ("queued", "prefilling"):
+        if type(seconds.get(part)) in (int, float):
+            found[f"sojourn.{part}_s"] = seconds[part]
+    for name in ("new", "tail"):
+        if type(tokens.get(name)) is int:
+            found[f"sojourn.{name}_tokens"] = tokens[name]
+    for tier, count in _tiers(tokens).items():
+        found[f"sojourn.tier_hits.{tier}"] = count
+    if tokens:
+        lost = {
+            str(cause): n for cause, n in _mapping(tokens.get("lost")).items() if type(n) is int and n > 0
+        }
+        found["sojourn.lost_tokens"] = sum(lost.values())
+        if lost:
+            found["sojourn.lost_cause"] = max(lost, key=lambda cause: (lost[cause], cause))
+    return found
+
+
+_FACTS = (
+    ("sojourn.turn", "turn", (int,)),
+    ("sojourn.outcome", "outcome", (str,)),
+    ("sojourn.leased", "leased", (bool,)),
+    ("sojourn.lease.ttl_s", "lease_ttl_s", (int, float)),
+    ("sojourn.gap_s", "gap_s", (int, float)),
+    ("sojourn.tool_before", "tool_before", (str,)),
+    ("sojourn.preemptions", "preemptions", (int,)),
+)
+_NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
+
+
+def _usage_attributes(usage: Usage, turn: Turn) -> dict[str, int]:
+    """As the answer says, else as the server counted."""
+    tokens = _mapping(turn.get("tokens"))
+    found = {
+        names.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
+        names.OUTPUT_TOKENS: (usage.output_tokens, turn.get("output_tokens")),
+        names.CACHED_TOKENS: (usage.cached_tokens, sum(_tiers(tokens).values()) if tokens else None),
+    }
+    chosen = {name: theirs if theirs is not None else ours for name, (theirs, ours) in found.items()}
+    return {name: value for name, value in chosen.items() if type(value) is int}
+
+
+def _tiers(tokens: Mapping[str, Any]) -> dict[str, int]:
+    return {name: n for name, n in tokens.items() if name not in _NO_TIERS and type(n) is int}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _server(host: str | None) -> dict[str, Any]:
+    name, _, port = (host or "").rpartition(":")
+    return {names.SERVER_ADDRESS: name, names.SERVER_PORT: int(port)} if name and port.isdigit() else {}
+
+
+def _end(span: Any, status: str, error: str | None = None, ended_ns: int | None = None) -> None:
+    span.set_attribute("sojourn.status", status)
+    if status in _FAILED:
+        kind = error or ("timeout" if status == "timeout" else "_OTHER")
+        span.set_attribute(names.ERROR_TYPE, kind)
+        span.set_status(Status(StatusCode.ERROR))
+    span.end(end_time=ended_ns)
+
+
+_exports: weakref.WeakKeyDictionary[Any, SpanExport] = weakref.WeakKeyDictionary()
+
+
+def export_spans(tracer_provider: Any = None, *, outcomes: bool = True, provider: str = "vllm") -> SpanExport:
+    """Write spans to ``tracer_provider``, the global one unless given, from now on.
+
+    ``outcomes=False`` asks the server nothing. ``provider`` is the spans' ``gen_ai.provider.name``.
+    Repeating it returns the export already there, until that is closed. Stop it with ``.close()``. Raises
+    ``ConfigError`` where no provider is set yet.
+    """
+    target = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
+    if isinstance(target, trace.ProxyTracerProvider):
+        raise ConfigError(names.NO_PROVIDER)
+    export = _exports.get(target)
+    if export is None:
+        tracer = target.get_tracer(names.SCOPE)
+        export = _exports[target] = SpanExport(tracer, provider, Outcomes() if outcomes else None)
+        # Run before the provider's own, which was registered earlier and takes no spans afterwards.
+        atexit.register(export.close)
+        add_listener(export)
+    return export

@@ -1,0 +1,245 @@
+"""Agent Execution Graph: the steps an agent can take, what follows what, and which tools each step may use.
+
+G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per kind of agent, by hand
+or by an adapter that reads it from the framework; requests then only name their
+node. Frameworks cannot always tell the truth (a router without a declared return
+type looks like an edge to the end), so a graph carries ``complete``: where it is
+False, what was observed counts for more than what was declared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from types import MappingProxyType
+
+from .errors import ArgumentError
+from .events import AegEdge, AegGraph, AegNode
+from .naming import name_of
+from .wire import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, MAX_GRAPH_TOOLS, encode
+
+START = "__start__"
+END = "__end__"
+
+_COMPLETE_WEIGHT = 2.0
+_INCOMPLETE_WEIGHT = 0.5
+"""Visits that a declaration is worth against what is seen."""
+_FADED = 0.03
+_MAX_FOUND_NODES = 256
+"""Nodes added that nobody declared."""
+
+Edge = tuple[str, str] | tuple[str, str, float | None]
+"""Source, target and, where known, the probability of taking it."""
+
+
+class Aeg:
+    """An immutable graph. Two with the same content have the same ``hash`` and are equal.
+
+        Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9),
+            ("act", END, 0.1)])
+
+    ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need
+    no declaration. Cycles are what agents do, and allowed. ``complete=False`` says that there may be edges
+    not listed; so does a node that cannot be reached from ``START``, where ``START`` is used at all.
+    Raises ``ArgumentError`` for a dangling edge, probabilities outside 0..1 or that sum to more than 1 from
+    one node, and graphs beyond the wire's limits.
+    """
+
+    __slots__ = ("_next", "complete", "edges", "hash", "nodes")
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Iterable[str]] | Iterable[str],
+        edges: Iterable[Edge] = (),
+        *,
+        complete: bool = True,
+    ) -> None:
+        given = nodes.items() if isinstance(nodes, Mapping) else ((name, ()) for name in nodes)
+        known: dict[str, tuple[str, ...]] = {}
+        for node, tools in given:
+            if isinstance(tools, str):
+                raise ArgumentError(f"the tools of node {node!r} are the string {tools!r}; expected a list")
+            known[_name(node)] = tuple(sorted({name_of(tool) for tool in tools}))[:MAX_GRAPH_TOOLS]
+        for end in (START, END):
+            known.pop(end, None)
+        self.nodes: Mapping[str, tuple[str, ...]] = MappingProxyType(known)
+        """Each node's tools."""
+        self.edges: Mapping[tuple[str, str], float | None] = MappingProxyType(dict(_checked(edges, known)))
+        """(source, target) → probability, or ``None`` where it was not given."""
+        _check_size(self)
+        _check_sums(self.edges)
+        following: dict[str, list[str]] = {}
+        for source, target in self.edges:
+            following.setdefault(source, []).append(target)
+        self._next: dict[str, tuple[str, ...]] = {node: tuple(targets) for node, targets in following.items()}
+        self.complete = complete and not self.unreachable()
+        content = encode(self.wire())
+        if len(content) > MAX_GRAPH_BYTES:
+            raise ArgumentError(
+                f"the graph takes {len(content)} bytes; at most {MAX_GRAPH_BYTES} can be sent"
+            )
+        self.hash = sha256(content).hexdigest()[:32]
+        """Of the content, 32 hexadecimal digits; the order of declaration does not matter."""
+
+    def successors(self, node: str) -> tuple[str, ...]:
+        """What may follow ``node``, in the order declared; empty for one that is not known."""
+        return self._next.get(node, ())
+
+    def following(self, node: str) -> dict[str, float]:
+        """What may follow ``node``, each with its probability; they sum to one.
+
+        Edges without a probability share evenly what the others leave. Empty for a node that nothing is
+        declared to follow, and where all that follows has probability 0.
+        """
+        return _shares({target: self.edges[node, target] for target in self.successors(node)})
+
+    def unreachable(self) -> frozenset[str]:
+        """Nodes no path leads to from ``START``; none where ``START`` is not part of the graph."""
+        if START not in self._next:
+            return frozenset()
+        seen = {START}
+        todo = [START]
+        while todo:
+            for following in self.successors(todo.pop()):
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return frozenset(self.nodes) - seen
+
+    def corrected(
+        self, seen: Mapping[tuple[str, str], float], tools: Mapping[str, Iterable[str]] = MappingProxyType({})
+    ) -> Aeg:
+        """This graph as what was seen says it: with probabilities, and the edges taken though not declared.
+
+        ``seen`` counts how often each edge was taken, ``tools`` names further ones of a node. From a node
+        that was left at least once, p = (count + w · declared) / (all counts + w), where what is declared
+        weighs as much as ``w`` = 2 visits, or half a visit where the graph is not complete: so an edge that
+        nobody takes fades. It is dropped below 0.03 from a graph that is not complete, and kept at its small
+        p in one that claims to be. A node never left keeps its edges. Of the nodes not declared the 256 most
+        visited are added. Complete only where this graph is and nothing else was seen. Raises
+        ``ArgumentError`` where names are so long that the result could not be sent.
+        """
+        counts = {
+            (_name(source), _name(target)): float(count)
+            for (source, target), count in seen.items()
+            if math.isfinite(count) and count > 0 and source != END and target != START
+        }
+        nodes = {node: set(own) for node, own in self.nodes.items()}
+        for node in _most_visited(counts, known=nodes):
+            nodes[node] = set()
+        for node, further in tools.items():
+            if node in nodes:
+                nodes[node].update(further)
+        ends = nodes.keys() | {START, END}
+        counts = {edge: count for edge, count in counts.items() if edge[0] in ends and edge[1] in ends}
+        weight = _COMPLETE_WEIGHT if self.complete else _INCOMPLETE_WEIGHT
+        edges: list[tuple[str, str, float | None]] = []
+        for source, taken in _by_source(counts).items():
+            declared = self.following(source)
+            total = math.fsum(taken.values()) + (weight if declared else 0.0)
+            for target in taken.keys() | declared.keys():
+                p = (taken.get(target, 0.0) + weight * declared.get(target, 0.0)) / total
+                if target in taken or self.complete or p >= _FADED:
+                    # Rounded, so that what is nearly the same is the same; down, so that the sum stays ≤ 1.
+                    edges.append((source, target, math.floor(p * 1000 + 1e-6) / 1000))
+        left = {source for source, _ in counts}
+        edges += [(*edge, p) for edge, p in self.edges.items() if edge[0] not in left]
+        edges.sort(key=lambda edge: (-1.0 if edge[2] is None else -edge[2], edge[:2]))
+        news = any(edge not in self.edges for edge in counts)
+        return Aeg(nodes, edges[:MAX_GRAPH_EDGES], complete=self.complete and not news)
+
+    def wire(self) -> AegGraph:
+        """As it is sent; sorted, so that equal graphs are equal bytes."""
+        return AegGraph(
+            nodes=[AegNode(id=node, tools=list(tools)) for node, tools in sorted(self.nodes.items())],
+            edges=[
+                AegEdge(source=source, target=target, probability=p)
+                for (source, target), p in sorted(self.edges.items(), key=lambda item: item[0])
+            ],
+            complete=self.complete,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Aeg) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    def __repr__(self) -> str:
+        flag = "" if self.complete else ", incomplete"
+        return f"<Aeg {self.hash[:8]}: {len(self.nodes)} nodes, {len(self.edges)} edges{flag}>"
+
+
+def _most_visited(counts: Mapping[tuple[str, str], float], known: Mapping[str, object]) -> list[str]:
+    visits: dict[str, float] = {}
+    for (source, target), count in counts.items():
+        for node, n in ((source, count), (target, count)):
+            if node not in known and node not in (START, END):
+                visits[node] = visits.get(node, 0.0) + n
+    room = max(0, min(_MAX_FOUND_NODES, MAX_GRAPH_NODES - len(known)))
+    return sorted(visits, key=lambda node: (-visits[node], node))[:room]
+
+
+def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (source, target), count in counts.items():
+        found.setdefault(source, {})[target] = count
+    return found
+
+
+def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:
+    """Declared probabilities that sum to one; those not given share evenly what the others leave."""
+    open_ones = sum(p is None for p in declared.values())
+    given = sum(p for p in declared.values() if p is not None)
+    each = max(0.0, 1.0 - given) / open_ones if open_ones else 0.0
+    shares = {target: each if p is None else p for target, p in declared.items()}
+    total = sum(shares.values())
+    return {target: p / total for target, p in shares.items()} if total > 0 else {}
+
+
+def _name(node: object) -> str:
+    if not isinstance(node, str) or not node:
+        raise ArgumentError(f"node {node!r} is not a name; expected a string that is not empty")
+    return name_of(node)
+
+
+def _checked(
+    edges: Iterable[Edge], known: Mapping[str, object]
+) -> Iterable[tuple[tuple[str, str], float | None]]:
+    for edge in edges:
+        try:
+            source, target, probability = (*edge, None) if len(edge) == 2 else edge
+        except (TypeError, ValueError):
+            raise ArgumentError(f"edge {edge!r}; expected (source, target) or (source, target, p)") from None
+        source, target = _name(source), _name(target)
+        for node, allowed in ((source, START), (target, END)):
+            if node not in known and node != allowed:
+                raise ArgumentError(f"edge {source!r} → {target!r}: {node!r} is not a node of this graph")
+        if probability is not None:
+            sayable = isinstance(probability, (int, float)) and math.isfinite(probability)
+            if not sayable or not 0 <= probability <= 1:
+                raise ArgumentError(f"edge {source!r} → {target!r}: p is {probability!r}; expected 0 to 1")
+            probability = float(probability)
+        yield (source, target), probability
+
+
+def _check_sums(edges: Mapping[tuple[str, str], float | None]) -> None:
+    sums: dict[str, float] = {}
+    for (source, _), probability in edges.items():
+        sums[source] = sums.get(source, 0.0) + (probability or 0.0)
+    for source, total in sums.items():
+        if total > 1 + 1e-6:
+            raise ArgumentError(f"the probabilities from {source!r} sum to {total:.4f}; expected at most 1")
+
+
+def _check_size(graph: Aeg) -> None:
+    for what, count, most in (
+        ("nodes", len(graph.nodes), MAX_GRAPH_NODES),
+        ("edges", len(graph.edges), MAX_GRAPH_EDGES),
+    ):
+        if count > most:
+            raise ArgumentError(f"the graph has {count} {what}; at most {most} can be declared")
+
+
+__all__ = ["END", "START", "Aeg"]

@@ -1,0 +1,56 @@
+"""NVIDIA Dynamo (github.com/ai-dynamo/dynamo): identity in headers, hints in ``nvext.agent_hints``.
+
+Dynamo answers 400 to any body field it does not know and to any number that does
+not fit, inside ``nvext`` and outside (tried with ai-dynamo 1.6.1). Tool events go
+over ZeroMQ where an endpoint was named: ``dynamo_events.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sojourn.hints import AgenticContext
+
+from .courier import Courier, Road
+from .header import header_text
+from .numbers import i32, u32
+
+SESSION_HEADER = "X-Dynamo-Session-ID"
+PARENT_HEADER = "X-Dynamo-Parent-Session-ID"
+FINAL_HEADER = "X-Dynamo-Session-Final"
+
+
+class DynamoDialect:
+    """In Dynamo's API the *higher* number matters more, as here; Dynamo converts for its engines."""
+
+    name = "dynamo"
+    carries_events = False
+    yields_to: frozenset[str] = frozenset()
+
+    def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
+        ours = context.sojourn
+        headers: dict[str, str] = {}
+        # A router with session affinity would pin all of a process to one worker.
+        if ours is None or not ours.implicit:
+            headers[SESSION_HEADER] = header_text(context.program_id)
+            if context.parent_program_id:
+                headers[PARENT_HEADER] = header_text(context.parent_program_id)
+            if ours is not None and ours.final:
+                headers[FINAL_HEADER] = "true"
+        # ``strict_priority`` is never said: a tier above all others is the operator's to give.
+        hints: dict[str, Any] = {}
+        if context.priority is not None:
+            hints["priority"] = i32(context.priority)
+        if context.expected_output_length is not None:
+            hints["osl"] = u32(context.expected_output_length)
+        if context.expected_resume:
+            # Dynamo then prefills, at the end of this turn, what it expects the next one to begin with.
+            hints["speculative_prefill"] = True
+        return {"nvext": {"agent_hints": hints}} if hints else {}, headers
+
+    def courier(self, road: Road) -> Courier | None:
+        if road.tool_events is None:
+            return None
+        from .dynamo_events import ToolEvents
+
+        return ToolEvents(road, road.tool_events)

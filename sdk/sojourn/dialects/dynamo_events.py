@@ -1,0 +1,190 @@
+"""Tool calls in the shape of Dynamo's request trace, pushed to the endpoint its frontend binds.
+
+One ZeroMQ message for each: ``[topic, sequence number (u64, big-endian), msgpack record]``,
+schema ``dynamo.request.trace.v1`` (``lib/llm/src/request_trace`` of ai-dynamo/dynamo).
+Dynamo records them for tracing and replay; they do not drive its cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sojourn.backlog import Pending
+from sojourn.errors import ConfigError
+from sojourn.events import Event, ProgramEnd, ProgramStart, ToolStart, ToolStop
+
+from .courier import Batch, Delivery, Road
+from .header import header_text
+
+SCHEMA = "dynamo.request.trace.v1"
+TOPIC = b"agent-tool-events"
+"""What Dynamo 1.6 takes unless told otherwise; older releases take any."""
+HIGH_WATER_EVENTS = 1000
+"""Held by ZeroMQ while nobody takes them; further ones are dropped and counted."""
+LINGER_S = 0.2
+"""How long the close waits for what ZeroMQ still holds."""
+MAX_REMEMBERED = 4096
+"""Running tool calls, and programs with a parent; the oldest are forgotten."""
+UNKNOWN_CLASS = "unknown"
+
+_STATUS = {
+    "ok": ("tool_end", "succeeded", None),
+    "error": ("tool_error", "error", "error"),
+    "nonzero": ("tool_error", "error", "nonzero"),
+    "timeout": ("tool_error", "cancelled", "timeout"),
+    "cancelled": ("tool_end", "cancelled", None),
+}
+"""Ours → event type, Dynamo's status, error type."""
+
+
+def load_zmq() -> Any:
+    """The ZeroMQ library. Raises ``ConfigError`` naming the extra where it is not installed."""
+    try:
+        import zmq
+    except ImportError as error:
+        raise ConfigError(
+            f"Dynamo's tool events need ZeroMQ ({error}): pip install 'sojourn[dynamo]', or name no endpoint"
+        ) from error
+    return zmq
+
+
+class Records:
+    """Translates events into records. Remembers what a stop alone does not tell: class and parent."""
+
+    def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
+        self._unix_s = unix_s
+        self._classes: dict[tuple[str, str], str] = {}
+        self._parents: dict[str, str] = {}
+
+    def record(self, pending: Pending, now: float) -> dict[str, Any] | None:
+        """The record of one event; ``None`` for what Dynamo has no word for."""
+        fields = pending.fields
+        if pending.kind is ProgramStart:
+            if fields.get("parent_program_id"):
+                _remember(self._parents, pending.program_id, fields["parent_program_id"])
+            return None
+        if pending.kind is ProgramEnd:
+            self._parents.pop(pending.program_id, None)
+            return None
+        if pending.kind not in (ToolStart, ToolStop):
+            return None
+        # The only use of the time of day: Dynamo's records have no other clock.
+        happened_ms = round((self._unix_s() - max(0.0, now - pending.at_s)) * 1000)
+        call = (pending.program_id, fields["call_id"])
+        if pending.kind is ToolStart:
+            tool_class = fields.get("tool_class") or fields["tool"]
+            _remember(self._classes, call, tool_class)
+            tool = {
+                "tool_call_id": fields["call_id"],
+                "tool_class": tool_class,
+                "status": "running",
+                "started_at_unix_ms": happened_ms,
+            }
+            return self._around("tool_start", pending.program_id, happened_ms, tool)
+        kind, status, error_type = _STATUS.get(fields.get("status", "ok"), _STATUS["ok"])
+        duration_ms = fields["duration_s"] * 1000
+        tool = {
+            "tool_call_id": fields["call_id"],
+            "tool_class": self._classes.pop(call, UNKNOWN_CLASS),
+            "status": status,
+            "started_at_unix_ms": max(0, happened_ms - round(duration_ms)),
+            "ended_at_unix_ms": happened_ms,
+            "duration_ms": float(duration_ms),
+        }
+        if error_type is not None:
+            tool["error_type"] = error_type
+        return self._around(kind, pending.program_id, happened_ms, tool)
+
+    def forget(self) -> None:
+        """Forget all calls and programs."""
+        self._classes, self._parents = {}, {}
+
+    def _around(self, kind: str, program_id: str, at_ms: int, tool: dict[str, Any]) -> dict[str, Any]:
+        # As the requests' headers say them, so that the two can be joined.
+        who = {"session_id": header_text(program_id)}
+        if program_id in self._parents:
+            who["parent_session_id"] = header_text(self._parents[program_id])
+        return {
+            "schema": SCHEMA,
+            "event_type": kind,
+            "event_time_unix_ms": at_ms,
+            # Releases differ in where they look for the session; each ignores the other's place.
+            "event_source": "harness",
+            "agent_context": who,
+            **who,
+            "tool": tool,
+        }
+
+
+class ToolEvents:
+    """Pushes the records. ``events_sent`` counts what ZeroMQ took: it tells no more."""
+
+    kinds: frozenset[type[Event]] = frozenset({ProgramStart, ToolStart, ToolStop, ProgramEnd})
+
+    def __init__(self, road: Road, endpoint: str, records: Records | None = None) -> None:
+        self._zmq = load_zmq()
+        self._counters = road.counters
+        self._endpoint = endpoint
+        self._records = Records() if records is None else records
+        self._seq = itertools.count()
+        self._context: Any = None
+        self._socket: Any = None
+        self._inherited: list[Any] = []
+
+    def deliver(self, batch: Batch) -> Delivery:
+        for done, pending in enumerate(batch.events):
+            try:
+                record = self._records.record(pending, batch.now)
+                data = None if record is None else msgspec.msgpack.encode(record)
+            except Exception:
+                self._counters.add("encode_error")
+                continue
+            if data is None:
+                self._counters.add("dropped_unsupported")
+                continue
+            try:
+                self._push(data)
+            except Exception as error:  # zmq.Again: the high-water mark is reached
+                self._counters.add(f"net_{type(error).__name__}")
+                self._counters.add("dropped_send", len(batch.events) - done)
+                return Delivery.FAILED
+            self._counters.add("events_sent")
+        return Delivery.TAKEN
+
+    def after_fork(self) -> None:
+        # Kept, not closed: the sockets' threads exist in the parent only.
+        self._inherited += [thing for thing in (self._socket, self._context) if thing is not None]
+        self._context = self._socket = None
+        self._seq = itertools.count()
+        self._records.forget()
+
+    def close(self) -> None:
+        context, self._context = self._context, None
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+        if context is not None:
+            context.term()
+
+    def _push(self, data: bytes) -> None:
+        # Opened here, on the thread that uses it: sockets must not change threads.
+        if self._socket is None:
+            self._context = self._zmq.Context()
+            socket = self._context.socket(self._zmq.PUSH)
+            socket.setsockopt(self._zmq.SNDHWM, HIGH_WATER_EVENTS)
+            socket.setsockopt(self._zmq.LINGER, int(LINGER_S * 1000))
+            socket.connect(self._endpoint)
+            self._socket = socket
+        frames = [TOPIC, next(self._seq).to_bytes(8, "big"), data]
+        self._socket.send_multipart(frames, flags=self._zmq.NOBLOCK)
+
+
+def _remember(known: dict[Any, str], key: Any, value: str) -> None:
+    known[key] = value
+    if len(known) > MAX_REMEMBERED:
+        del known[next(iter(known))]

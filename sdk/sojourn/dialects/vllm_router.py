@@ -1,0 +1,95 @@
+"""vLLM Router (github.com/vllm-project/router) with program scheduling.
+
+Its parser (``src/program_scheduling/identity.rs``; tried with vllm-router 0.1.17)
+answers 400 to what it recognises and cannot read, so everything here is brought
+into its types and bounds first, and what does not fit is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+from sojourn.hints import AgenticContext
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import encode
+
+from .courier import Road
+from .header import SESSION_HEADER, header_text
+from .numbers import I64_MAX, i64
+
+MAX_DEADLINE_S = 30 * 86400.0
+"""Longer ones say no more, and some overflow the router's durations."""
+MAX_RETENTION_S = 300.0
+"""The router takes the wish for a command: while a program's KV is kept, nobody else has its place. So it is
+not kept longer than the router lets others wait (``force_resume_timeout_seconds``)."""
+
+
+class VllmRouterDialect:
+    """``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
+
+    A JSON string, though the router also reads an object: it passes the field on to its backend, and vLLM
+    refuses an object there. Nothing of ours rides in it.
+    """
+
+    name = "vllm_router"
+    carries_events = False
+    yields_to: frozenset[str] = frozenset()
+
+    def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
+        headers = {SESSION_HEADER: _short(header_text(context.program_id))}
+        if context.sojourn is not None and context.sojourn.implicit:
+            return {}, headers  # requests without an identity are routed one by one
+        program_id, parent_id = _id(context.program_id), _id(context.parent_program_id)
+        if parent_id == program_id:
+            parent_id = None  # refused
+        said = {
+            "program_id": program_id,
+            "parent_program_id": parent_id,
+            "root_program_id": _id(context.root_program_id),
+            # Refused without a parent.
+            "blocks_parent": context.blocks_parent if parent_id else None,
+            "expected_resume": context.expected_resume,
+            "request_id": _id(context.request_id),
+            "step_id": _step(context.step_id),
+            "priority": None if context.priority is None else i64(context.priority),
+            "deadline_seconds": _seconds(context.deadline_seconds, MAX_DEADLINE_S),
+            "expected_output_length": _count(context.expected_output_length),
+            "kv_retention_ttl_seconds": _seconds(context.kv_retention_ttl_seconds, MAX_RETENTION_S),
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        return {"vllm_xargs": {"agentic_context": encode(said).decode()}}, headers
+
+    def courier(self, road: Road) -> None:
+        return None
+
+
+def _id(id: str | None) -> str | None:
+    """The router trims ids and refuses what is empty then: such ids go as their encoded form."""
+    if id is None:
+        return None
+    return _short(id if id == id.strip() and id.isprintable() else header_text(id))
+
+
+def _short(id: str) -> str:
+    """At most 256 bytes: percent-encoding makes longer ones."""
+    data = id.encode("utf-8", "replace")
+    return id if len(data) <= MAX_ID_BYTES else f"sha256-{hashlib.sha256(data).hexdigest()}"
+
+
+def _step(step_id: str | None) -> int | None:
+    """The router counts steps; a step with a name of its own is left out."""
+    if step_id is None or not (step_id.isascii() and step_id.isdigit()) or len(step_id) > 18:
+        return None
+    return int(step_id)
+
+
+def _count(value: int | None) -> int | None:
+    return None if value is None or value < 0 else min(value, I64_MAX)
+
+
+def _seconds(value: float | None, longest: float) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return min(max(0.0, value), longest)

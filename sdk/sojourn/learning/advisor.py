@@ -1,0 +1,409 @@
+"""Learns from what the agents of this process do, and says what to expect: a listener with its own thread.
+
+    agent's thread ── fact ──▶ queue ──▶ this thread, once a second: durations, transitions, graphs
+          ▲                                     │ every five seconds and at the end
+          └── expectations: one dict look-up ───┤
+                                                └──▶ history file (SQLite), read once at the start
+
+The agent's side takes no lock: one could be waited for by a thread that holds the
+emitter's, while its holder, in a garbage collection that ends somebody's program,
+waits for the emitter's. ``SimpleQueue.put`` is made for that.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from sojourn.aeg import Aeg
+from sojourn.errors import ArgumentError
+from sojourn.observe import Listener
+
+from .durations import Durations, Expectation
+from .history import Duration, History
+from .trail import Run, Trail
+from .transitions import ENOUGH_RUNS, MAX_KINDS, Transitions
+
+if TYPE_CHECKING:
+    from sojourn.program import Program
+    from sojourn.stats import Counters
+    from sojourn.streams import LogicalRequest
+    from sojourn.tools import ToolCall
+
+FOLD_EVERY_S: Final = 1.0
+SAVE_EVERY_S: Final = 5.0
+MAX_FACTS: Final = 20_000
+"""Heard and not yet folded; further ones are dropped and counted (``history_dropped``)."""
+MAX_UNSAVED: Final = 5_000
+MAX_SAID: Final = 4096
+"""Answers kept, to be given again."""
+CLOSE_GRACE_S: Final = 0.05
+"""What saving gets at the end even where sending took all of the time there was."""
+REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
+REPORT_EVERY_RUNS: Final = 30
+"""After so many runs a graph that has moved is told anew: each version is spelt out once, which costs."""
+REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
+"""One that has a new edge may be told so soon after the last."""
+MOVED: Final = 0.05
+"""Change of a probability that is worth a new version."""
+LIKELY: Final = 0.03
+"""Edges below this come and go without a new version."""
+
+_Declared = tuple[str, "Aeg | None"]
+"""Kind, and the graph declared for it; ``None`` where none was."""
+Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
+"""What to do with a trail and what was heard; ``None`` tells an ``Event`` that all before it is done."""
+
+
+class Advisor(Listener):
+    """One session's. ``history=None`` learns in memory only."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        history: History | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        fold_every_s: float = FOLD_EVERY_S,
+        save_every_s: float = SAVE_EVERY_S,
+    ) -> None:
+        self.durations = Durations()
+        self.transitions = Transitions()
+        self.history = history
+        self._counters = counters
+        self._clock = clock
+        self._fold_every_s = fold_every_s
+        self._save_every_s = save_every_s
+        self._loaded = history is None
+        self._graphs: dict[_Declared, Aeg] = {}
+        """As corrected."""
+        self._renewed: dict[_Declared, tuple[int, int]] = {}
+        """Runs of that kind seen when the graph was last looked at, and when it last changed."""
+        self._moved: dict[_Declared, None] = {}
+        """Learned about since."""
+        self._said: dict[tuple[str, int, str | None], float | None] = {}
+        """Turns left, as answered since something was learned last."""
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self._facts: SimpleQueue[Fact] = SimpleQueue()
+        self._hurry = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = False
+        self._closed = False
+        self._unsaved: list[Duration] = []
+        self._unsaved_runs: list[tuple[str, Run]] = []
+        self._save_due_s: float | None = None
+
+    # ---- what the agent's threads ask
+
+    def expected(self, tool: str, tool_class: str | None) -> Expectation | None:
+        """How long such a call may take; ``None`` where too few were seen."""
+        return self.durations.expected(tool, tool_class)
+
+    def turns_left(self, program: Program, node: str | None) -> float | None:
+        """LLM requests expected after the one being made, to two places; ``None`` where too few programs of
+        the kind were seen to their end."""
+        trail = program.trail
+        if trail is None:
+            return None
+        said, asked = self._said, (trail.kind, trail.turns, node)
+        if asked in said:
+            return said[asked]
+        left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
+        if len(said) < MAX_SAID:
+            # Into the answers that were there when it was worked out: newer ones are not for it.
+            said[asked] = None if left is None else round(left, 2)
+        return None if left is None else round(left, 2)
+
+    def graph(self, program: Program) -> Aeg | None:
+        """The graph to report for ``program``: as declared, corrected by what was seen of its kind."""
+        declared = program.aeg
+        kind = _kind(program)
+        if kind is None:
+            return declared
+        found = self._graphs.get((kind, declared))
+        if found is None and declared is not None and self.transitions.runs(kind):
+            self._put(self._announced, None, (kind, declared))  # more is known of the kind than of this graph
+        return declared if found is None else found
+
+    # ---- what the agent's threads tell
+
+    def program_started(self, program: Program) -> None:
+        self._trail(program)
+
+    def node_entered(self, program: Program, node: str) -> None:
+        trail = program.trail or self._trail(program)
+        if trail is not None:
+            trail.graph = program.aeg
+            self._put(self._entered, trail, node)
+
+    def request_started(self, request: LogicalRequest) -> None:
+        trail = request.program.trail or self._trail(request.program)
+        if trail is not None:
+            trail.turns += 1
+            self._put(self._requested, trail, request.node)
+
+    def request_ended(self, request: LogicalRequest, how: str) -> None:
+        trail = request.program.trail
+        if trail is not None:
+            self._put(self._answered, trail, request.node)
+
+    def tool_started(self, call: ToolCall) -> None:
+        program = call.program
+        if program is not None and program.trail is not None:
+            self._put(self._called, program.trail, call.tool)
+
+    def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
+        self._put(self._stopped, None, Duration(call.tool, call.tool_class, duration_s, status))
+
+    def program_ended(self, program: Program, status: str) -> None:
+        trail, program.trail = program.trail, None
+        if trail is not None:
+            trail.graph = program.aeg
+            self._put(self._ended, trail, status)
+
+    def _trail(self, program: Program) -> Trail | None:
+        kind = _kind(program)
+        if kind is not None and program.is_open and program.is_whole:  # of a part nothing can be told
+            program.trail = Trail(kind)
+        return program.trail
+
+    def _put(self, fold: Callable[[Any, Any], None], trail: Trail | None, what: Any) -> None:
+        if self._closed or self._facts.qsize() >= MAX_FACTS:
+            if trail is not None:
+                trail.lossy = True
+            self._counters.add("history_dropped")
+            return
+        self._facts.put((fold, trail, what))
+        if self._thread is None:
+            self.start()
+
+    # ---- lifecycle
+
+    def start(self) -> None:
+        """Read the history and begin to learn. Repeating it is harmless. Never raises."""
+        if self._thread is not None or self._starting or self._closed:
+            return
+        self._starting = True  # a garbage collection meanwhile may end a program, and end up here
+        try:
+            thread = threading.Thread(target=self._run, name="sojourn-history", daemon=True)
+            contextvars.Context().run(thread.start)
+            self._thread = thread
+        except Exception:
+            self._closed = True  # what is heard would only pile up
+            self._counters.add("thread_start_failed")
+        finally:
+            self._starting = False
+
+    def hurry_up(self) -> None:
+        """Take no more facts, and begin to save: ``close`` follows. Waits for nothing."""
+        if not self._closed:
+            self._closed = True
+            self._facts.put((None, None, threading.Event()))
+            self._hurry.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Save what is unsaved, within the bound, and stop. Repeating it is harmless. Never raises."""
+        self.hurry_up()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(CLOSE_GRACE_S, timeout_s))
+
+    def settle(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was heard so far is learned. False where that takes longer. For tests."""
+        self.start()
+        done = threading.Event()
+        self._facts.put((None, None, done))
+        self._hurry.set()
+        return done.wait(timeout_s)
+
+    def after_fork(self) -> None:
+        """In the child: what was learned stays; what is unsaved is the parent's to save."""
+        self._fresh()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        self._load()
+        while True:
+            try:
+                first = self._facts.get(timeout=self._patience_s())
+            except Empty:
+                self._save()
+                continue
+            if self._hurry.wait(self._fold_every_s):
+                self._hurry.clear()
+            self._fold(first)
+            closed = self._closed and self._facts.empty()
+            if closed or self._patience_s() == 0.0:
+                self._save()
+            if closed:
+                return
+
+    def _patience_s(self) -> float | None:
+        """Until the next saving is due."""
+        return None if self._save_due_s is None else max(0.0, self._save_due_s - self._clock())
+
+    def _fold(self, first: Fact) -> None:
+        waiting: list[threading.Event] = []
+        for fold, trail, what in (first, *self._heard()):
+            if fold is None:
+                waiting.append(what)
+                continue
+            try:
+                fold(trail, what)
+            except Exception:
+                self._counters.add("internal_error")
+        self._conclude()
+        for done in waiting:
+            done.set()
+        if self._save_due_s is None and (self._unsaved or self._unsaved_runs):
+            self._save_due_s = self._clock() + self._save_every_s
+
+    def _heard(self) -> Iterator[Fact]:
+        for _ in range(self._facts.qsize()):
+            try:
+                yield self._facts.get_nowait()
+            except Empty:
+                return
+
+    def _entered(self, trail: Trail, node: str) -> None:
+        self._learn(trail, trail.entered(node))
+
+    def _requested(self, trail: Trail, node: str | None) -> None:
+        self._learn(trail, trail.requested(node))
+
+    def _answered(self, trail: Trail, node: str | None) -> None:
+        trail.answered(node)
+
+    def _called(self, trail: Trail, tool: str) -> None:
+        trail.called(tool)
+
+    def _announced(self, _: None, declared: _Declared) -> None:
+        self._moved[declared] = None
+
+    def _ended(self, trail: Trail, status: str) -> None:
+        self._learn(trail, trail.ended(broken_off=status == "cancelled"))
+
+    def _stopped(self, _: None, duration: Duration) -> None:
+        if self.durations.add(*duration) and self._keeps:
+            self._unsaved.append(duration)
+
+    def _learn(self, trail: Trail, run: Run | None) -> None:
+        if run is None or trail.lossy or not (run.path or run.turns):
+            return
+        self.transitions.learn(trail.kind, run)
+        self._moved[trail.kind, trail.graph] = None
+        if self._keeps:
+            self._unsaved_runs.append((trail.kind, run))
+
+    @property
+    def _keeps(self) -> bool:
+        return self.history is not None and self.history.usable
+
+    def _conclude(self) -> None:
+        """Make what was learned tell."""
+        moved, self._moved = self._moved, {}
+        self._said = {}
+        try:
+            self.durations.settle()
+            for kind, declared in moved:
+                self._renew(kind, declared)
+            while len(self._renewed) > MAX_KINDS:
+                forgotten = next(iter(self._renewed))
+                del self._renewed[forgotten]
+                self._graphs.pop(forgotten, None)
+        except Exception:
+            self._counters.add("internal_error")
+
+    def _renew(self, kind: str, declared: Aeg | None) -> None:
+        runs = self.transitions.runs(kind)
+        looked, changed = self._renewed.get((kind, declared), (0, 0))
+        due = runs // REPORT_EVERY_RUNS > looked // REPORT_EVERY_RUNS or any(
+            looked < at <= runs for at in REPORT_AT_RUNS
+        )
+        if not due and runs - changed < REPORT_NEW_EDGE_AFTER_RUNS:
+            return
+        edges = self.transitions.edges(kind)
+        if not edges or (declared is None and runs < ENOUGH_RUNS):
+            return
+        before = self._graphs.get((kind, declared), declared)
+        try:
+            graph = (declared or _UNKNOWN).corrected(edges, self.transitions.tools(kind))
+        except ArgumentError:  # too many names, too long ones
+            self._counters.add("graph_too_large")
+            changed = runs  # not tried again before the next is due: it takes tens of milliseconds
+        else:
+            if before is None or (_differ(before, graph) if due else _has_new(before, graph)):
+                self._graphs[kind, declared] = graph
+                changed = runs
+        # Last in the dict, so that those not heard of for longest go first.
+        self._renewed.pop((kind, declared), None)
+        self._renewed[kind, declared] = (runs, changed)
+
+    def _load(self) -> None:
+        if self._loaded or self.history is None:
+            return
+        recorded = self.history.load()
+        self._loaded = recorded is not None or not self.history.usable
+        if recorded is None:
+            return
+        for duration in recorded.durations:
+            self.durations.add(*duration)
+        for kind, run in recorded.runs:
+            try:
+                self.transitions.learn(kind, run)
+            except Exception:
+                self._counters.add("internal_error")
+            self._moved[kind, None] = None
+        self._conclude()
+
+    def _save(self) -> None:
+        self._save_due_s = None
+        durations, runs = self._unsaved, self._unsaved_runs
+        history = self.history
+        if history is not None and (durations or runs):
+            self._load()  # where it was locked at the start
+            if not history.save(durations, runs) and history.usable:
+                lost = max(0, len(durations) - MAX_UNSAVED) + max(0, len(runs) - MAX_UNSAVED)
+                if lost:
+                    self._counters.add("history_dropped", lost)
+                self._unsaved, self._unsaved_runs = durations[-MAX_UNSAVED:], runs[-MAX_UNSAVED:]
+                self._save_due_s = self._clock() + self._save_every_s
+                return
+        self._unsaved, self._unsaved_runs = [], []
+
+
+_UNKNOWN = Aeg((), complete=False)
+
+
+def _kind(program: Program) -> str | None:
+    """What programs are told apart by; none for one that has neither type nor name."""
+    return program.agent_type or program.name
+
+
+def _differ(before: Aeg, after: Aeg) -> bool:
+    """The change is worth a new version."""
+    if before.nodes != after.nodes or before.complete != after.complete:
+        return True
+    for edge in before.edges.keys() | after.edges.keys():
+        old, new = before.edges.get(edge, 0.0), after.edges.get(edge, 0.0)
+        if old is None or new is None:
+            if old is not new:
+                return True
+        elif abs(old - new) >= MOVED or (min(old, new) < LIKELY <= max(old, new)):
+            return True
+    return False
+
+
+def _has_new(before: Aeg, after: Aeg) -> bool:
+    """It has an edge that was not thought of."""
+    return any((p is None or p >= LIKELY) and edge not in before.edges for edge, p in after.edges.items())
+
+
+__all__ = ["Advisor"]

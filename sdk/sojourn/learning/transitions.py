@@ -1,0 +1,334 @@
+"""What follows what in programs of one kind, learned from those that were seen (SAGA §3.3, tier b).
+
+Back-off n-grams over the nodes of a run: what came after the last three, two and
+one nodes, with the ends of a run as nodes of their own. A first-order chain would
+not tell the first failing check from the third; three nodes of the past do.
+
+    counts weigh   1 ── 2^(1/20) ── 2^(2/20) ─▶   newest run weighs most: half as much is left after 20 more
+
+One writer at a time; any thread may read meanwhile, without a lock: what readers
+see is replaced, never changed in steps that matter to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from sojourn.aeg import END, START
+
+from .trail import Run
+
+ORDER: Final = 3
+"""Nodes of the past that a prediction looks at, at most."""
+HALF_LIFE_RUNS: Final = 20
+"""A changed workload outweighs the old one after this many runs; after 50 the old one has a sixth left."""
+ENOUGH_RUNS: Final = 5
+"""Finished programs below which nothing is said about turns left."""
+MAX_KINDS: Final = 64
+MAX_ENTRIES: Final = 4096
+"""(context, next) pairs kept for one kind; the contexts not seen for longest go first."""
+MAX_SUCCESSORS: Final = 128
+"""Of one context; the rarest goes first."""
+MAX_LEFT: Final = 1024
+"""(node, turn) pairs kept for one kind."""
+MAX_TURN: Final = 64
+"""Turns are told apart up to here."""
+MAX_NODE_TOOLS: Final = 16
+SNAPSHOT_VERSION: Final = 1
+_GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
+_RESCALE_ABOVE = 2.0**40
+_FORGOTTEN = 0.01
+"""Counts that have decayed below this many runs are gone."""
+_CLEAR = ENOUGH_RUNS * 0.9
+"""Decayed weight of about ``ENOUGH_RUNS`` samples."""
+
+Context = tuple[str, ...]
+
+
+class _Left:
+    """Turns that were left, at one node or turn: decayed sums, replaced as a whole."""
+
+    __slots__ = ("mean", "spread", "weight", "x", "xx")
+
+    def __init__(self, weight: float, x: float, xx: float) -> None:
+        self.weight, self.x, self.xx = weight, x, xx
+        self.mean = x / weight
+        self.spread = max(0.0, xx / weight - self.mean**2)
+
+    def plus(self, weight: float, left: float) -> _Left:
+        return _Left(self.weight + weight, self.x + weight * left, self.xx + weight * left * left)
+
+
+class _Kind:
+    """Everything known about one kind of agent."""
+
+    __slots__ = ("contexts", "entries", "finished", "left", "runs", "tools", "weight")
+
+    def __init__(self) -> None:
+        self.contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
+        self.entries = 0
+        self.left: OrderedDict[tuple[str | None, int | None], _Left] = OrderedDict()
+        self.tools: OrderedDict[str, dict[str, None]] = OrderedDict()
+        self.weight = 1.0
+        """Of the run being learned."""
+        self.runs = 0
+        self.finished = 0
+
+
+class Transitions:
+    """Counts by kind of agent, bounded and decayed; see the module for the threads."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
+
+    def learn(self, kind: str, run: Run) -> None:
+        """Add one run, or a piece of one, to its kind."""
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = _Kind()
+            if len(self._kinds) > MAX_KINDS:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(kind)
+        _learn_path(known, run)
+        _learn_turns(known, run)
+        for node, tool in run.tools:
+            _learn_tool(known, node, tool)
+        known.runs += run.begins
+        known.finished += run.ends
+        known.weight *= _GROWTH
+        if known.weight > _RESCALE_ABOVE:
+            _rescale(known)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Those known, the one not heard of for longest first."""
+        return tuple(self._kinds)
+
+    def runs(self, kind: str) -> int:
+        """Runs of this kind learned from, however long ago; 0 where it is not known."""
+        known = self._kinds.get(kind)
+        return 0 if known is None else known.runs
+
+    def finished(self, kind: str) -> int:
+        """Of those the ones whose end was seen."""
+        known = self._kinds.get(kind)
+        return 0 if known is None else known.finished
+
+    def predict(self, kind: str, history: Sequence[str]) -> list[tuple[str, float]]:
+        """``[(next node, probability), …]``, likeliest first; ``END`` may be among them.
+
+        ``history`` holds the nodes visited so far, the last of them last; the last three are looked at, and
+        the start where it is among them. Empty where nothing is known. Longer contexts are blended into
+        shorter ones by how much was seen of them (Witten and Bell 1991, method C).
+        """
+        known = self._kinds.get(kind)
+        if known is None:
+            return []
+        past = (START, *history[-ORDER:])[-ORDER:] if len(history) < ORDER else tuple(history[-ORDER:])
+        blend: dict[str, float] = {}
+        for order in range(1, len(past) + 1):
+            counts = known.contexts.get(past[-order:])
+            if not counts:
+                continue
+            counts = counts.copy()
+            seen = sum(counts.values()) / known.weight
+            novel = sum(count / known.weight > _FORGOTTEN for count in counts.values()) or 1
+            trust = seen / (seen + novel) if blend else 1.0
+            scale = trust / (seen * known.weight)
+            shorter = blend
+            blend = {node: count * scale for node, count in counts.items()}
+            for node, p in shorter.items():
+                blend[node] = blend.get(node, 0.0) + (1 - trust) * p
+        return sorted(blend.items(), key=lambda item: (-item[1], item[0]))
+
+    def edges(self, kind: str) -> dict[tuple[str, str], float]:
+        """(source, target) → how often it was taken, in runs, the older ones weighing less."""
+        known = self._kinds.get(kind)
+        if known is None:
+            return {}
+        weight = known.weight / _GROWTH  # that of the newest run
+        return {
+            (context[0], target): count / weight
+            for context, counts in known.contexts.copy().items()
+            if len(context) == 1
+            for target, count in counts.copy().items()
+            if count / weight > _FORGOTTEN
+        }
+
+    def tools(self, kind: str) -> dict[str, tuple[str, ...]]:
+        """The tools seen at each node (SAGA's φ)."""
+        known = self._kinds.get(kind)
+        return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
+
+    def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
+        """Expected LLM requests after the ``turns``-th, which is at ``node``; ``None`` where too little is
+        known.
+
+        Goes by node and turn where that pair was seen often enough, else by whichever of the two alone said
+        it more narrowly so far.
+        """
+        known = self._kinds.get(kind)
+        if known is None or known.finished < ENOUGH_RUNS:
+            return None
+        clear = _CLEAR * known.weight / _GROWTH ** (ENOUGH_RUNS / 2)
+        turn = min(max(turns, 1), MAX_TURN)
+        if node is not None:
+            exact = known.left.get((node, turn))
+            if exact is not None and exact.weight >= clear:
+                return exact.mean
+        here = known.left.get((node, None)) if node is not None else None
+        now = known.left.get((None, turn))
+        able = [each for each in (here, now) if each is not None and each.weight >= clear]
+        return min(able, key=lambda each: each.spread).mean if able else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document, kinds and contexts oldest first."""
+        return {
+            "version": SNAPSHOT_VERSION,
+            "kinds": [
+                {
+                    "kind": name,
+                    "runs": kind.runs,
+                    "finished": kind.finished,
+                    "weight": kind.weight,
+                    "contexts": [[list(context), dict(counts)] for context, counts in kind.contexts.items()],
+                    "left": [[*key, left.weight, left.x, left.xx] for key, left in kind.left.items()],
+                    "tools": [[node, list(tools)] for node, tools in kind.tools.items()],
+                }
+                for name, kind in self._kinds.items()
+            ],
+        }
+
+    @classmethod
+    def restore(cls, document: Any) -> Transitions:
+        """What a ``snapshot`` was taken of. Raises ``ValueError`` with the reason for anything else."""
+        if not isinstance(document, dict) or document.get("version") != SNAPSHOT_VERSION:
+            raise ValueError(f"not transitions of version {SNAPSHOT_VERSION}")
+        made = cls()
+        try:
+            for entry in document["kinds"][-MAX_KINDS:]:
+                made._kinds[str(entry["kind"])] = _restored(entry)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"transitions: {type(error).__name__} {error}") from None
+        return made
+
+
+def _restored(entry: dict[str, Any]) -> _Kind:
+    kind = _Kind()
+    kind.runs, kind.finished = _whole(entry["runs"]), _whole(entry["finished"])
+    kind.weight = _positive(entry["weight"])
+    for context, counts in entry["contexts"]:
+        key = tuple(str(node) for node in context)
+        if not 0 < len(key) <= ORDER:
+            raise ValueError(f"transitions: a context of {len(key)} nodes; expected 1 to {ORDER}")
+        kind.contexts[key] = {str(node): _positive(n) for node, n in list(counts.items())[:MAX_SUCCESSORS]}
+        kind.entries += len(kind.contexts[key])
+    while kind.entries > MAX_ENTRIES:
+        kind.entries -= len(kind.contexts.popitem(last=False)[1])
+    for node, turn, weight, x, xx in entry["left"][-MAX_LEFT:]:
+        at = None if node is None else str(node), None if turn is None else _whole(turn)
+        kind.left[at] = _Left(_positive(weight), _number(x), _number(xx))
+    for node, tools in entry["tools"][-MAX_LEFT:]:
+        kind.tools[str(node)] = dict.fromkeys(str(tool) for tool in tools[:MAX_NODE_TOOLS])
+    return kind
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"transitions: {value!r} is not a finite number")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    if _number(value) <= 0:
+        raise ValueError(f"transitions: {value!r} is not above 0")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"transitions: {value!r} is not a whole number from 0 on")
+    return value
+
+
+def _learn_path(kind: _Kind, run: Run) -> None:
+    groups = [(START,), *run.path] if run.begins else list(run.path)
+    if run.ends and run.path:
+        groups.append((END,))
+    past: Context = ()
+    for here, following in pairwise(groups):
+        for node in here:
+            # What preceded a fork is the same for each branch; what followed first stands for its branches.
+            context = (*past, node)
+            for target in following:
+                for order in range(1, len(context) + 1):
+                    _count(kind, context[-order:], target)
+        past = (*past, here[0])[1 - ORDER :]
+
+
+def _count(kind: _Kind, context: Context, target: str) -> None:
+    counts = kind.contexts.get(context)
+    if counts is None:
+        counts = kind.contexts[context] = {}
+    else:
+        kind.contexts.move_to_end(context)
+    if target not in counts:
+        if len(counts) >= MAX_SUCCESSORS:
+            del counts[min(counts, key=lambda each: counts[each])]
+            kind.entries -= 1
+        kind.entries += 1
+    counts[target] = counts.get(target, 0.0) + kind.weight
+    while kind.entries > MAX_ENTRIES:
+        kind.entries -= len(kind.contexts.popitem(last=False)[1])
+
+
+def _learn_turns(kind: _Kind, run: Run) -> None:
+    if not run.ends:
+        return
+    for number, node in enumerate(run.turn_nodes, start=1):
+        left = float(run.turns - number)
+        turn = min(number, MAX_TURN)
+        keys: tuple[tuple[str | None, int | None], ...] = ((None, turn),)
+        if node is not None:
+            keys = ((node, turn), (node, None), (None, turn))
+        for key in keys:
+            seen = kind.left.get(key)
+            if seen is None:
+                kind.left[key] = _Left(kind.weight, kind.weight * left, kind.weight * left * left)
+            else:
+                kind.left[key] = seen.plus(kind.weight, left)
+                kind.left.move_to_end(key)
+    while len(kind.left) > MAX_LEFT:
+        kind.left.popitem(last=False)
+
+
+def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
+    tools = kind.tools.setdefault(node, {})
+    kind.tools.move_to_end(node)
+    if tool not in tools and len(tools) < MAX_NODE_TOOLS:
+        kind.tools[node] = {**tools, tool: None}
+    while len(kind.tools) > MAX_LEFT:
+        kind.tools.popitem(last=False)
+
+
+def _rescale(kind: _Kind) -> None:
+    """Bring the weights back to one, and drop what has decayed. Every eight hundred runs or so."""
+    scale, kind.weight = 1 / kind.weight, 1.0
+    contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
+    for context, counts in kind.contexts.items():
+        alive = {node: count * scale for node, count in counts.items() if count * scale > _FORGOTTEN}
+        if alive:
+            contexts[context] = alive
+    kind.contexts = contexts
+    kind.entries = sum(map(len, contexts.values()))
+    kind.left = OrderedDict(
+        (key, _Left(each.weight * scale, each.x * scale, each.xx * scale))
+        for key, each in kind.left.items()
+        if each.weight * scale > _FORGOTTEN
+    )
+
+
+__all__ = ["ENOUGH_RUNS", "HALF_LIFE_RUNS", "ORDER", "Transitions"]

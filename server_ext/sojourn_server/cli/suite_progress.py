@@ -1,0 +1,65 @@
+"""Many simulations with a bar for each that runs and one for all, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .console import console
+
+if TYPE_CHECKING:
+    from sojourn_server.lab.kept_runs import KeptRuns
+    from sojourn_server.lab.run import RunSpec
+    from sojourn_server.lab.suite import SuiteResult
+
+
+def run_with_progress(
+    specs: Sequence[RunSpec],
+    *,
+    processes: int | None = None,
+    since_s: float = 0.0,
+    kept: KeptRuns | None = None,
+) -> SuiteResult:
+    """``lab.suite.run_suite`` with bars. Raises what that raises."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from sojourn_server.lab.suite import plan, run_suite
+
+    planned = plan(specs)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}% {task.fields[finished]:>4} finished"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        whole = progress.add_task("all runs", total=len(planned), finished=0)
+        bars: dict[int, Any] = {}
+        parts: dict[int, float] = {}
+
+        def begin(number: int, spec: RunSpec) -> None:
+            bars[number] = progress.add_task(spec.label, total=1.0, finished=0)
+
+        def move(number: int, now: float, finished: int) -> None:
+            spec = planned[number]
+            part = now / spec.until_s if spec.until_s is not None else finished / spec.programs
+            parts[number] = min(1.0, part)
+            progress.update(bars[number], completed=parts[number], finished=finished)
+            progress.update(whole, completed=sum(parts.values()))
+
+        def end(number: int) -> None:
+            parts[number] = 1.0
+            progress.update(bars[number], completed=1.0, visible=False)
+            done = sum(1 for part in parts.values() if part == 1.0)
+            progress.update(whole, completed=sum(parts.values()), finished=done)
+
+        return run_suite(
+            specs,
+            processes=processes,
+            since_s=since_s,
+            kept=kept,
+            on_start=begin,
+            on_progress=move,
+            on_done=end,
+        )

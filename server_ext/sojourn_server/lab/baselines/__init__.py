@@ -1,0 +1,1 @@
+"""What sojourn is compared with, one file each."""

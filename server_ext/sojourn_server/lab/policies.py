@@ -1,0 +1,120 @@
+"""Every policy the lab can judge, by name: what runs in the engine, before it and behind it."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from sojourn_server.policy.eviction import LatestProgramsBlocks
+from sojourn_server.policy.preset import Preset, PresetError, load_preset, preset_names, read_preset
+
+from .baselines.catalog import BASELINES
+from .door import Door, OpenDoor
+
+
+class Limit(str, Enum):
+    """Not a policy: what memory could buy. ``belady`` bounds the tokens that any order of eviction computes
+    again on the stock run's accesses; under the others none are. Their times are no bounds: they serve in
+    order of arrival, and another order may give a shorter mean time to the first token, or to completion."""
+
+    BELADY = "belady"
+    """Offline: the fewest tokens that must be computed again on the stock run's accesses."""
+    FREE_IO = "free-io"
+    """Everything is found again in a host memory without end, over a link that takes no time."""
+    UNLIMITED = "unlimited"
+    """The untouched engine with a KV pool that is never full."""
+
+
+class PolicyError(ValueError):
+    """There is no such policy; the text names the nearest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabPolicy:
+    """How to build one policy's engine."""
+
+    name: str
+    preset: str | None = None
+    """Sojourn's preset; ``None``: the untouched scheduler class, and nothing of ours in the process."""
+    preset_file: str | None = None
+    """A TOML file in its place."""
+    door: type[Door] = OpenDoor
+    host_cache: bool = False
+    """The engine's own offloading connector is on."""
+    limit: Limit | None = None
+    paper: str = ""
+    leaves_out: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The adapter's settings; ``None``: no adapter."""
+        if self.preset_file is not None:
+            return {"policy_file": self.preset_file}
+        return None if self.preset is None else {"policy": self.preset}
+
+    @property
+    def eviction_order(self) -> str | None:
+        """The name under which ``lab.limits`` replays the order in which it reuses blocks; ``None``: it has
+        none there, or what it loses is not a matter of that order alone: it holds requests back, keeps
+        contexts for a time, or finds them again in host memory."""
+        if self.limit is not None or self.host_cache or not self.door.is_open:
+            return None
+        preset = self._preset()
+        if preset is None:
+            return "lru"
+        return "latest-program" if isinstance(preset.eviction, LatestProgramsBlocks) else None
+
+    def _preset(self) -> Preset | None:
+        if self.preset_file is not None:
+            return read_preset(Path(self.preset_file))
+        return None if self.preset is None else load_preset(self.preset)
+
+
+LIMITS = {
+    Limit.BELADY: "Bélády 1966; SAGA §7: the offline optimum, on the accesses of the stock run",
+    Limit.FREE_IO: "DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
+    Limit.UNLIMITED: "stock with a KV pool that is never full: nothing is ever computed again",
+}
+
+
+def policy_names() -> list[str]:
+    """All names that ``find_policy`` knows, baselines first."""
+    return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in Limit)]))
+
+
+def find_policy(name: str) -> LabPolicy:
+    """Raises ``PolicyError`` for an unknown name. The path of a preset, a TOML file, is a name too."""
+    if name.endswith(".toml"):
+        return _from_file(name)
+    if name in BASELINES:
+        known = BASELINES[name]
+        return LabPolicy(
+            name=name,
+            preset=known.preset,
+            door=known.door or OpenDoor,
+            host_cache=known.host_cache,
+            paper=known.paper,
+            leaves_out=known.leaves_out,
+        )
+    if name in preset_names():
+        return LabPolicy(name=name, preset=name)
+    for limit in Limit:
+        if name == limit.value:
+            return LabPolicy(name=name, limit=limit, host_cache=limit is Limit.FREE_IO, paper=LIMITS[limit])
+    near = difflib.get_close_matches(name, policy_names(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")
+
+
+def _from_file(name: str) -> LabPolicy:
+    path = Path(name)
+    try:
+        preset = read_preset(path)
+    except PresetError as error:
+        raise PolicyError(f"policy file {error}") from error
+    if path.stem in policy_names():
+        raise PolicyError(f"policy file {name}: {path.stem!r} is the name of a policy; give the file another")
+    return LabPolicy(name=path.stem, preset_file=str(path.resolve()), paper=preset.paper)

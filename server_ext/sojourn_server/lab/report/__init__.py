@@ -1,0 +1,1 @@
+"""What a simulation found: table, JSON, plots, one program's life."""

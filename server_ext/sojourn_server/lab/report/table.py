@@ -1,0 +1,143 @@
+"""Many rows side by side, for the terminal and as Markdown: grouped by workload, best figures marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from .columns import BASELINE, ENGINE, SERVICE, Cell, Column, cells, shown
+from .pieces import PieceColumn, Pieces
+from .row import RunRow
+
+_LEGEND = "* best of the policies; N× times better than stock; ≥ at least, ≤ at most"
+
+
+def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
+    """The rows by workload, in the order of trace and load; stock first and limits last within each."""
+    groups: dict[tuple[object, ...], list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault(row.workload, []).append(row)
+    ordered = sorted(groups.values(), key=lambda group: group[0].workload)
+    return [sorted(group, key=lambda row: (row.limit, row.policy != BASELINE)) for group in ordered]
+
+
+def title(rows: Sequence[RunRow]) -> str:
+    """What the rows of one workload have in common."""
+    first = rows[0]
+    parts = [first.trace, first.hardware, first.model, load(first)]
+    shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
+    # A run ends with the step that passes its time.
+    if longest_s - shortest_s <= 0.01 * longest_s:
+        parts.append(f"{longest_s:,.0f} virtual s")
+    pools = {row.pool_blocks * row.block_size for row in rows if not row.limit}
+    if len(pools) == 1:
+        parts.append(f"KV pool {pools.pop():,} tokens")
+    return " · ".join([*parts, f"seed {first.seed}"])
+
+
+def load(row: RunRow) -> str:
+    """How much is asked of the engine, in words."""
+    if row.loop == "closed" or row.rate_per_s is None:
+        return f"{row.programs} programs at once"
+    return f"{row.programs} programs, {row.rate_per_s:g} a second"
+
+
+def render(rows: Sequence[RunRow]) -> RenderableType:
+    """A table a workload, in as many pieces as the console is narrow, with the notes below all of them."""
+    parts: list[RenderableType] = []
+    for group in workloads(rows):
+        parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
+    if parts:
+        parts.append(Text(_LEGEND, style="dim"))
+    parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
+    return Group(*parts)
+
+
+def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
+    """The same as Markdown, all columns beside each other, ending in a newline.
+
+    One section a workload or, with ``one_table``, a single table that begins with what tells them apart.
+    """
+    groups = workloads(rows)
+    lines: list[str] = []
+    if one_table:
+        columns = shown(rows, [*SERVICE, *ENGINE])
+        lines += _heading(["trace", "load", "policy"], columns)
+        for group in groups:
+            lines += _lines(group, columns, [group[0].trace, load(group[0])])
+        lines.append("")
+    else:
+        for group in groups:
+            columns = shown(group, [*SERVICE, *ENGINE])
+            lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
+            lines += [*_lines(group, columns, []), ""]
+    lines.append("**Bold**: best of the policies. N×: times better than stock. *Italic*: a limit, no policy.")
+    found = notes(rows)
+    if found:
+        lines += ["", *(f"- {_escaped(note)}" for note in found)]
+    return "\n".join(lines) + "\n"
+
+
+def notes(rows: Sequence[RunRow]) -> list[str]:
+    """Every note once; where it does not hold for all policies it begins with whose it is."""
+    owners: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            names = owners.setdefault(note, [])
+            if row.policy not in names:
+                names.append(row.policy)
+    everybody = {row.policy for row in rows if not row.limit}
+    made = []
+    for note, names in owners.items():
+        mine = everybody <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
+        made.append(note if mine else f"{', '.join(names)}: {note}")
+    return made
+
+
+def _pieces(rows: Sequence[RunRow]) -> Pieces:
+    names = [Text(row.policy, style="italic" if row.limit else "") for row in rows]
+    columns = [_column(rows, column) for column in shown(rows, [*SERVICE, *ENGINE])]
+    return Pieces(PieceColumn(Text("policy"), names, "left"), columns)
+
+
+def _column(rows: Sequence[RunRow], column: Column) -> PieceColumn:
+    found = cells(rows, column)
+    factor_width = max(len(cell.factor) for cell in found)
+    heading = Text(column.title).append(f"\n{column.unit}", style="dim")
+    return PieceColumn(heading, [_text(cell, factor_width) for cell in found])
+
+
+def _text(cell: Cell, factor_width: int) -> Text:
+    text = Text(cell.text + ("*" if cell.best else " "), style="bold green" if cell.best else "")
+    if factor_width:
+        text.append(f" {cell.factor:>{factor_width}}", style="not bold dim default")
+    return text
+
+
+def _heading(first: Sequence[str], columns: Sequence[Column]) -> list[str]:
+    names = [*first, *(f"{column.title} {column.unit}".strip() for column in columns)]
+    return [_line(names), _line([*("---" for _ in first), *("--:" for _ in columns)])]
+
+
+def _lines(rows: Sequence[RunRow], columns: Sequence[Column], first: Sequence[str]) -> list[str]:
+    made = [[_marked(cell) for cell in cells(rows, column)] for column in columns]
+    lines = []
+    for number, row in enumerate(rows):
+        policy = f"*{row.policy}*" if row.limit else row.policy
+        lines.append(_line([*first, policy, *(column[number] for column in made)]))
+    return lines
+
+
+def _marked(cell: Cell) -> str:
+    text = f"**{cell.text}**" if cell.best else cell.text
+    return f"{text} ({cell.factor})" if cell.factor else text
+
+
+def _line(parts: Sequence[str]) -> str:
+    return f"| {' | '.join(_escaped(part) for part in parts)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

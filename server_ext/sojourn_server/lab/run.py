@@ -1,0 +1,310 @@
+"""From a specification to what happened: one policy on one workload, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sojourn_server.traces.schema import TraceError
+
+from .clock import VirtualClock
+from .latency.work import DeviceShape, LatencyModel
+from .limits.accesses import AccessLog
+from .lives import RunLog
+from .policies import LabPolicy, Limit, find_policy
+
+if TYPE_CHECKING:
+    from .bare_engine import BareEngine
+    from .workloads.loops import Loop
+    from .workloads.players import PlayOptions, Repertoire
+
+ENDLESS_HOST_TOKENS = 40_000_000
+"""Host memory of ``free-io``, in tokens of KV: what 500 long contexts take. A run that fills it says so."""
+
+LOOKS = 200
+"""Looks at the occupancy of a run."""
+LOOKS_AT_ENDLESS = 20
+"""The same, where a look goes through millions of blocks."""
+
+DEFAULT_MODEL = "llama-3.1-8b"
+"""Where no model is named and the hardware brings none."""
+
+OnProgress = Callable[[str, float, int], None]
+"""(label, virtual seconds, programs finished)"""
+
+
+class LabError(ValueError):
+    """A simulation cannot be set up; the text says what is wrong and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One policy on one workload. Plain data: it travels to the process that runs it."""
+
+    policy: str
+    workload: str
+    """A trace file, or ``synthetic:NAME``."""
+    hardware: str = "a100-80gb"
+    """A profile's name, or a file."""
+    model: str | None = None
+    """A model's name, or a file; ``None``: the one that an engine profile was measured with, else
+    ``DEFAULT_MODEL``."""
+    tp: int = 1
+    cpu_ratio: float = 1.0
+    """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
+    programs: int = 40
+    """At once (closed loop); in all (open loop)."""
+    rate_per_s: float | None = None
+    """Poisson arrivals a second: an open loop. ``None``: closed."""
+    until_s: float | None = 3600.0
+    seed: int = 0
+    max_gap_s: float | None = None
+    """Longer idle times are cut to this."""
+    human_gaps: bool = True
+    """Keep the time people took."""
+    pool_tokens: int | None = None
+    """Tokens of KV on the device; ``None``: what fits beside the weights, or was measured."""
+    max_model_len: int | None = None
+    """The engine's longest context; ``None``: the model's own. vLLM refuses to start where the pool does not
+    hold one such request."""
+    max_context_tokens: int | None = None
+    """Programs end before a turn that needs more; ``None``: at the engine's longest context."""
+    record_accesses: bool = False
+
+    @property
+    def label(self) -> str:
+        """What progress bars and tables call it."""
+        load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
+        return f"{self.policy} @ {load}"
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one run gave."""
+
+    spec: RunSpec
+    log: RunLog
+    accesses: AccessLog | None = None
+
+
+def run(spec: RunSpec, on_progress: OnProgress = lambda label, now, finished: None) -> RunResult:
+    """Simulate. Raises ``LabError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` first."""
+    policy = find_policy(spec.policy)
+    latency, shape = _device(spec, policy)
+    shape = _fitted(shape)
+    loop = _loop(spec, shape)
+    engine, clock, host_blocks = _engine(spec, policy, shape)
+    return _simulate(spec, policy, shape, latency, loop, engine, clock, host_blocks, on_progress)
+
+
+def check(specs: Sequence[RunSpec]) -> list[str]:
+    """Read what ``specs`` name, without running it. Returns what the user should know of it.
+
+    Raises as ``run`` does, before any time is spent.
+    """
+    from .workloads.players import PlayOptions
+
+    notes: dict[str, None] = {}
+    seen = set()
+    sources: dict[str, str] = {}
+    for spec in specs:
+        policy = find_policy(spec.policy)
+        if sources.setdefault(policy.name, spec.policy) != spec.policy:
+            raise LabError(
+                f"{sources[policy.name]} and {spec.policy} would both be called {policy.name!r}; "
+                "expected files of different names"
+            )
+        key = replace(
+            spec,
+            policy="",
+            cpu_ratio=_cpu_ratio(spec, policy),
+            programs=0,
+            rate_per_s=None,
+            record_accesses=False,
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        _, shape = _device(spec, policy)
+        options = PlayOptions(
+            max_context_tokens=_longest_turn(spec, _fitted(shape)),
+            max_gap_s=spec.max_gap_s,
+            human_gaps=spec.human_gaps,
+        )
+        notes.update(dict.fromkeys(_repertoire(spec, options).notes))
+    return list(notes)
+
+
+def program_ids(spec: RunSpec) -> list[str]:
+    """Ids of the workload's programs, in its order. Raises ``TraceError``."""
+    from .workloads.choose import load_programs
+
+    return [program.program_id for program in load_programs(spec.workload, spec.seed)]
+
+
+def _repertoire(spec: RunSpec, options: PlayOptions) -> Repertoire:
+    from sojourn_server.traces.reader import line_of
+
+    from .workloads.choose import load_programs
+    from .workloads.players import NothingFits, Repertoire
+    from .workloads.synthetic import PREFIX
+
+    programs = load_programs(spec.workload, spec.seed)
+    try:
+        return Repertoire(programs, options)
+    except NothingFits as error:
+        where = spec.workload
+        if not where.startswith(PREFIX):
+            where += f", line {line_of(where, error.program_id)}"
+        raise NothingFits(f"{where}: {error}", error.program_id) from error
+    except TraceError as error:
+        raise TraceError(f"{spec.workload}: {error}") from error
+
+
+def _device(spec: RunSpec, policy: LabPolicy) -> tuple[LatencyModel, DeviceShape]:
+    from .latency.choose import DeviceOptions, brings_its_model, latency_from
+
+    options = DeviceOptions(
+        cpu_ratio=_cpu_ratio(spec, policy),
+        kv_pool_tokens=spec.pool_tokens,
+        max_model_len=spec.max_model_len,
+    )
+    model = spec.model
+    if model is None and not brings_its_model(spec.hardware):
+        model = DEFAULT_MODEL
+    return latency_from(spec.hardware, model, spec.tp, options)
+
+
+def _cpu_ratio(spec: RunSpec, policy: LabPolicy) -> float:
+    """An engine profile may not tell what host memory needs: only who has some and pays for it must know."""
+    return spec.cpu_ratio if policy.host_cache and policy.limit is not Limit.FREE_IO else 0.0
+
+
+def _fitted(shape: DeviceShape) -> DeviceShape:
+    """With no context longer than the pool: a request that fills it alone is the longest that can run."""
+    # vLLM's null block is one of the pool's.
+    usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
+    if usable < shape.block_size:
+        raise LabError(
+            f"the KV pool holds {shape.kv_pool_tokens:,} tokens; expected at least {2 * shape.block_size}, "
+            "which one request needs"
+        )
+    return shape._replace(max_context_tokens=min(shape.max_context_tokens, usable))
+
+
+def _longest_turn(spec: RunSpec, shape: DeviceShape) -> int:
+    """Where programs are cut, in tokens. Every policy gets the same cuts."""
+    return min(shape.max_context_tokens, spec.max_context_tokens or shape.max_context_tokens)
+
+
+def _loop(spec: RunSpec, shape: DeviceShape) -> Loop:
+    from .workloads.choose import choose_loop
+
+    return choose_loop(
+        spec.workload,
+        programs=spec.programs,
+        rate_per_s=spec.rate_per_s,
+        seed=spec.seed,
+        max_context_tokens=_longest_turn(spec, shape),
+        max_gap_s=spec.max_gap_s,
+        human_gaps=spec.human_gaps,
+    )
+
+
+def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareEngine, VirtualClock, int]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from .bare_engine import BareEngine, BareEngineOptions
+
+    blocks = shape.kv_pool_tokens // shape.block_size
+    host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
+    if policy.limit is Limit.FREE_IO:
+        host_blocks = ENDLESS_HOST_TOKENS // shape.block_size
+    if policy.limit is Limit.UNLIMITED:
+        blocks = max(blocks, 4 * ENDLESS_HOST_TOKENS // 10 // shape.block_size)
+    clock = VirtualClock()
+    engine = BareEngine(
+        BareEngineOptions(
+            blocks=blocks,
+            block_size=shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_context_tokens,
+            host_blocks=host_blocks,
+            sojourn=policy.settings,
+        ),
+        clock,
+    )
+    return engine, clock, host_blocks
+
+
+def _simulate(
+    spec: RunSpec,
+    policy: LabPolicy,
+    shape: DeviceShape,
+    latency: LatencyModel,
+    loop: Loop,
+    engine: BareEngine,
+    clock: VirtualClock,
+    host_blocks: int,
+    on_progress: OnProgress,
+) -> RunResult:
+    from .access_recorder import AccessRecorder
+    from .host_cache import HostCache
+    from .simulation import Simulation, SimulationOptions
+
+    blocks = engine.options.blocks
+    log = RunLog(
+        policy=policy.name,
+        programs_wanted=spec.programs,
+        hardware=shape.hardware,
+        model=shape.model,
+        trace=spec.workload,
+        seed=spec.seed,
+        loop="open" if spec.rate_per_s is not None else "closed",
+        rate_per_s=spec.rate_per_s,
+        pool_blocks=blocks - 1,
+        host_blocks=host_blocks,
+        block_size=shape.block_size,
+    )
+    host = None
+    if host_blocks:
+        free = policy.limit is Limit.FREE_IO
+        block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
+        host = HostCache(latency, block_bytes)
+        adapter = getattr(engine.scheduler, "sojourn", None)
+        if adapter is not None:
+            # What an engine would take from its profile: how soon a token comes back from host memory.
+            per_block_s = latency.copy_s(block_bytes, to_host=False)
+            adapter.steward.pool.host_s_per_token = per_block_s / shape.block_size
+    recorder = AccessRecorder(blocks - 1, shape.block_size) if spec.record_accesses else None
+
+    def progress(log: RunLog, now: float) -> None:
+        finished = sum(1 for program in log.programs if program.finished_s is not None)
+        on_progress(spec.label, now, finished)
+
+    simulation = Simulation(
+        engine,
+        clock,
+        latency,
+        loop,
+        log,
+        SimulationOptions(
+            until_s=spec.until_s, samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else LOOKS
+        ),
+        door=policy.door(),
+        host=host,
+        recorder=recorder,
+        with_hints=policy.settings is not None,
+        on_progress=progress,
+    )
+    simulation.run()
+    if policy.limit is not None:
+        again = sum(turn.regenerated_tokens for program in log.programs for turn in program.turns)
+        if again:
+            log.notes.append(
+                f"{policy.name} is no bound here: its memory filled up; {again:,} tokens were computed again"
+            )
+    accesses = recorder.close(engine.scheduler.requests) if recorder is not None else None
+    return RunResult(spec, log, accesses)

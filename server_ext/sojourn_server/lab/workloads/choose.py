@@ -1,0 +1,51 @@
+"""From what a user names to a loop: a trace file or a synthetic workload, and how it arrives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sojourn_server.traces.reader import read_trace
+from sojourn_server.traces.schema import TraceProgram
+
+from .loops import ClosedLoop, Loop, OpenLoop, RecordedArrivals
+from .players import PlayOptions, Repertoire
+from .synthetic import PREFIX, synthetic_programs
+
+
+def load_programs(workload: str, seed: int = 0) -> list[TraceProgram]:
+    """The programs of a trace file, or of ``synthetic:NAME`` made with ``seed``. Raises ``TraceError``."""
+    if workload.startswith(PREFIX):
+        return synthetic_programs(workload[len(PREFIX) :], seed=seed)
+    return list(read_trace(Path(workload)))
+
+
+def choose_loop(
+    workload: str,
+    *,
+    programs: int,
+    rate_per_s: float | None = None,
+    seed: int = 0,
+    max_context_tokens: int | None = None,
+    max_gap_s: float | None = None,
+    human_gaps: bool = True,
+    token_scale: float = 1.0,
+    recorded_arrivals: bool = False,
+) -> Loop:
+    """A closed loop of ``programs`` at once, or with ``rate_per_s`` that many Poisson arrivals in all, or
+    with ``recorded_arrivals`` every program of the trace once, at its time.
+
+    Raises ``TraceError`` for a workload that cannot be read or played, and
+    ``ValueError`` for a number that makes no sense.
+    """
+    options = PlayOptions(
+        max_context_tokens=max_context_tokens,
+        max_gap_s=max_gap_s,
+        human_gaps=human_gaps,
+        token_scale=token_scale,
+    )
+    repertoire = Repertoire(load_programs(workload, seed), options)
+    if recorded_arrivals:
+        return RecordedArrivals(repertoire)
+    if rate_per_s is None:
+        return ClosedLoop(repertoire, programs, seed)
+    return OpenLoop(repertoire, rate_per_s, programs, seed)

@@ -1,0 +1,313 @@
+"""Workloads made up after the papers' tables. Synthetic: no line of them was ever recorded.
+
+What a paper publishes is met, as moments over many programs; what it doesn't is
+chosen here, and each choice is named below. ``source`` of every program says
+``synthetic:NAME``. Same name, count and seed: same programs.
+
+    continuum-swe-bench         Continuum Table 1. Chosen: normal turns; log-normal tool times that end at
+                                the harness' own limit; gamma token totals, independent of turns; one tool
+    continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
+    continuum-bfcl-unscaled     without the 0.4
+    continuum-…:X               the same with another ``OUTPUT_SHARE``, above 0 and below 1
+    dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
+    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``_ten_tenants``)
+    latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
+                                0.5 to 3.0; steps exponential between their bounds
+
+No program shares a prompt with another, since no paper says how much they do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sojourn_server.traces.schema import ToolRun, TraceError, TraceProgram, Turn
+
+from .distributions import (
+    BoundedExponential,
+    BoundedPower,
+    Draw,
+    Gamma,
+    LogNormal,
+    Percentiles,
+    Uniform,
+    WholeNormal,
+    split,
+)
+
+PREFIX = "synthetic:"
+DEFAULT_PROGRAMS = 500
+"""As many as DualPath's trajectories and SAGA's SWE-bench tasks."""
+OUTPUT_SHARE = 0.2
+"""Part of a context's growth that the model wrote, where a paper tells totals only: DualPath's 148 of 756."""
+
+# -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
+
+SWE_TOOL_LIMIT_S = 60.0
+"""mini-swe-agent kills a SWE-bench command after that (its swebench.yaml, ``environment: timeout``)."""
+BFCL_SCALE = 0.4
+"""§6.1: scaled down "to fit at least 100 request in the context window" of 128k. That of 100 traces of
+93,256 ± 68,687 tokens all fit needs the scaling; so the table is taken to tell what was there before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Continuum:
+    turns: WholeNormal
+    tool_s: LogNormal
+    tokens: Gamma
+    tool: ToolRun
+
+
+def _continuum(name: str) -> _Continuum:
+    if name == "continuum-swe-bench":
+        return _Continuum(
+            turns=WholeNormal(10.9, 2.1),
+            tool_s=LogNormal.with_moments(0.925, 3.550, SWE_TOOL_LIMIT_S),
+            tokens=Gamma(70_126, 19_732),
+            tool=ToolRun(name="bash"),
+        )
+    scale = 1.0 if name.endswith("-unscaled") else BFCL_SCALE
+    return _Continuum(
+        turns=WholeNormal(6.3, 2.3),
+        tool_s=LogNormal.with_moments(1.923, 2.133),
+        tokens=Gamma(93_256 * scale, 68_687 * scale),
+        tool=ToolRun(name="fetch_url"),  # the one its Figure 5 names
+    )
+
+
+def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    name, _, share = name.partition(":")
+    table, output_share = _continuum(name), float(share or OUTPUT_SHARE)
+    while True:
+        turns = int(table.turns(rng))
+        total = max(4 * turns, round(table.tokens(rng)))
+        # Every turn is worth the same on average: the first prompt as much as a later tool's output.
+        appends, outputs = [], []
+        for growth in split(rng, total - turns, turns):
+            output = max(1, round(growth * output_share))
+            outputs.append(output)
+            appends.append(growth + 1 - output)
+        yield _program(appends, outputs, [table.tool] * turns, table.tool_s, rng)
+
+
+# -- DualPath, Table 2: turns, append and gen tokens a turn, total and context tokens -----------
+
+DUALPATH = {
+    "dualpath-32k": (32 * 1024, 60, 608, 148, 28_639, 17_183),
+    "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
+    "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
+}
+"""Name → maximum length and Table 2's averages."""
+
+
+def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    while True:
+        yield dualpath_program(name, rng)
+
+
+def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
+    """One trajectory. All five averages of Table 2 hold together if it is read so:
+
+    ``total`` is the context at the end; ``append`` and ``gen`` a turn are averaged
+    over trajectories, so that E[total/turns] = append + gen though E[total]/E[turns]
+    is less: turns differ much, independently of totals. A log-normal with mean n and
+    E[1/turns] = (append + gen)/total has e^σ² = n·(append + gen)/total, 1.58 to 1.70
+    in the three rows. ``context``, what a turn finds computed (0 for the first), grows
+    evenly from the end of the first turn to the total; its average tells the first prompt.
+    Totals lie below the maximum length, dense towards it.
+    """
+    limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
+    growth = append + gen
+    sigma = math.sqrt(math.log(mean_turns * growth / mean_total))
+    turns = max(2, round(rng.lognormvariate(math.log(mean_turns) - sigma * sigma / 2, sigma)))
+    total = max(4 * turns, round(BoundedPower(mean_total, limit)(rng)))
+    written = max(turns, round(total * gen / growth))
+    # Mean over turns of (0, c, c + g, …, total − g): total·(1 + c/total − 2/turns)/2.
+    after_first = total * (2 * (context + growth) / mean_total - 1)
+    outputs = split(rng, written, turns)
+    first = min(max(1, round(after_first) - outputs[0]), total - written - (turns - 1))
+    appends = [first, *split(rng, total - written - first, turns - 1)]
+    return _program(appends, outputs, [ToolRun(name="sandbox")] * turns, lambda rng: 0.0, rng)
+
+
+# -- SAGA ---------------------------------------------------------------------------------------
+
+TOOL_LATENCIES = {
+    "code_execution": Percentiles(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
+    "file_operation": Percentiles(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
+    "web_api": Percentiles(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
+    "database_query": Percentiles(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
+}
+"""Table 1, seconds."""
+TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
+"""§9.1: class, tenants, steps of an agent, tasks a minute of each tenant."""
+_FIRST_PROMPT = Uniform(2_000, 4_000)
+"""§2.1: a context grows from 2–4K tokens …"""
+_LONGEST_CONTEXT = 128_000
+"""… to 16–128K."""
+_STEP_OUTPUT = Uniform(100, 500)
+"""§9.1, SWE-bench: output tokens a step."""
+SWE_STEPS = (37, 5, 150)
+"""§9.1 and §2.1: mean steps of a SWE-bench task; most take at least 5; the most."""
+CV_MEAN_TOOL_S = 1.2
+"""Table 10: mean tool latency, held constant."""
+CV_RANGE = (0.5, 3.0)
+"""Table 10's sweep."""
+
+
+def _ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    """§9.1's ten tenants: tasks of 100, 30 and 10 steps, Poisson arrivals for each tenant.
+
+    Contexts grow by the same a step for all, so that 100 steps end at 128K tokens; ten then end at
+    15.5K, which is the paper's lower figure. BurstGPT's own lengths are not in the paper. Every
+    step's tool is one of Table 1's four, each as likely.
+    """
+    tenants = [
+        (f"{kind}-{number}", steps, rate)
+        for kind, count, steps, rate in TENANTS
+        for number in range(1, count + 1)
+    ]
+    rates = [rate for _, _, rate in tenants]
+    at_s = 0.0
+    while True:
+        # Many Poisson processes are one, whose every arrival is of a tenant with chance by its rate.
+        at_s += rng.expovariate(sum(rates) / 60.0)
+        tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
+        kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
+        yield _steps(steps, 100, [(kind, TOOL_LATENCIES[kind]) for kind in kinds], rng, at_s, tenant)
+
+
+def _latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+    tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
+    mean, least, most = SWE_STEPS
+    draw_steps = BoundedExponential.with_mean(mean, least, most)
+
+    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+        while True:
+            steps = round(draw_steps(rng))
+            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng)
+
+    return programs
+
+
+def _steps(
+    steps: int,
+    most_steps: int,
+    tools: list[tuple[str, Draw]],
+    rng: random.Random,
+    arrival_s: float | None = None,
+    tenant: str | None = None,
+) -> TraceProgram:
+    """A task whose context grows so that ``most_steps`` would end at the longest."""
+    mean_first = (_FIRST_PROMPT.low + _FIRST_PROMPT.high) / 2
+    growth = (_LONGEST_CONTEXT - mean_first) / most_steps
+    first = round(_FIRST_PROMPT(rng))
+    outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
+    left = max(steps, round(growth * steps) - sum(outputs))
+    appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
+    runs = [ToolRun(name=name, s=round(draw(rng), 6)) for name, draw in tools]
+    return _program(appends, outputs, runs, None, rng, arrival_s, tenant)
+
+
+# -- common ---------------------------------------------------------------------------------------
+
+_GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
+    "continuum-swe-bench": _continuum_programs,
+    "continuum-bfcl": _continuum_programs,
+    "continuum-bfcl-unscaled": _continuum_programs,
+    "saga-ten-tenants": _ten_tenants,
+    **dict.fromkeys(DUALPATH, _dualpath_programs),
+}
+_CV = "latency-cv"
+_SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
+"""Those with an ``OUTPUT_SHARE`` that may be said."""
+
+
+def synthetic_names() -> tuple[str, ...]:
+    """What may stand behind ``synthetic:``; X is a number."""
+    return (*_GENERATORS, *(f"{name}:X" for name in _SHARED), f"{_CV}:X")
+
+
+def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
+    """``count`` programs of workload ``name``. Raises ``TraceError`` for a name or number that is none."""
+    if count < 1:
+        raise TraceError(f"{PREFIX}{name}: {count} programs wanted; expected at least 1")
+    generator = _generator(name)
+    rng = random.Random(f"{name}/{seed}")
+    source = PREFIX + name
+    made = []
+    for number, program in zip(range(count), generator(name, rng), strict=False):
+        changes = {"program_id": f"{source}/{seed}/{number}", "source": source}
+        made.append(_with(program, **changes))
+    return made
+
+
+def _generator(name: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+    if name in _GENERATORS:
+        return _GENERATORS[name]
+    word, colon, text = name.partition(":")
+    if colon and word in (_CV, *_SHARED):
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if word in _SHARED:
+            if not 0 < number < 1:
+                raise TraceError(f"{PREFIX}{name}: expected a number above 0 and below 1 behind {word}:")
+            return _GENERATORS[word]
+        if not CV_RANGE[0] <= number <= CV_RANGE[1]:
+            raise TraceError(
+                f"{PREFIX}{name}: expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} behind {_CV}:"
+            )
+        return _latency_cv(number)
+    near = difflib.get_close_matches(name, synthetic_names(), n=1)
+    hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
+    raise TraceError(f"{PREFIX}{name} is unknown; {hint}expected one of {', '.join(synthetic_names())}")
+
+
+def _program(
+    appends: list[int],
+    outputs: list[int],
+    tools: list[ToolRun],
+    tool_s: Draw | None,
+    rng: random.Random,
+    arrival_s: float | None = None,
+    tenant: str | None = None,
+) -> TraceProgram:
+    """Turns that only append. The last one calls no tool."""
+    turns, context = [], 0
+    for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
+        context += append
+        last = index + 1 == len(appends)
+        took_s = tool.s if tool_s is None else round(tool_s(rng), 6)
+        turns.append(
+            Turn(
+                prompt_tokens=context,
+                output_tokens=output,
+                append_tokens=append,
+                tool=None if last else tool.name,
+                tools=None if last else (ToolRun(name=tool.name, s=took_s),),
+                tool_seconds=None if last else took_s,
+                gap_s=None if last else took_s,
+                gap_kind=None if last else "tool",
+            )
+        )
+        context += output
+    return TraceProgram(
+        program_id="synthetic", turns=tuple(turns), arrival_s=arrival_s, tenant=tenant, group=tenant
+    )
+
+
+def _with(program: TraceProgram, *, program_id: str, source: str) -> TraceProgram:
+    return TraceProgram(
+        program_id=program_id,
+        source=source,
+        turns=program.turns,
+        arrival_s=None if program.arrival_s is None else round(program.arrival_s, 6),
+        tenant=program.tenant,
+        group=program.group,
+    )

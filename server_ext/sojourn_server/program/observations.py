@@ -1,0 +1,66 @@
+"""How much the answers of tools add to a prompt: n̂_obs of SAGA §4.1."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+OBSERVATIONS_VERSION = 1
+WEIGHT = 0.2
+"""Of the newest answer in the moving average."""
+
+
+class TokensPerTool:
+    """Tokens that a tool's answer adds to the next prompt: a moving average for each tool and one for all."""
+
+    def __init__(self, max_tools: int = 512) -> None:
+        if max_tools < 1:
+            raise ValueError(f"max_tools is {max_tools}; expected ≥ 1")
+        self._max_tools = max_tools
+        self._tools: OrderedDict[str, float] = OrderedDict()
+        self._all: float | None = None
+
+    def observe(self, tool: str, tokens: float) -> None:
+        """One call of ``tool`` added so many tokens. Raises ``ValueError`` unless finite and ≥ 0."""
+        tokens = _tokens(tokens)
+        self._all = _moved(self._all, tokens)
+        self._tools[tool] = _moved(self._tools.get(tool), tokens)
+        self._tools.move_to_end(tool)
+        if len(self._tools) > self._max_tools:
+            self._tools.popitem(last=False)
+
+    def expected(self, tool: str) -> float:
+        """What a call of ``tool`` adds; of one never seen what any call adds, 0.0 where none was."""
+        return self._tools.get(tool, self._all if self._all is not None else 0.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document, the tool not seen for longest first."""
+        return {"version": OBSERVATIONS_VERSION, "tools": dict(self._tools), "all": self._all}
+
+    @classmethod
+    def restore(cls, document: Any, max_tools: int = 512) -> TokensPerTool:
+        """What a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        if not isinstance(document, dict) or document.get("version") != OBSERVATIONS_VERSION:
+            raise ValueError(f"tokens per tool: not a document of version {OBSERVATIONS_VERSION}")
+        tools = document.get("tools")
+        if not isinstance(tools, dict):
+            raise ValueError("tokens per tool: field 'tools' is missing or not an object")
+        made = cls(max_tools)
+        for tool, tokens in list(tools.items())[-max_tools:]:
+            made._tools[str(tool)] = _tokens(tokens)
+        if document.get("all") is not None:
+            made._all = _tokens(document["all"])
+        return made
+
+
+def _moved(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + WEIGHT * (value - mean)
+
+
+def _tokens(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a number of tokens")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{value} tokens; expected a finite number ≥ 0")
+    return float(value)

@@ -1,0 +1,434 @@
+"""``sojourn simulate``: bad input is one line and a next step, good input the same figures twice."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+from sojourn_server.cli import build_app
+from sojourn_server.cli.console import CliError
+from sojourn_server.lab.report.results import read_results
+from sojourn_server.lab.report.row import WALL_CLOCK_FIELDS
+from sojourn_server.lab.run import RunSpec, check
+from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policy.step_costs import StepCosts
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
+
+SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
+
+
+def turn(prompt: int, output: int = 20, **fields: Any) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "output_tokens": output, **fields}
+
+
+def program(name: str, *prompts: int) -> dict[str, Any]:
+    tool = {"gap_s": 1.5, "gap_kind": "tool", "tools": [{"name": "bash", "cmd": "pytest", "s": 1.5}]}
+    return {"program_id": name, "turns": [turn(prompt, **tool) for prompt in prompts]}
+
+
+PROGRAMS = [program(f"p{i}", 900 + 40 * i, 1070 + 40 * i, 1240 + 40 * i) for i in range(4)]
+
+
+def write(path: Path, *programs: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in programs))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write(tmp_path / "mini.jsonl", *PROGRAMS)
+
+
+def refused(*arguments: str) -> CliError:
+    """What the command says; it must say it without simulating anything."""
+    result = typer.testing.CliRunner().invoke(build_app(), ["simulate", *arguments])
+    assert isinstance(result.exception, CliError), (result.output, result.exception)
+    assert "\n" not in result.exception.message + result.exception.next_step
+    return result.exception
+
+
+# -- the trace -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"program_id": "q"}, "line 2: Object missing required field `turns`"),
+        ({"turns": [turn(5)]}, "line 2: Object missing required field `program_id`"),
+        ({"program_id": "q", "turns": [{"prompt_tokens": 5}]}, "`output_tokens` - at `$.turns[0]`"),
+        ({"program_id": "q", "turns": []}, "line 2: program 'q' has no turns"),
+        ({"program_id": "q", "turns": [turn(5, gap_s=-1)]}, "line 2: turn 0: gap_s is -1.0; expected ≥ 0"),
+        ({"program_id": "q", "turns": [turn(5, tool_seconds=-0.5)]}, "turn 0: tool_seconds is -0.5"),
+        ({"program_id": "q", "turns": [turn(-5)]}, "line 2: turn 0: prompt_tokens is -5; expected ≥ 0"),
+        (
+            {"program_id": "q", "turns": [turn(5), turn("6")]},
+            "line 2: Expected `int`, got `str` - at `$.turns[1].prompt_tokens`",
+        ),
+        ({"program_id": "p0", "turns": [turn(5)]}, "line 2: program 'p0' is on line 1 too"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "bad.jsonl", PROGRAMS[0], line)
+    error = refused(str(path), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plots"))
+    assert error.message.startswith(f"{path}, line 2: ")
+    assert message in error.message
+    assert "docs/traces.md" in error.next_step
+    assert error.exit_code == 2
+    assert [found.name for found in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_files_that_are_no_traces(tmp_path: Path, trace: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    assert refused(str(tmp_path / "empty.jsonl")).message.endswith(
+        "empty.jsonl: holds no programs; expected one JSON object a line"
+    )
+    (tmp_path / "text.jsonl").write_text("hello\n")
+    assert "text.jsonl, line 1: not JSON" in refused(str(tmp_path / "text.jsonl")).message
+    packed = gzip.compress(trace.read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    assert "the gzip data is cut off or damaged" in refused(str(tmp_path / "cut.jsonl.gz")).message
+    assert "No such file" in refused(str(tmp_path / "none.jsonl")).message
+    assert "Is a directory" in refused(str(tmp_path)).message
+    assert "no workload" in refused().message
+    assert "did you mean synthetic:continuum-bfcl?" in refused("synthetic:continuum-bfc").message
+
+
+def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
+    """One that never fits is an error with its line; one that outgrows the limit later is cut, and said."""
+    whole = str(write(tmp_path / "long.jsonl", program("a", 200_000), program("b", 150_000)))
+    error = refused(whole)
+    assert error.message == (
+        f"{whole}, line 2: no program fits a context of 131,072 tokens: the shortest first turn needs "
+        "150,020 (program 'b')"
+    )
+    assert "--max-model-len" in error.next_step
+    for option in ("--max-context", "--max-model-len", "--pool-tokens"):
+        assert "line 1: no program fits a context of" in refused(str(trace), option, "500").message
+    some = str(write(tmp_path / "some.jsonl", program("a", 200_000), program("b", 900, 1000, 150_000)))
+    assert check([RunSpec(policy="stock", workload=some)]) == [
+        "1 programs left out: their first turn is beyond the context limit of 131,072 tokens",
+        "1 of 1 programs end early, before a turn beyond the context limit of 131,072 tokens",
+    ]
+
+
+# -- names and numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--policy contnuum", "did you mean 'continuum'?"),
+        ("--policy stock,blady", "did you mean 'belady'?"),
+        ("--policy ,", "--policy names no policy"),
+        ("--policy none.toml", "policy file none.toml: No such file"),
+        ("--hardware h10", "did you mean 'h100'?"),
+        ("--hardware none.toml", "none.toml: no such file"),
+        ("--model llama-3-8b", "did you mean 'llama-3.1-8b'?"),
+        ("--tp 3", "tp is 3; llama-3.1-8b has 32 heads"),
+        ("--max-model-len 200000", "max_model_len is 200,000; llama-3.1-8b takes at most 131,072"),
+        ("--pool-tokens 9000 --max-model-len 200000", "llama-3.1-8b takes at most 131,072"),
+        ("--pool-tokens 9000 --max-model-len 10000", "use a max_model_len of at most 8992"),
+        ("--pool-tokens 20", "the KV pool holds 16 tokens; expected at least 32"),
+        ("--programs 0", "--programs 0: '0' is not a whole number above 0"),
+        ("--programs 2.5", "'2.5' is not a whole number above 0"),
+        ("--programs 20,many", "'many' is not a whole number above 0"),
+        ("--rate nan", "--rate nan: 'nan' is not a number above 0"),
+        ("--rate -1", "'-1' is not a number above 0"),
+        ("--hours 0", "--hours is 0"),
+        ("--hours inf", "--hours is inf; expected a finite number"),
+        ("--warm-up-s 7200", "--warm-up-s 7200 leaves nothing of 3600 virtual s"),
+        ("--explain p9", "--explain p9: "),
+        ("--explain p9@0", "name one of its 4, such as p"),
+    ],
+)
+def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> None:
+    error = refused(str(trace), *arguments.split())
+    assert message in error.message + error.next_step
+    assert error.exit_code == 2
+
+
+def test_a_model_too_large_for_the_device_is_told_what_would_do(trace: Path) -> None:
+    error = refused(str(trace), "--model", "qwen2.5-32b", "--hardware", "h100")
+    assert "does not fit on 1 × h100" in error.message
+    assert "use tp 2, or a max_model_len of at most " in error.message
+    assert "--tp" in error.next_step
+    longest = error.message.rpartition(" ")[2]
+    fits = RunSpec(policy="stock", workload=str(trace), model="qwen2.5-32b", hardware="h100")
+    assert check([_with(fits, max_model_len=int(longest)), _with(fits, tp=2)]) == []
+
+
+def _with(spec: RunSpec, **changes: Any) -> RunSpec:
+    from dataclasses import replace
+
+    return replace(spec, **changes)
+
+
+def engine_profile(path: Path, **changes: Any) -> str:
+    limits = EngineLimits(
+        kv_pool_tokens=4096, max_context_tokens=2048, max_num_seqs=8, max_num_batched_tokens=512
+    )
+    profile = EngineProfile(
+        model="their-model",
+        hardware="their-box",
+        engine="vllm 0.32.0",
+        block_size=16,
+        prefill=PrefillCurve(a_s=0.01, b_s_per_token=1e-4, c_s_per_token2=0.0),
+        points=((100, 0.02), (200, 0.03)),
+        limits=limits,
+        steps=StepCosts(
+            step_s=0.01, token_s=1e-4, pair_s=1e-9, kv_token_s=1e-8, request_s=1e-4, call_s=0.002
+        ),
+        **changes,
+    )
+    path.write_text(profile.to_toml())
+    return str(path)
+
+
+def test_an_engine_profile_needs_no_model(tmp_path: Path, trace: Path) -> None:
+    profile = engine_profile(tmp_path / "engine.toml")
+    # Host memory was not measured: who has none doesn't care, the others say what is missing.
+    for policy in ("stock", "continuum", "free-io"):
+        assert check([RunSpec(policy=policy, workload=str(trace), hardware=profile)]) == []
+    error = refused(str(trace), "--hardware", profile, "--policy", "stock,lru-offload")
+    assert f"{profile}: limits.kv_bytes_per_token is missing" in error.message
+    error = refused(str(trace), "--hardware", profile, "--policy", "lru-offload", "--model", "llama-3.1-8b")
+    assert "holds no copy bandwidth" in error.message
+    assert "leave tp at 1" in refused(str(trace), "--hardware", profile, "--tp", "2").message
+
+
+def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text('extends = "continuum"\n')
+    both = f"{tmp_path}/a/mine.toml,{tmp_path}/b/mine.toml"
+    assert "would both be called 'mine'" in refused(str(trace), "--policy", both).message
+    (tmp_path / "stock.toml").write_text('extends = "continuum"\n')
+    assert "is the name of a policy" in refused(str(trace), "--policy", f"{tmp_path}/stock.toml").message
+    (tmp_path / "odd.toml").write_text('extends = "continuum"\nretention = "forever"\n')
+    assert (
+        "unknown retention policy 'forever'"
+        in refused(str(trace), "--policy", f"{tmp_path}/odd.toml").message
+    )
+
+
+# -- outputs -------------------------------------------------------------------------------------
+
+
+def test_places_that_cannot_be_written_are_told_before_the_work(tmp_path: Path, trace: Path) -> None:
+    assert "is a folder" in refused(str(trace), "--json", str(tmp_path)).message
+    assert "is a file" in refused(str(trace), "--plot", str(trace)).message
+    assert "cannot be made" in refused(str(trace), "--plot", f"{trace}/plots").message
+    assert "cannot be made" in refused(str(trace), "--json", f"{trace}/sub/out.json").message
+    assert "cannot be made" in refused(str(trace), "--save", f"{trace}/runs.json").message
+    assert "ends in none of" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
+    if os.geteuid():
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0o500)
+        assert "no permission" in refused(str(trace), "--json", str(locked / "out.json")).message
+        locked.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["mini.jsonl"]
+
+
+def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
+    assert "No such file" in refused("--load", str(tmp_path / "none.json")).message
+    (tmp_path / "odd.json").write_text("{}")
+    error = refused("--load", str(tmp_path / "odd.json"))
+    assert "odd.json: " in error.message
+    assert "--save" in error.next_step
+    assert "leave out one" in refused(str(trace), "--load", str(tmp_path / "odd.json")).next_step
+
+
+def test_messages_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Brackets in a path are no markup."""
+    result = subprocess.run(
+        [*SOJOURN, "simulate", str(tmp_path / "[red]no[/].jsonl")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"error: {tmp_path}/[red]no[/].jsonl: No such file or directory"
+    assert lines[1].startswith("next: ")
+    assert len(lines) == 2
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, subprocess.CompletedProcess[str]]]:
+    """The same command in two folders."""
+    results = []
+    for name in ("first", "second"):
+        folder = tmp_path_factory.mktemp(name)
+        write(folder / "mini.jsonl", *PROGRAMS)
+        command = (
+            "simulate mini.jsonl --programs 3 --hours 0.01 --pool-tokens 3000 "
+            "--policy stock,continuum,belady --json - --plot plots --save runs.json.gz --explain p0"
+        )
+        results.append(
+            (
+                folder,
+                subprocess.run(
+                    [*SOJOURN, *command.split()], cwd=folder, capture_output=True, text=True, timeout=500
+                ),
+            )
+        )
+    return results
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_the_same_command_gives_the_same_bytes(
+    twice: list[tuple[Path, subprocess.CompletedProcess[str]]],
+) -> None:
+    documents = []
+    for _, result in twice:
+        assert result.returncode == 0, result.stderr
+        document = json.loads(result.stdout)
+        del document["made_with"]
+        for run in document["runs"]:
+            for field in WALL_CLOCK_FIELDS:
+                del run[field]
+        documents.append(json.dumps(document))
+    assert documents[0] == documents[1]
+    assert [run["policy"] for run in document["runs"]] == ["stock", "continuum", "belady"]
+    for run in document["runs"][:2]:
+        assert run["programs_finished"] > 0
+        assert run["regenerated_tokens"] > 0
+    for name in ("load.svg", "regenerated.png", "completion_cdf.svg", "pareto.svg", "occupancy-3.png"):
+        first, second = ((folder / "plots" / name).read_bytes() for folder, _ in twice)
+        assert first == second
+    assert sorted(path.name for path in twice[0][0].iterdir()) == ["mini.jsonl", "plots", "runs.json.gz"]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_one_programs_life_is_told_under_each_policy(
+    twice: list[tuple[Path, subprocess.CompletedProcess[str]]],
+) -> None:
+    told = twice[0][1].stderr
+    assert "p0@0 under stock" in told
+    assert "p0@0 under continuum" in told
+    assert "Traceback" not in told
+    assert "Triton" not in told
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_kept_runs_are_shown_again(
+    twice: list[tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path
+) -> None:
+    folder, run = twice[0]
+    runner = typer.testing.CliRunner()
+    again = tmp_path / "again.json"
+    kept = str(folder / "runs.json.gz")
+    result = runner.invoke(build_app(), ["simulate", "--load", kept, "--json", str(again)])
+    assert result.exit_code == 0, result.exception
+    assert json.loads(again.read_text()) == json.loads(run.stdout)
+    later = tmp_path / "later.json"
+    result = runner.invoke(
+        build_app(), ["simulate", "--load", kept, "--warm-up-s", "10", "--json", str(later)]
+    )
+    assert result.exit_code == 0, result.exception
+    rows = read_results(later).runs
+    assert [(row.policy, row.since_s) for row in rows] == [("stock", 10.0), ("continuum", 10.0)]
+    too_long = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
+    assert isinstance(too_long.exception, CliError)
+    assert "--warm-up-s 9000" in too_long.exception.message
+    assert "leave out less" in too_long.exception.next_step
+    for option, value in (("--hardware", "h100"), ("--policy", "stock"), ("--pool-tokens", "5000")):
+        unused = runner.invoke(build_app(), ["simulate", "--load", kept, option, value])
+        assert isinstance(unused.exception, CliError)
+        assert f"{option} has no effect on kept runs" in unused.exception.message
+    missing = runner.invoke(build_app(), ["simulate", "--load", kept, "--explain", "p7"])
+    assert isinstance(missing.exception, CliError)
+    assert missing.exception.exit_code == 1
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_where_nothing_finishes_the_figures_are_written_all_the_same(tmp_path: Path) -> None:
+    trace = write(tmp_path / "slow.jsonl", program("p", 9000, 9500, 9900))
+    out = tmp_path / "out.json"
+    command = f"simulate {trace} --programs 1 --hours 0.0005 --policy stock --json {out}"
+    result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 1
+    assert "error: no program finished under any policy" in result.stderr
+    assert read_results(out).runs[0].programs_finished == 0
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "class Broken:\n    def keep(self, turn, now):\n        return now / (now - now)\n"
+    )
+    (tmp_path / "broken.toml").write_text('extends = "continuum-paper"\nretention = "broken:Broken"\n')
+    out = tmp_path / "out.json"
+    command = f"simulate {trace} --programs 1 --hours 0.01 --policy stock,{tmp_path}/broken.toml --json {out}"
+    result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 1, result.stderr[-3000:]
+    assert "calls of broken failed: its figures are not its own" in " ".join(result.stderr.split())
+    assert "ZeroDivisionError" in result.stderr
+    assert read_results(out).runs
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of the terminal at once."""
+    command = (
+        "simulate synthetic:continuum-swe-bench --hours 999 --policy stock,admit --save runs.json --plot p"
+    )
+    with subprocess.Popen(
+        [*SOJOURN, *command.split()],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120.0
+            while len(born := _descendants(process.pid)) < 4:  # two workers, and two of multiprocessing's own
+                assert process.poll() is None
+                assert time.monotonic() < deadline, born
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=120)
+        except BaseException:
+            process.kill()  # else leaving the block would wait for it
+            raise
+    assert process.returncode == 130
+    assert said.strip().splitlines()[-2:] == ["error: interrupted", "next: nothing was written; run it again"]
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 30.0
+    while alive := [child for child in born if _alive(child)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def _descendants(process: int) -> list[int]:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [found for child in map(int, children) for found in (child, *_descendants(child))]
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,67 @@
+"""Tests of the framework adapters, run in the environments that ``tox`` makes: see ``[tool.tox]``.
+
+The engine's environment has only what ``HERE_TOO`` needs; the other files are passed over there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import sojourn
+from scripted_engine import Engine, require_engine
+from sojourn.testing import FakeServer
+
+HERE_TOO = {
+    "test_frameworks_table.py",
+    "test_frameworks_engine.py",
+    "test_frameworks_examples.py",
+    "test_frameworks_faults.py",
+    "test_frameworks_litellm.py",
+    "test_frameworks_mini.py",
+}
+"""Files that need no tox environment: the table leaves out what cannot be played."""
+
+if find_spec("langchain_core") is None:
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in HERE_TOO
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several processes one has the engine: two of them would only take the cores from each other."""
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
+@pytest.fixture(autouse=True)
+def offline_afterwards() -> Iterator[None]:
+    """No session, patch or listener of one test is left for the next."""
+    yield
+    sojourn.shutdown()
+    gc.collect()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """A server that answers by ``server.script``; give it the script before the first request."""
+    with FakeServer() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """The real engine, once for all files."""
+    require_engine()
+    with Engine() as running:
+        yield running
+
+
+def run(coroutine):
+    """``asyncio.run``, for tests whose point is a fresh event loop."""
+    return asyncio.run(coroutine)

@@ -1,0 +1,197 @@
+"""A real engine that says what a script says: forced tokens, its own chat template and tool parser.
+
+``ScriptedEngine`` is a proxy in front of ``sojourn serve tiny``. It adds the tokens of the script's next
+answer to each LLM request and passes everything else through as it is: headers, streams as they come, the
+client's disconnects, and the events.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plays import Model
+from sojourn.outgoing import PATHS
+from sojourn.testing import Answer, LlmRequest
+from sojourn_server.launch.command import FORCED_TOKENS
+from sojourn_server.launch.server import EngineServer
+from sojourn_server.models.chat import END_OF_MESSAGE, assistant_text
+
+PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
+"""Of the environment that has the engine: the frameworks' own have none."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_NOT_PASSED_ON = {"connection", "transfer-encoding", "content-length", "host", "accept-encoding"}
+
+
+class Engine(EngineServer):
+    """``sojourn serve tiny``, started from the engine's environment."""
+
+    def __init__(self) -> None:
+        arguments = ["--max-model-len", "8192", "--logits-processors", FORCED_TOKENS]
+        # A folder of the frameworks' own on the path would hide the engine's packages.
+        super().__init__("tiny", serve_args=arguments, env={"PYTHONPATH": ""}, ready_timeout_s=400)
+
+    def _command(self) -> list[str]:
+        return [str(PYTHON), *super()._command()[1:]]
+
+
+def require_engine() -> None:
+    """Skip where there is no engine; in CI that is a failure."""
+    if (PYTHON.parent / "sojourn").exists():
+        return
+    reason = f"no engine: {PYTHON.parent.name}/sojourn of the repository's .venv is not there (make setup)"
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+class ScriptedEngine:
+    """``with ScriptedEngine(engine.url, model) as proxy:`` answers LLM requests as ``model`` says."""
+
+    def __init__(self, engine_url: str, model: Model) -> None:
+        self.engine = engine_url.removeprefix("http://")
+        self.model = model
+        self.requests: list[LlmRequest] = []
+        """As the client sent them; failed ones too."""
+        self.fail_next = 0
+        """Answer 500 to that many LLM requests, which then do not reach the engine."""
+        self._http = _Http(("127.0.0.1", 0), _Handler)
+        self._http.proxy = self
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def scripted(self, request: LlmRequest) -> dict[str, Any]:
+        """The request with the next answer's tokens in it."""
+        answer = self.model(request)
+        ids = _tokens(self.engine, _text(answer))
+        given = request.body.get("vllm_xargs") or {}
+        # The tokens end by themselves: a limit that is shorter than the script would cut a tool call in two.
+        limits = {name: max(limit, len(ids)) for name in _LIMITS if (limit := request.body.get(name))}
+        return {**request.body, **limits, "vllm_xargs": {**given, "replay_ids": list(ids)}}
+
+    def __enter__(self) -> ScriptedEngine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(2)
+
+
+def get(url: str, path: str) -> Any:
+    """An answer of the engine's own routes; ``None`` for 404."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    with _closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        data = response.read()
+    assert response.status in (200, 404), data
+    return json.loads(data) if response.status == 200 else None
+
+
+def _text(answer: Answer) -> str:
+    calls = [{"name": use.name, "arguments": dict(use.arguments)} for use in answer.tools]
+    return assistant_text(answer.text, calls) + END_OF_MESSAGE
+
+
+@lru_cache
+def _tokens(engine: str, text: str) -> tuple[int, ...]:
+    connection = http.client.HTTPConnection(engine, timeout=30)
+    with _closing(connection):
+        body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
+        connection.request("POST", "/tokenize", json.dumps(body), {"content-type": "application/json"})
+        return tuple(json.loads(connection.getresponse().read())["tokens"])
+
+
+class _closing:
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self.connection = connection
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    proxy: ScriptedEngine
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away in mid-answer is part of many scenarios."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Http
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        self._pass_on(None)
+
+    def do_POST(self) -> None:
+        proxy = self.server.proxy
+        data = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if not self.path.partition("?")[0].endswith(PATHS):
+            self._pass_on(data)
+            return
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = LlmRequest(self.path, headers, json.loads(data))
+        proxy.requests.append(request)
+        if proxy.fail_next > 0:
+            proxy.fail_next -= 1
+            self._answer(500, {"retry-after-ms": "1"}, b'{"error": {"message": "as told"}}')
+            return
+        self._pass_on(json.dumps(proxy.scripted(request)).encode())
+
+    def _pass_on(self, data: bytes | None) -> None:
+        upstream = http.client.HTTPConnection(self.server.proxy.engine, timeout=120)
+        with _closing(upstream):
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in _NOT_PASSED_ON}
+            upstream.request(self.command, self.path, data, headers)
+            response = upstream.getresponse()
+            kept = {k: v for k, v in response.getheaders() if k.lower() not in _NOT_PASSED_ON}
+            if response.headers.get("transfer-encoding") == "chunked":
+                self._stream(response, kept)
+            else:
+                self._answer(response.status, kept, response.read())
+
+    def _stream(self, response: http.client.HTTPResponse, headers: Mapping[str, str]) -> None:
+        self._head(response.status, {**headers, "transfer-encoding": "chunked"})
+        # Where the client goes away, leaving this closes the engine's side too, which aborts the request.
+        with suppress(ConnectionError):
+            while chunk := response.read1():
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
+        self._head(status, {**headers, "content-length": str(len(data))})
+        self.wfile.write(data)
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()

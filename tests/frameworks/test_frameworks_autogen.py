@@ -1,0 +1,764 @@
+"""AutoGen beyond the table: contexts that AutoGen loses, our own faults, one object only, and graphs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("autogen_agentchat")
+
+import sojourn
+from autogen_agentchat.agents import (
+    AssistantAgent,
+    BaseChatAgent,
+    CodeExecutorAgent,
+    MessageFilterAgent,
+    SocietyOfMindAgent,
+)
+from autogen_agentchat.agents._code_executor_agent import ApprovalResponse
+from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig
+from autogen_agentchat.base import Response
+from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.messages import TextMessage
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    DiGraphBuilder,
+    GraphFlow,
+    MagenticOneGroupChat,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+    Swarm,
+)
+from autogen_agentchat.tools import AgentTool
+from autogen_core import CancellationToken, FunctionCall, SingleThreadedAgentRuntime
+from autogen_core.code_executor import CodeBlock, CodeExecutor, CodeResult
+from autogen_core.tools import BaseTool, FunctionTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from play_autogen import INFO, graph_with_a_condition, said
+from sojourn.aeg import END, START
+from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.testing import FakeServer, ToolUse
+from sojourn_integrations import autogen
+from sojourn_integrations.autogen import runs as autogen_runs
+from sojourn_integrations.autogen.graph import graph_of
+from told import problems, programs_told
+
+pytestmark = pytest.mark.timeout(30)  # an exception of ours out of a tool would make AutoGen wait for ever
+
+COUNT = ToolUse("count", {"text": "hi"})
+
+
+def llm(server: FakeServer, **options: Any) -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(
+        model="tiny", base_url=server.base_url, api_key="none", model_info=INFO, **options
+    )
+
+
+async def count(text: str) -> str:
+    """How long it is."""
+    return str(len(text))
+
+
+def online(server: FakeServer) -> None:
+    sojourn.init(server.url, probe_timeout_s=5)
+
+
+def nodes(server: FakeServer) -> list[str | None]:
+    return [request.context.sojourn.node for request in server.requests]
+
+
+def told(server: FakeServer, kind: type) -> list[Any]:
+    assert sojourn.flush(5)
+    return [event for event in server.program_events() if isinstance(event, kind)]
+
+
+def only_program(server: FakeServer) -> ProgramStart:
+    """Everything belongs to it, and all is as it must be."""
+    (start,) = told(server, ProgramStart)
+    assert {request.context.program_id for request in server.requests} == {start.program_id}
+    assert not problems(server, programs_told(server), [])
+    return start
+
+
+# ---- contexts that AutoGen loses
+
+
+async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
+    server.script = ["I take bob.", COUNT, "alice", "alice speaks"]
+    online(server)
+    runtime = SingleThreadedAgentRuntime()
+    runtime.start()
+    client = llm(server)
+    agents = [
+        AssistantAgent("alice", client, description="a"),
+        AssistantAgent("bob", client, description="b", tools=[count]),
+        AssistantAgent("carol", client, description="c"),
+    ]
+    team = SelectorGroupChat(agents, client, max_turns=2, runtime=runtime)
+    await team.run(task="hi")
+    await runtime.stop()
+    only_program(server)
+    assert nodes(server) == [None, "bob", None, "alice"]
+    assert [stop.status for stop in told(server, ToolStop)] == ["ok"]
+    assert not autogen_runs._teams
+
+
+async def test_two_teams_on_one_runtime(server: FakeServer) -> None:
+    online(server)
+    runtime = SingleThreadedAgentRuntime()
+    runtime.start()
+    client = llm(server)
+    teams = [
+        RoundRobinGroupChat([AssistantAgent(f"{name}1", client), AssistantAgent(f"{name}2", client)],
+                            max_turns=4, runtime=runtime, name=name)
+        for name in ("left", "right")
+    ]  # fmt: skip
+    await asyncio.gather(*(team.run(task="hi") for team in teams))
+    await runtime.stop()
+    starts = {start.program_id: start.name for start in told(server, ProgramStart)}
+    assert sorted(starts.values()) == ["left", "right"]
+    assert len(server.requests) == 8
+    for request in server.requests:
+        name = starts[request.context.program_id]
+        assert request.context.sojourn.node in (f"{name}1", f"{name}2")
+
+
+async def test_a_tool_that_is_not_async_runs_in_its_program(server: FakeServer) -> None:
+    seen: list[Any] = []
+
+    def look(text: str) -> str:
+        """In a thread."""
+        seen.append((sojourn.current_program(), sojourn.request_fields()))
+        return text
+
+    server.script = [ToolUse("look", {"text": "x"}), "done"]
+    online(server)
+    tool = FunctionTool(look, description="looks")
+    await AssistantAgent("alice", llm(server), tools=[tool], reflect_on_tool_use=True).run(task="hi")
+    start = only_program(server)
+    ((program, fields),) = seen
+    assert program.id == start.program_id
+    assert json.loads(fields["vllm_xargs"]["agentic_context"])["sojourn"]["node"] == "alice"
+    assert tool._func is look
+
+
+async def test_consumers_of_a_stream_are_outside_of_it(server: FakeServer) -> None:
+    online(server)
+    client = llm(server)
+    team = RoundRobinGroupChat([AssistantAgent("alice", client, model_client_stream=True)], max_turns=1)
+    items = 0
+    async for _ in team.run_stream(task="hi"):
+        items += 1
+        assert sojourn.current_program() is None
+        await client.create([], extra_create_args={"user": "consumer"})
+    assert items > 4
+    implicit = [r.context.sojourn.implicit for r in server.requests if r.body.get("user") == "consumer"]
+    assert implicit == [True] * items
+
+
+async def test_a_stream_nobody_closes_ends_its_program(server: FakeServer) -> None:
+    online(server)
+
+    async def break_off() -> None:
+        async for _ in AssistantAgent("alice", llm(server)).run_stream(task="hi"):
+            return
+
+    await break_off()
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+
+
+async def test_throwing_into_a_stream_reaches_the_agent(server: FakeServer) -> None:
+    caught: list[str] = []
+
+    class Thoughtful(BaseChatAgent):
+        produced_message_types = (TextMessage,)
+
+        async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
+            raise NotImplementedError
+
+        async def on_messages_stream(
+            self, messages: Any, cancellation_token: Any
+        ) -> AsyncGenerator[Any, Any]:
+            try:
+                yield TextMessage(content="one", source=self.name)
+            except KeyError as error:
+                caught.append(str(error))
+            yield Response(chat_message=TextMessage(content="two", source=self.name))
+
+        async def on_reset(self, cancellation_token: Any) -> None:
+            pass
+
+    online(server)
+    autogen._cover([Thoughtful("alice", "a")])
+    stream = Thoughtful("alice", "a").on_messages_stream([], CancellationToken())
+    assert (await stream.__anext__()).content == "one"
+    assert (await stream.athrow(KeyError("x"))).chat_message.content == "two"
+    assert caught == ["'x'"]
+    with pytest.raises(StopAsyncIteration):
+        await stream.__anext__()
+
+
+# ---- programs
+
+
+async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> None:
+    online(server)
+    client = llm(server)
+    team = RoundRobinGroupChat([AssistantAgent("alice", client)], max_turns=1)
+    await team.run(task="hi")
+    await team.reset()
+    await team.run(task="hi")
+    assert len(told(server, ProgramStart)) == len(told(server, ProgramEnd)) == 2
+    server.forget()
+    with sojourn.program("conversation") as program:
+        await team.run(task="hi")
+        await team.run(task="and then")
+        await AssistantAgent("bob", client).run(task="check")
+    assert only_program(server).name == "conversation"
+    assert nodes(server) == ["alice", "alice", "bob"]
+    assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
+    assert program.node is None
+    assert all(not report.graph.complete for report in told(server, AegReport) if report.graph)
+
+
+async def test_a_program_keeps_the_graph_its_owner_gave(server: FakeServer) -> None:
+    online(server)
+    mine = sojourn.Aeg({"alice": (), "else": ()}, [(START, "alice"), ("alice", "else")])
+    with sojourn.program("mine", aeg=mine):
+        await AssistantAgent("alice", llm(server)).run(task="hi")
+    assert [report.graph_hash for report in told(server, AegReport)] == [mine.hash]
+
+
+async def test_advice_around_a_run_goes_on_to_hold(server: FakeServer) -> None:
+    online(server)
+    with sojourn.program(), sojourn.step("outside", priority=7):
+        await AssistantAgent("alice", llm(server)).run(task="hi")
+    (request,) = server.requests
+    assert (request.context.priority, request.context.sojourn.node) == (7, "alice")
+
+
+async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
+    server.script = [ToolUse("helper", {"task": "x"}, "call-7"), "helped", "done"]
+    online(server)
+    client = llm(server)
+    helper = AgentTool(AssistantAgent("helper", client, description="helps"))
+    await AssistantAgent("boss", client, tools=[helper], reflect_on_tool_use=True).run(task="hi")
+    boss, child = told(server, ProgramStart)
+    assert (child.parent_program_id, child.call_id) == (boss.program_id, "call-7")
+    assert (boss.agent_type, child.agent_type) == ("boss", "helper")
+    inside = [start.program_id for start in told(server, ToolStart) if start.call_id == "call-7"]
+    assert inside == [boss.program_id]
+
+
+async def test_turns_are_told_to_listeners_in_order(server: FakeServer) -> None:
+    heard: list[str] = []
+
+    class Ears(Listener):
+        def node_entered(self, program: Any, node: str) -> None:
+            heard.append(node)
+
+        def tool_started(self, call: Any) -> None:
+            heard.append(call.tool)
+
+    ears = Ears()
+    add_listener(ears)
+    server.script = [COUNT]
+    online(server)
+    client = llm(server)
+    agents = [AssistantAgent("alice", client, tools=[count]), AssistantAgent("bob", client)]
+    try:
+        await RoundRobinGroupChat(agents, max_turns=3).run(task="hi")
+    finally:
+        remove_listener(ears)
+    assert heard == ["alice", "count", "bob", "alice"]
+
+
+async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
+    """With a stream of its own, which does not come from any class that AutoGen has."""
+
+    class Asking(BaseChatAgent):
+        produced_message_types = (TextMessage,)
+
+        def __init__(self, name: str, client: Any) -> None:
+            super().__init__(name, "asks")
+            self.client = client
+
+        async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
+            raise NotImplementedError
+
+        async def on_messages_stream(
+            self, messages: Any, cancellation_token: Any
+        ) -> AsyncGenerator[Any, None]:
+            answer = await self.client.create([messages[-1].to_model_message()])
+            yield Response(chat_message=TextMessage(content=answer.content, source=self.name))
+
+        async def on_reset(self, cancellation_token: Any) -> None:
+            pass
+
+    own = vars(Asking)["on_messages_stream"]
+    online(server)
+    client = llm(server)
+    filtered = MessageFilterAgent("filtered", Asking("inner", client), MessageFilterConfig(per_source=[]))
+    with pytest.raises(RuntimeError, match="list index"):  # the filter leaves no message
+        await RoundRobinGroupChat([Asking("alice", client), filtered], max_turns=2).run(task="hi")
+    assert nodes(server) == ["alice"]
+    assert [end.status for end in told(server, ProgramEnd)] == ["error"]
+    covered = vars(Asking)["on_messages_stream"]
+    assert covered is not own
+    await RoundRobinGroupChat([Asking("alice", client)], max_turns=1).run(task="hi")
+    assert vars(Asking)["on_messages_stream"] is covered
+    sojourn.uninstrument("autogen")
+    assert vars(Asking)["on_messages_stream"] is own
+
+
+async def test_a_team_that_ran_before_init(server: FakeServer) -> None:
+    team = RoundRobinGroupChat([AssistantAgent("alice", llm(server), tools=[count])], max_turns=1)
+    await team.run(task="hi")
+    server.forget()
+    server.script = [COUNT]
+    online(server)
+    await team.run(task="hi")
+    only_program(server)
+    assert nodes(server) == ["alice"]
+    assert len(told(server, ToolStop)) == 1
+
+
+# ---- failure and cancellation
+
+
+async def test_a_model_that_fails(server: FakeServer) -> None:
+    server.fail_next = 1
+    online(server)
+    team = RoundRobinGroupChat([AssistantAgent("alice", llm(server, max_retries=0))], max_turns=1)
+    with pytest.raises(RuntimeError, match="InternalServerError"):
+        await team.run(task="hi")
+    assert [end.status for end in told(server, ProgramEnd)] == ["error"]
+    assert sojourn.stats()["requests_failed"] == 1
+
+
+@pytest.mark.parametrize("by", ["token", "task"])
+async def test_cancelling_a_request(server: FakeServer, by: str) -> None:
+    server.reply_delay_s = 20
+    online(server)
+    token = CancellationToken()
+    task = asyncio.create_task(AssistantAgent("alice", llm(server)).run(task="hi", cancellation_token=token))
+    while not server.requests:
+        await asyncio.sleep(0.01)
+    (token if by == "token" else task).cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)
+    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+    assert sojourn.stats()["requests_cancelled"] == 1
+
+
+class Tired(Exception):
+    """Ours, out of our own inside."""
+
+
+def weary(*args: Any, **kwargs: Any) -> Any:
+    raise Tired
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "runs.begin_team",
+        "runs.begin_turn",
+        "runs.begin_call",
+        "runs.end_call",
+        "runs.call_under_way",
+        "graph_of",
+        "_cover",
+        "tools._copy",
+        "tools.enter",
+    ],
+)
+async def test_nothing_of_ours_gets_out(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def late(text: str) -> str:
+        """Too late."""
+        raise TimeoutError
+
+    script = [[COUNT, ToolUse("late", {"text": "x"})], "two", "three"]
+
+    async def play() -> Any:
+        server.script = iter(script)
+        client = llm(server)
+        alice = AssistantAgent("alice", client, tools=[count, late], reflect_on_tool_use=True)
+        return said(
+            await RoundRobinGroupChat([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hi")
+        )
+
+    plain = await play()
+    online(server)
+    monkeypatch.setattr(f"sojourn_integrations.autogen.{broken}", weary)
+    assert await asyncio.wait_for(play(), 15) == plain
+    assert sojourn.current_program() is None
+    assert sojourn.stats()["internal_error"] > 0
+
+
+@pytest.mark.parametrize("method", ["start", "stop", "__enter__", "__exit__"])
+async def test_no_fault_of_a_tool_call_gets_out(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    server.script = [COUNT, "two"]
+    online(server)
+    monkeypatch.setattr(sojourn.ToolCall, method, weary)
+    alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
+    result = await asyncio.wait_for(alice.run(task="hi"), 15)
+    assert said(result)[-1] == ("TextMessage", "alice", "two")
+
+
+@pytest.mark.parametrize("name", ["ö" * 5000, "🧵" * 2500, "a" * 10_000], ids=["umlauts", "emoji", "long"])
+async def test_names_and_ids_of_ten_kilobytes(server: FakeServer, name: str) -> None:
+    """AutoGen's OpenAI client makes 64 plain characters of a tool's name; other clients need not."""
+    server.script = [ToolUse(name, {}, name), "done"]
+    online(server)
+    alice = AssistantAgent("alice", llm(server), tools=[count])
+    await alice.run(task="hi")
+    only_program(server)
+    with sojourn.program():
+        call, result = await AssistantAgent._execute_tool_call(
+            tool_call=FunctionCall(id=name, name=name, arguments="{}"),
+            workbench=[],
+            handoff_tools=[],
+            agent_name="alice",
+            cancellation_token=CancellationToken(),
+            stream=asyncio.Queue(),
+        )
+    assert (call.name, result.is_error) == (name, True)
+    first, second = told(server, ToolStart)
+    assert len(first.tool) == 64
+    assert 200 < len(second.tool.encode()) < 1000
+    assert name.startswith(second.tool)
+    assert [stop.status for stop in told(server, ToolStop)] == ["error", "error"]
+
+
+class Pretended(CodeExecutor):
+    """Answers as an executor would."""
+
+    def __init__(self, result: CodeResult | Exception) -> None:
+        self.result = result
+
+    async def execute_code_blocks(
+        self, code_blocks: list[CodeBlock], cancellation_token: CancellationToken
+    ) -> CodeResult:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def restart(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "tool_class", "status"),
+    [
+        ("```python\n1\n```", CodeResult(exit_code=124, output="Timeout"), "python", "timeout"),
+        ("```python\n1\n```", CodeResult(exit_code=125, output="\nCancelled"), "python", "cancelled"),
+        ("```python\n1\n```", CodeResult(exit_code=125, output="docker"), "python", "nonzero"),
+        ("```python\n1\n```", TimeoutError(), "python", "timeout"),
+        ("```python\n1\n```", ValueError(), "python", "error"),
+        ("```sh\ncd /x && make -j2 | tail\n```", CodeResult(exit_code=0, output=""), "make", "ok"),
+        ("```sh\n\n```", CodeResult(exit_code=0, output=""), "sh", "ok"),
+        ("```python\n1\n``` ```sh\nls\n```", CodeResult(exit_code=0, output=""), "ls", "ok"),
+    ],
+)
+async def test_how_code_ended(
+    server: FakeServer, code: str, result: Any, tool_class: str, status: str
+) -> None:
+    online(server)
+    computer = CodeExecutorAgent("computer", Pretended(result), approval_func=_approve)
+    if isinstance(result, Exception):
+        with pytest.raises(type(result)):
+            await computer.run(task=code)
+    else:
+        await computer.run(task=code)
+    assert [(start.tool, start.tool_class) for start in told(server, ToolStart)] == [("code", tool_class)]
+    assert [stop.status for stop in told(server, ToolStop)] == [status]
+
+
+def _approve(request: Any) -> Any:
+    return ApprovalResponse(approved=True, reason="a test")
+
+
+# ---- on and off
+
+
+TARGETS = [
+    (BaseGroupChat, "run_stream"),
+    (BaseChatAgent, "run"),
+    (BaseChatAgent, "run_stream"),
+    (BaseChatAgent, "on_messages_stream"),
+    (AssistantAgent, "on_messages_stream"),
+    (AssistantAgent, "_execute_tool_call"),
+    (CodeExecutorAgent, "on_messages_stream"),
+    (CodeExecutorAgent, "execute_code_block"),
+    (SocietyOfMindAgent, "on_messages_stream"),
+    (MessageFilterAgent, "on_messages_stream"),
+    (BaseTool, "run_json"),
+    (FunctionTool, "run"),
+]
+
+
+def functions() -> list[Any]:
+    return [vars(kind)[name] for kind, name in TARGETS]
+
+
+def test_the_very_same_functions_come_back(server: FakeServer) -> None:
+    before = functions()
+    online(server)
+    for _ in range(2):
+        sojourn.instrument("autogen")
+        assert not any(a is b for a, b in zip(before, functions(), strict=True))
+        assert "autogen" in sojourn.stats().instrumented
+        sojourn.uninstrument("autogen")
+        assert all(a is b for a, b in zip(before, functions(), strict=True))
+        assert "autogen" not in sojourn.stats().instrumented
+
+
+@pytest.mark.parametrize(("kind", "name"), TARGETS)
+def test_an_unfamiliar_autogen_is_left_alone(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    monkeypatch.delattr(kind, name)
+    before = [vars(kind).get(name) for kind, name in TARGETS]
+    online(server)
+    assert [vars(kind).get(name) for kind, name in TARGETS] == before
+    assert "autogen" not in sojourn.stats().instrumented
+    assert sojourn.stats()["attach_error"] == 1
+
+
+async def test_what_lies_above_ours_stays_and_ours_falls_silent(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online(server)
+    ours = AssistantAgent.on_messages_stream
+    monkeypatch.setattr(BaseChatAgent, "run", _passing(BaseChatAgent.run))
+    monkeypatch.setattr(AssistantAgent, "on_messages_stream", lambda *a, **k: ours(*a, **k))
+    theirs = AssistantAgent.on_messages_stream
+    sojourn.uninstrument("autogen")
+    assert AssistantAgent.on_messages_stream is theirs
+    await AssistantAgent("alice", llm(server)).run(task="hi")
+    (request,) = server.requests
+    assert request.context.sojourn.implicit
+
+
+def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs)
+
+    return run
+
+
+# ---- one object
+
+
+@pytest.fixture
+def unpatched(server: FakeServer) -> Iterator[FakeServer]:
+    """Online, with no class patched."""
+    online(server)
+    sojourn.uninstrument()
+    before = functions()
+    yield server
+    assert all(a is b for a, b in zip(before, functions(), strict=True))
+
+
+async def test_one_team_only(unpatched: FakeServer) -> None:
+    def look(text: str) -> str:
+        """Where am I?"""
+        seen.append(sojourn.current_program())
+        return text
+
+    seen: list[Any] = []
+    unpatched.script = [
+        ToolUse("look", {"text": "x"}),
+        "two",
+        ToolUse("helper", {"task": "x"}),
+        "helped",
+        "three",
+    ]
+    helper = AgentTool(AssistantAgent("helper", llm(unpatched), description="helps"))
+    alice = AssistantAgent("alice", llm(unpatched), tools=[look], reflect_on_tool_use=True)
+    bob = AssistantAgent("bob", llm(unpatched), tools=[helper], reflect_on_tool_use=True)
+    team = RoundRobinGroupChat([alice, bob], max_turns=2)
+    plain = team.dump_component()
+    assert sojourn.wrap(team) is team
+    assert sojourn.wrap(team) is team
+    assert team.dump_component() == plain
+    assert isinstance(team, RoundRobinGroupChat)
+    result = await team.run(task="hi")
+    assert said(result)[-1] == ("TextMessage", "bob", "three")
+    outer, child = told(unpatched, ProgramStart)
+    assert child.parent_program_id == outer.program_id
+    assert nodes(unpatched) == ["alice", "alice", "bob", "helper", "bob"]
+    assert sorted(start.tool for start in told(unpatched, ToolStart)) == ["helper", "look"]
+    assert [program.id for program in seen] == [outer.program_id]
+    assert not problems(unpatched, programs_told(unpatched), [])
+    unpatched.forget()
+    await AssistantAgent("stranger", llm(unpatched)).run(task="hi")
+    (request,) = unpatched.requests
+    assert request.context is None
+
+
+async def test_one_team_and_all_classes(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at once tell everything once."""
+    monkeypatch.setattr(autogen, "_wrapped_classes", {})  # made of the patched ones
+    server.script = [COUNT, "two"]
+    online(server)
+    alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
+    await sojourn.wrap(RoundRobinGroupChat([alice], max_turns=1)).run(task="hi")
+    only_program(server)
+    assert len(told(server, ToolStart)) == 1
+    assert nodes(server) == ["alice", "alice"]
+    assert len(server.requests) == 2
+
+
+async def test_one_agent_only(unpatched: FakeServer) -> None:
+    alice = sojourn.wrap(AssistantAgent("alice", llm(unpatched)))
+    await alice.run(task="hi")
+    assert [each async for each in alice.run_stream(task="hi")]
+    assert len(told(unpatched, ProgramEnd)) == 2
+    assert nodes(unpatched) == ["alice", "alice"]
+
+
+def test_other_objects_are_not_wrapped(unpatched: FakeServer) -> None:
+    with pytest.raises(sojourn.ArgumentError, match="MaxMessageTermination"):
+        sojourn.wrap(MaxMessageTermination(1))
+
+
+# ---- graphs
+
+
+@pytest.fixture
+def client(server: FakeServer) -> OpenAIChatCompletionClient:
+    return llm(server)
+
+
+def test_the_graph_of_a_graph_flow(client: Any) -> None:
+    agents, graph = graph_with_a_condition(client)
+    found = graph_of(GraphFlow(agents, graph=graph, max_turns=9))
+    assert set(found.nodes) == {"plan", "work", "check", "done"}
+    assert set(found.edges) == {
+        (START, "plan"), ("plan", "work"), ("work", "check"), ("check", "work"), ("check", "done"),
+        ("plan", END), ("work", END), ("check", END), ("done", END),
+    }  # fmt: skip
+    assert found.complete
+    assert set(found.edges.values()) == {None}, "a limit of turns leaves nothing certain"
+
+
+def test_what_is_certain_in_a_graph_flow(client: Any) -> None:
+    one, two, three, four = agents = [
+        AssistantAgent(name, client) for name in ("one", "two", "three", "four")
+    ]
+    graph = DiGraphBuilder()
+    for each in agents:
+        graph.add_node(each)
+    graph.add_edge(one, two).add_edge(two, three, condition="go").add_edge(three, four)
+    found = graph_of(GraphFlow(agents, graph=graph.build()))
+    assert dict(found.edges) == {
+        (START, "one"): None,
+        ("one", "two"): 1.0,
+        ("two", "three"): None,
+        ("three", "four"): 1.0,
+        ("two", END): None,
+        ("four", END): None,
+    }
+
+
+async def test_the_graph_is_told_with_its_tools(server: FakeServer, client: Any) -> None:
+    online(server)
+    alice = AssistantAgent("alice", client, tools=[count], handoffs=["bob", "user"])
+    team = Swarm([alice, AssistantAgent("bob", client)], max_turns=1)
+    await team.run(task="hi")
+    (report,) = told(server, AegReport)
+    assert {node.id: node.tools for node in report.graph.nodes} == {
+        "alice": ["count", "transfer_to_bob", "transfer_to_user"],
+        "bob": [],
+    }
+    assert {(edge.source, edge.target) for edge in report.graph.edges} == {
+        (START, "alice"), ("alice", "alice"), ("alice", "bob"), ("bob", "bob"), ("alice", END), ("bob", END),
+    }  # fmt: skip
+    assert report.graph_hash == graph_of(Swarm([alice, AssistantAgent("bob", client)], max_turns=1)).hash
+
+
+async def test_the_ring_of_a_round_robin(server: FakeServer, client: Any) -> None:
+    agents = [AssistantAgent(name, client) for name in "abc"]
+    ring = {("a", "b"), ("b", "c"), ("c", "a"), ("a", END), ("b", END), ("c", END)}
+    team = RoundRobinGroupChat(agents, max_turns=1)
+    assert set(graph_of(team).edges) == {(START, "a"), *ring}
+    await team.run(task="hi")  # the next run begins with b
+    assert set(graph_of(team).edges) == {(START, "a"), (START, "b"), (START, "c"), *ring}
+    assert graph_of(team).complete
+
+
+@pytest.mark.parametrize("kind", [SelectorGroupChat, MagenticOneGroupChat])
+def test_where_a_model_picks_all_is_possible(client: Any, kind: Any) -> None:
+    found = graph_of(kind([AssistantAgent(name, client, description=name) for name in "ab"], client))
+    inner = {(a, b) for a in "ab" for b in "ab"}
+    assert set(found.edges) == inner | {(START, n) for n in "ab"} | {(n, END) for n in "ab"}
+    assert found.complete
+
+
+def test_a_team_of_an_unknown_kind_is_not_complete(client: Any) -> None:
+    team = RoundRobinGroupChat([AssistantAgent("a", client), AssistantAgent("b", client)], max_turns=1)
+    team.__class__ = type("Own", (BaseGroupChat,), {**_abstract(BaseGroupChat)})
+    found = graph_of(team)
+    assert not found.complete
+    assert {("a", "b"), ("b", "a")} <= set(found.edges)
+
+
+def _abstract(kind: Any) -> dict[str, Any]:
+    return {name: None for name in kind.__abstractmethods__}
+
+
+def test_teams_inside_teams(client: Any) -> None:
+    inner = RoundRobinGroupChat([AssistantAgent("a", client), AssistantAgent("b", client)], name="inner")
+    mind = SocietyOfMindAgent(
+        "mind", RoundRobinGroupChat([AssistantAgent("a", client, tools=[count])], max_turns=1), client
+    )
+    found = graph_of(RoundRobinGroupChat([inner, mind], max_turns=2))
+    assert dict(found.nodes) == {"inner/a": (), "inner/b": (), "mind": (), "mind/a": ("count",)}
+    edges = set(found.edges)
+    assert {(START, "inner/a"), (START, "inner/b"), ("inner/b", "mind/a"), ("mind/a", "mind"),
+            ("mind", "inner/a"), ("mind", END)} <= edges  # fmt: skip
+    assert ("mind/a", END) not in edges
+    assert ("inner/a", "mind") not in edges
+    assert found.complete
+
+
+def test_a_certain_edge_into_a_team_is_certain_of_none_of_its_agents(client: Any) -> None:
+    pair = SelectorGroupChat([AssistantAgent(name, client, description=name) for name in "ab"], client)
+    first, mind = AssistantAgent("first", client), SocietyOfMindAgent("mind", pair, client)
+    graph = DiGraphBuilder().add_node(first).add_node(mind).add_edge(first, mind).build()
+    found = graph_of(GraphFlow([first, mind], graph=graph))
+    assert {edge: p for edge, p in found.edges.items() if edge[0] == "first"} == {
+        ("first", "mind/a"): None,
+        ("first", "mind/b"): None,
+    }
+
+
+def test_a_graph_too_large_to_tell(server: FakeServer, client: Any) -> None:
+    agents = [AssistantAgent(f"a{i}", client, description="x") for i in range(70)]
+    assert graph_of(SelectorGroupChat(agents, client)) is None
+
+
+def test_tools_of_all_kinds(client: Any) -> None:
+    computer = CodeExecutorAgent(
+        "computer", Pretended(CodeResult(exit_code=0, output="")), approval_func=_approve
+    )
+    assert dict(graph_of(computer).nodes) == {"computer": ("code",)}
+    filtered = MessageFilterAgent(
+        "front", AssistantAgent("inner", client, tools=[count]), MessageFilterConfig(per_source=[])
+    )
+    assert dict(graph_of(filtered).nodes) == {"front": ("count",)}

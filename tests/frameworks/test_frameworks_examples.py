@@ -1,0 +1,302 @@
+"""Every example as a user runs it: a process of its own, its plain version beside it, and what was told."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from plays import Model
+from scripted_engine import Engine, ScriptedEngine, get
+from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.testing import Answer, FakeServer, LlmRequest, Reply, ToolUse
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MARK = "# <── sojourn"
+DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+class Case(NamedTuple):
+    """One example: what the model says, and what must have been told."""
+
+    needs: tuple[str, ...]
+    script: Sequence[Reply]
+    programs: int
+    tools: tuple[str, ...]
+    """By name, sorted."""
+    nodes: frozenset[str | None]
+    """Of the requests."""
+    graph: bool = False
+    """A graph is declared."""
+    arguments: Callable[[Path], list[str]] = lambda folder: []
+    held: str | None = None
+    """The tool that a live test holds up, to look at it on the server."""
+    held_under: str | None = None
+    """The tool of the parent in which it runs, for a sub-agent."""
+
+
+def repository(folder: Path) -> list[str]:
+    (folder / "stats.py").write_text("def mean(values):\n    return sum(values) / (len(values) - 1)\n")
+    return [str(folder)]
+
+
+CASES = {
+    "openai_loop.py": Case(
+        ("openai",),
+        [ToolUse("clock"), [ToolUse("whoami"), ToolUse("clock")], "noon"],
+        programs=1,
+        tools=(),  # read by the server from the answers
+        nodes=frozenset({None}),
+        held="clock",
+    ),
+    "mini_swe_agent.py": Case(
+        ("minisweagent",),
+        [
+            Answer("look", (ToolUse("bash", {"command": "cat stats.py"}),)),
+            Answer("fix", (ToolUse("bash", {"command": "sed -i 's/ - 1//' stats.py && python check.py"}),)),
+            Answer("done", (ToolUse("bash", {"command": DONE}),)),
+        ],
+        programs=1,
+        tools=("bash", "bash", "bash"),
+        nodes=frozenset({None}),
+        held="bash:cat",
+    ),
+    "langchain_coding_agent.py": Case(
+        ("langchain", "langchain_openai"),
+        [
+            ToolUse("read_file", {"path": "stats.py"}),
+            ToolUse("write_file", {"path": "stats.py", "text": "def mean(v):\n    return sum(v) / len(v)\n"}),
+            ToolUse("shell", {"command": "python -c 'import stats; print(stats.mean([2, 4]))'"}),
+            "mended",
+        ],
+        programs=1,
+        tools=("read_file", "shell", "write_file"),
+        nodes=frozenset({"model"}),
+        graph=True,
+        arguments=repository,
+        held="shell",
+    ),
+    "langgraph_planner_worker.py": Case(
+        ("langgraph", "langchain_openai"),
+        ["count to two", "one two", "count on", "three", "DONE"],
+        programs=1,
+        tools=(),
+        nodes=frozenset({"plan", "work"}),
+        graph=True,
+    ),
+    "autogen_team.py": Case(
+        ("autogen_agentchat", "autogen_ext"),
+        [ToolUse("read_file", {"path": "README.md"}), "a draft", "too long", "shorter", "APPROVED"],
+        programs=1,
+        tools=("read_file",),
+        nodes=frozenset({"writer", "critic"}),
+        graph=True,
+        held="read_file",
+    ),
+    "openai_agents_handoff.py": Case(
+        ("agents",),
+        [
+            ToolUse("transfer_to_coder"),
+            ToolUse("ask_searcher", {"input": "version"}),
+            ToolUse("grep", {"pattern": "version"}),
+            "README.md line 1",
+            "It is set in README.md.",
+        ],
+        programs=2,
+        tools=("ask_searcher", "grep"),
+        nodes=frozenset({"triage", "coder", "searcher"}),
+        graph=True,
+        held="grep",
+        held_under="ask_searcher",
+    ),
+}
+
+
+def test_every_example_has_a_case() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(CASES)
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, Case]:
+    case = CASES[request.param]
+    missing = [package for package in case.needs if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is in another environment")
+    return request.param, case
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_example_is_short_and_marked(name: str) -> None:
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 60
+    assert 2 <= sum(MARK in line for line in source.splitlines()) <= 3
+    assert "sojourn serve" in (ast.get_docstring(ast.parse(source)) or "")
+    rest = ast.parse(plain(name))
+    assert not [node for node in ast.walk(rest) if isinstance(node, ast.Name) and node.id == "sojourn"]
+
+
+def plain(name: str) -> str:
+    """The example as it would be without us."""
+    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if MARK not in line)
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
+    environment |= {
+        "SOJOURN_HISTORY": "off",
+        "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "mini"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),
+    }
+    return environment
+
+
+def run(path: Path, server: FakeServer, folder: Path, arguments: list[str]) -> str:
+    line = [sys.executable, str(path), "--url", server.url, *arguments]
+    done = subprocess.run(
+        line, env=environment_of(folder), cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def numbered(script: Sequence[Reply]) -> list[Answer]:
+    """The same call ids in every play, since some examples print them."""
+    ids = itertools.count(1)
+    answers = [Answer.of(reply) for reply in script]
+    return [Answer(a.text, tuple(use._replace(id=f"call_{next(ids)}") for use in a.tools)) for a in answers]
+
+
+def played(case: Case, path: Path, folder: Path) -> tuple[str, FakeServer]:
+    folder.mkdir()
+    (folder / "README.md").write_text("version 1\n")
+    with FakeServer(numbered(case.script)) as server:
+        return run(path, server, folder, case.arguments(folder)), server
+
+
+@pytest.mark.slow
+def test_an_example_tells_what_it_does(case: tuple[str, Case], tmp_path: Path) -> None:
+    name, expected = case
+    bare = tmp_path / name
+    bare.write_text(plain(name))
+    without, silent = played(expected, bare, tmp_path / "plain")
+    assert not silent.batches
+    output, server = played(expected, EXAMPLES / name, tmp_path / "told")
+    if name != "openai_loop.py":  # whose tools tell the time
+        assert output == without
+    assert len(server.requests) == len(silent.requests) == len(expected.script)
+
+    events = server.program_events()
+    starts = [event for event in events if isinstance(event, ProgramStart)]
+    assert len(starts) == expected.programs
+    assert sorted(event.program_id for event in events if isinstance(event, ProgramEnd)) == sorted(
+        event.program_id for event in starts
+    )
+    tools = [event for event in events if isinstance(event, ToolStart)]
+    assert tuple(sorted(event.tool for event in tools)) == expected.tools
+    assert sum(isinstance(event, ToolStop) for event in events) == len(tools)
+    contexts = [request.context for request in server.requests]
+    assert {context.program_id for context in contexts} == {event.program_id for event in starts}
+    assert {context.sojourn.node for context in contexts} == expected.nodes
+    assert any(isinstance(event, AegReport) and event.graph for event in events) == expected.graph
+    children = [event for event in starts if event.parent_program_id]
+    assert len(children) == expected.programs - 1
+    assert all(event.call_id for event in children)
+
+
+def held_up(folder: Path) -> dict[str, str]:
+    """An environment in which the examples' tools wait until there is a file ``go``."""
+    commands = folder / "held"
+    commands.mkdir()
+    path = os.environ["PATH"]
+    for name in ("date", "grep", "cat", "python"):
+        real = sys.executable if name == "python" else shutil.which(name)
+        script = commands / name
+        script.write_text(f'#!/bin/sh\nwhile [ ! -e "{folder}/go" ]; do sleep 0.02; done\nexec {real} "$@"\n')
+        script.chmod(0o755)
+    environment = environment_of(folder)
+    return {**environment, "PATH": os.pathsep.join([str(commands), path])}
+
+
+class Deliberate(Model):
+    """A model that takes a while before each answer."""
+
+    thinks_s = 0.0
+
+    def __call__(self, request: LlmRequest) -> Answer:
+        time.sleep(self.thinks_s)
+        return super().__call__(request)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(500)
+def test_the_engine_shows_an_example_while_it_runs(
+    case: tuple[str, Case], tmp_path: Path, engine: Engine
+) -> None:
+    """Its tool, node and parent, in ``/programs``, at the moment they are what they are."""
+    name, expected = case
+    environment = held_up(tmp_path)
+    script = numbered(expected.script)
+    if name == "autogen_team.py":
+        os.mkfifo(tmp_path / "README.md")  # reading it waits for a writer
+    else:
+        (tmp_path / "README.md").write_text("version 1\n")
+    before = {program["program_id"] for program in programs(engine)}
+    seen: list[dict[str, Any]] = []
+    model = Deliberate(SimpleNamespace(script=lambda: script))
+    model.thinks_s = 0.0 if expected.held else 1.5  # the list of programs may be half a second old
+    with ScriptedEngine(engine.url, model) as proxy:
+        line = [sys.executable, str(EXAMPLES / name), "--url", proxy.url, "--model", "tiny"]
+        line += expected.arguments(tmp_path)
+        with subprocess.Popen(
+            line, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            deadline_s = time.monotonic() + 90
+            while process.poll() is None and time.monotonic() < deadline_s:
+                now = [program for program in programs(engine) if program["program_id"] not in before]
+                seen += now
+                # Read from the answer, the tool is known a moment before it is reported to run.
+                if any(
+                    p["tool"] == expected.held and p["tools_running"] >= bool(expected.tools) for p in now
+                ):
+                    break
+                time.sleep(0.05)
+            (tmp_path / "go").touch()
+            if name == "autogen_team.py":
+                (tmp_path / "README.md").write_text("version 1\n")
+            output, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, output
+    if expected.held is None:
+        nodes = {node for program in seen for node in [program["node"]]}
+        assert expected.nodes & nodes, f"none of the nodes was seen: {nodes}"
+        return
+    (holding,) = [program for program in now if program["tool"] == expected.held]
+    assert holding["status"] == "acting"
+    assert holding["node"] in expected.nodes
+    if expected.tools:
+        assert holding["tools_running"] == 1
+    if expected.held_under is None:
+        assert holding["parent_program_id"] is None
+        return
+    (parent,) = [program for program in now if program["program_id"] == holding["parent_program_id"]]
+    assert parent["tool"] == expected.held_under
+    assert parent["node"] in expected.nodes - {holding["node"]}
+
+
+def programs(engine: Engine) -> list[dict[str, Any]]:
+    """As ``GET /sojourn/v1/programs`` lists them."""
+    found: list[dict[str, Any]] = get(engine.url, "/sojourn/v1/programs?limit=1000")["programs"]
+    return found

@@ -1,0 +1,117 @@
+"""Every framework with a place for events that is down, hangs, fails or is not there: nobody notices.
+
+The same scenarios as in the table, one of each row: the results are those of a run without us, nothing
+waits for the sink, and every event is accounted for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import sojourn
+from plays import Model, outcome, playable
+from scenario import Scenario
+from sojourn.config import Config
+from sojourn.context import NOWHERE, place
+from sojourn.testing import FakeServer, refusing_url
+
+pytestmark = [
+    pytest.mark.slow,  # all together
+    pytest.mark.timeout(60),  # AutoGen waits for ever where an exception of ours gets out
+    pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning"),  # litellm's own, streaming
+]
+
+EVERY_ROW = ("refused", "hang")
+ONE_ROW = ("500", "404")
+"""What these do, they do to the sender alone: one row of each framework is enough."""
+OURS = ("internal_error", "inject_error", "resolver_error", "listener_error", "encode_error")
+
+
+def chosen() -> list[Any]:
+    """The first scenario of each framework and row, with the sinks it is to meet."""
+    first: dict[tuple[str, str], Scenario] = {}
+    seen: set[str] = set()
+    for scenario in playable():
+        first.setdefault((scenario.framework, scenario.row), scenario)
+    pairs = []
+    for scenario in first.values():
+        sinks = EVERY_ROW if scenario.framework in seen else (*EVERY_ROW, *ONE_ROW)
+        seen.add(scenario.framework)
+        pairs += [pytest.param(scenario, sink, id=f"{scenario.id}-{sink}") for sink in sinks]
+    return pairs
+
+
+@pytest.fixture(autouse=True)
+def long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a minute for a sink that hangs, so that whoever waits for it shows; but short goodbyes."""
+    resolve: Any = Config.resolve.__func__  # type: ignore[attr-defined]
+
+    def quick(cls: type[Config], *args: Any, **kwargs: Any) -> Config:
+        config: Config = resolve(cls, *args, **kwargs)
+        return dataclasses.replace(config, send_timeout_s=30.0, close_timeout_s=0.05)
+
+    monkeypatch.setattr(Config, "resolve", classmethod(quick))
+
+
+def play(scenario: Scenario, sink: str | None) -> tuple[Any, FakeServer, sojourn.Stats]:
+    """Run it; ``None`` is without us."""
+    model = Model(scenario)
+    with FakeServer(model) as server:
+        if sink == "refused":
+            sojourn.init(refusing_url(), hosts=[server.host], dialect="sojourn")
+        elif sink is not None:
+            server.mode = sink
+            sojourn.init(server.url, probe_timeout_s=5)
+        result = outcome(scenario, server.base_url, "tiny")
+        gc.collect()
+        assert place.get() is NOWHERE
+        if sink is not None:
+            sojourn.flush(0.1)
+        stats = settled() if sink is not None else sojourn.stats()
+        sojourn.shutdown()
+    assert model.ran_out == 0
+    return result, server, stats
+
+
+@cache
+def without_us(scenario: Scenario) -> Any:
+    """What comes out."""
+    return play(scenario, None)[0]
+
+
+def settled() -> sojourn.Stats:
+    """Counts once every event that was queued is accounted for."""
+    end_s = time.monotonic() + 5
+    while True:
+        stats = sojourn.stats()
+        gone = (
+            stats["events_sent"] + stats["events_piggybacked"] - stats["events_returned"]
+            + stats["dropped_send"] + stats.events_pending
+        )  # fmt: skip
+        # What was refused at the door was not queued; what was thrown out with the queue was.
+        if gone <= stats["events_queued"] <= gone + stats["dropped_unsupported"]:
+            return stats
+        assert time.monotonic() < end_s, f"{gone} of {stats['events_queued']} events accounted for: {stats}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("scenario", "sink"), chosen())
+def test_nobody_notices_a_faulty_sink(scenario: Scenario, sink: str) -> None:
+    plain = without_us(scenario)
+    started = time.monotonic()
+    ours, server, stats = play(scenario, sink)
+    took_s = time.monotonic() - started
+    assert ours == plain
+    assert took_s < 25, "waited for the sink"
+    assert not {name: stats[name] for name in OURS if stats[name]}
+    requests = [request for request in server.requests if request.headers.get("x-session-id")]
+    assert len(requests) == len(server.requests), "requests say whose they are, sink or no sink"
+    if scenario.row != "cancel":
+        assert stats["request_attempts"] == len(server.requests)
+    assert stats["dropped_full"] == 0
+    assert not server.batches

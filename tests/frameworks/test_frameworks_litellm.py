@@ -1,0 +1,307 @@
+"""litellm beyond the table: whose fields win, which hosts are told, what is put back, and odd bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sojourn
+from sojourn.testing import FakeServer
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+litellm = pytest.importorskip("litellm")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Item .* on TypedDict class:UserWarning")
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BOTH = pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+"""Through the openai client, and through litellm's own."""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        sojourn.init(fake.url, probe_timeout_s=5)
+        yield fake
+
+
+def ask(server: FakeServer, provider: str, **more: Any) -> Any:
+    settings = {"api_base": server.base_url, "api_key": "none", "messages": MESSAGES, **more}
+    return litellm.completion(model=f"{provider}/m", **settings)
+
+
+@BOTH
+def test_fields_and_headers_of_the_users_own_win(server: FakeServer, provider: str) -> None:
+    body = {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2]}}
+    headers = {"x-mine": "yes", "x-sEssion-iD": "mine"}
+    with sojourn.program("p") as program:
+        ask(server, provider, extra_body=body, extra_headers=headers)
+    (request,) = server.requests
+    assert (request.body["mine"], request.headers["x-mine"], request.headers["x-session-id"]) == (
+        1,
+        "yes",
+        "mine",
+    )
+    assert request.body["vllm_xargs"]["replay_ids"] == [1, 2]
+    assert request.context is not None
+    assert request.context.program_id == program.id
+    assert body == {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2]}}  # theirs is not touched
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "xargs", [{"agentic_context": '{"program_id":"mine"}'}, "text", ["list"]], ids=["context", "text", "list"]
+)
+def test_what_cannot_be_merged_stays_and_costs_no_event(
+    server: FakeServer, provider: str, xargs: Any
+) -> None:
+    with sojourn.program("p"), sojourn.tool_call("bash"):
+        ask(server, provider, extra_body={"vllm_xargs": xargs})
+    assert server.requests[0].body["vllm_xargs"] == xargs
+    assert sojourn.flush(2)
+    told = [type(event).__name__ for event in server.program_events()]
+    assert told == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
+    assert sojourn.stats()["inject_error"] == 0
+
+
+@BOTH
+def test_other_hosts_learn_nothing(server: FakeServer, provider: str) -> None:
+    with FakeServer() as elsewhere:
+        with sojourn.program("p"):
+            ask(elsewhere, provider)
+        (request,) = elsewhere.requests
+    assert "vllm_xargs" not in request.body
+    assert "x-session-id" not in request.headers
+    assert sojourn.stats()["requests_started"] == 0
+
+
+@BOTH
+def test_replicas_are_told_whose_request_it_is_and_get_no_events(provider: str) -> None:
+    with FakeServer() as home, FakeServer() as replica:
+        sojourn.init(home.url, hosts=[replica.url], probe_timeout_s=5)
+        with sojourn.program("p") as program:
+            ask(replica, provider)
+        (request,) = replica.requests
+        assert request.headers["x-session-id"] == program.id
+        assert request.events == []
+
+
+@BOTH
+def test_exceptions_are_litellms_own(server: FakeServer, provider: str) -> None:
+    server.fail_next = 1
+    with pytest.raises(litellm.InternalServerError) as ours, sojourn.program("p"):
+        ask(server, provider, max_retries=0)
+    assert not any("sojourn" in str(frame.path) for frame in ours.traceback[-1:])
+    assert (sojourn.stats()["requests_started"], sojourn.stats()["requests_failed"]) == (1, 1)
+
+
+@BOTH
+def test_retries_that_all_fail_are_one_failed_request(server: FakeServer, provider: str) -> None:
+    server.fail_next = 99
+    with pytest.raises(litellm.InternalServerError):
+        ask(server, provider, num_retries=2, max_retries=0)
+    stats = sojourn.stats()
+    assert stats["request_attempts"] == len(server.requests) > 1
+    assert (stats["requests_started"], stats["requests_failed"]) == (1, 1)
+    # The process's own program is open; no request of it is.
+    assert len({request.context.request_id for request in server.requests if request.context}) == 1
+
+
+def test_events_on_attempts_that_failed_arrive_with_the_one_that_did_not(server: FakeServer) -> None:
+    server.fail_next = 2
+    with sojourn.program("p"):
+        with sojourn.tool_call("bash", "c"):
+            pass
+        ask(server, "hosted_vllm", num_retries=3)
+    assert sojourn.flush(2)
+    told = [type(event).__name__ for event in server.program_events()]
+    assert told == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
+
+
+def test_functions_imported_by_name_before_are_covered() -> None:
+    completion = litellm.completion  # as ``from litellm import completion`` before init()
+    with FakeServer() as server:
+        sojourn.init(server.url, probe_timeout_s=5)
+        assert litellm.completion is not completion
+        completion(model="hosted_vllm/m", api_base=server.base_url, messages=MESSAGES)
+        assert server.requests[0].context is not None
+
+
+def test_the_very_same_functions_are_put_back() -> None:
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
+
+    def patched() -> list[Any]:
+        names = (
+            "completion",
+            "acompletion",
+            "responses",
+            "aresponses",
+            "text_completion",
+            "atext_completion",
+        )
+        methods = [kind.post for kind in (HTTPHandler, AsyncHTTPHandler)]
+        return methods + [getattr(litellm, name) for name in names] + [litellm.Router.function_with_fallbacks]
+
+    before = patched()
+    with FakeServer() as server:
+        sojourn.init(server.url)
+        assert "litellm" in sojourn.stats().instrumented
+        assert all(ours is not theirs for ours, theirs in zip(patched(), before, strict=True))
+        sojourn.init(server.url, hosts=["other:1"])  # a second session patches nothing twice
+        ask(server, "hosted_vllm")
+        assert sojourn.stats()["requests_started"] == 1
+    sojourn.shutdown()
+    assert all(ours is theirs for ours, theirs in zip(patched(), before, strict=True))
+
+
+def test_an_unfamiliar_litellm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from litellm.llms.custom_httpx import http_handler
+
+    monkeypatch.delattr(http_handler, "AsyncHTTPHandler")
+    completion, post = litellm.completion, http_handler.HTTPHandler.post
+    with FakeServer() as server:
+        sojourn.init(server.url)
+        assert "litellm" not in sojourn.stats().instrumented
+        assert sojourn.stats()["attach_error"] == 1
+        assert (litellm.completion, http_handler.HTTPHandler.post) == (completion, post)
+
+
+def test_one_handler_can_be_wrapped(server: FakeServer) -> None:
+    sojourn.uninstrument("litellm")
+    handler = litellm.HTTPHandler() if hasattr(litellm, "HTTPHandler") else _handler()
+    ask(server, "hosted_vllm", client=handler)
+    assert server.requests[0].context is None
+    assert sojourn.wrap(handler) is handler
+    ask(server, "hosted_vllm", client=handler)
+    assert server.requests[1].context is not None
+    sojourn.instrument("litellm")
+    ask(server, "hosted_vllm", client=handler)
+    assert sojourn.stats()["requests_started"] == 2
+
+
+def _handler() -> Any:
+    from litellm.llms.custom_httpx.http_handler import HTTPHandler
+
+    return HTTPHandler()
+
+
+def test_a_fault_of_ours_leaves_the_request_bare(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("sojourn_integrations.litellm._body", broken)
+    assert ask(server, "hosted_vllm").choices[0].message.content == server.reply
+    assert server.requests[0].context is None
+    assert sojourn.stats()["inject_error"] == 1
+
+
+POSTS: dict[str, dict[str, Any]] = {
+    "data": {"data": json.dumps({"messages": MESSAGES, "text": "é \ud800"})},
+    "bytes": {"data": json.dumps({"messages": MESSAGES}).encode()},
+    "content": {"content": json.dumps({"messages": MESSAGES, "number": float("inf")})},
+    "json": {"json": {"messages": MESSAGES}},
+    "array": {"data": "[1, 2]"},
+    "no json": {"data": "a=b"},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("given", POSTS.values(), ids=POSTS)
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_bodies_of_every_form_arrive_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], way: str
+) -> None:
+    """Only fields are added, and only to JSON objects; the header says the rest."""
+    from sojourn_integrations import litellm as ours
+
+    sent: dict[str, Any] = {}
+
+    class Response:
+        is_closed, stream = True, None
+
+    with FakeServer() as server:
+        sojourn.init(server.url, probe_timeout_s=5)
+        url = server.base_url + "/chat/completions"
+        if way == "sync":
+            ours._post(None, lambda *_, **kwargs: sent.update(kwargs) or Response(), (url,), given)
+        else:
+
+            async def post(*_: Any, **kwargs: Any) -> Any:
+                sent.update(kwargs)
+                return Response()
+
+            asyncio.run(ours._async_post(None, post, (url,), given))
+    assert sent["headers"].keys() == {"X-Session-ID"}
+    (name,) = given or [None]
+    if name is None:
+        assert sent.keys() == {"headers"}
+        return
+    if name == "json":
+        assert sent[name] == {**given[name], "vllm_xargs": sent[name]["vllm_xargs"]}
+    elif "{" in str(given[name]):
+        arrived = json.loads(sent[name])
+        assert arrived.pop("vllm_xargs")
+        assert arrived == json.loads(given[name])
+    else:
+        assert sent[name] == given[name]
+    assert sojourn.stats()["inject_error"] == 0
+
+
+def test_concurrent_calls_inside_one_retrying_call_are_requests_of_their_own(server: FakeServer) -> None:
+    from sojourn.outgoing import OneRequest
+
+    async def both() -> None:
+        settings: dict[str, Any] = {"api_base": server.base_url, "messages": MESSAGES}
+        with OneRequest():
+            await asyncio.gather(*(litellm.acompletion(model="hosted_vllm/m", **settings) for _ in range(2)))
+
+    server.reply_delay_s = 0.05
+    asyncio.run(both())
+    assert len({request.context.request_id for request in server.requests if request.context}) == 2
+    stats = sojourn.stats()
+    assert stats["requests_started"] == stats["requests_ended"] == 2
+
+
+@pytest.mark.slow
+def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
+    """All of the above, and the table's rows, in a process of its own with litellm 1.83.0 before this one."""
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        "litellm==1.83.0",
+    ]
+    fetched = subprocess.run(line, capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"litellm 1.83.0 is not to be had here: {fetched.stderr.strip()[-200:]}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    files = [__file__, str(Path(__file__).with_name("test_frameworks_table.py"))]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        "litellm and not mini",
+        "-m",
+        "not slow and not engine",
+    ]
+    result = subprocess.run(
+        [*tests, "-p", "no:cacheprovider", *files], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    code = "import importlib.metadata as m, litellm; print(litellm.__file__)"
+    where = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert where.stdout.startswith(str(tmp_path))

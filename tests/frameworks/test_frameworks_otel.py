@@ -1,0 +1,196 @@
+"""AutoGen's own OpenTelemetry spans, with no adapter and with one, and an export beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("autogen_agentchat")
+pytest.importorskip("opentelemetry.sdk")
+
+import sojourn
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
+from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_agentchat.tools import AgentTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from play_autogen import INFO
+from sojourn.testing import FakeServer, ToolUse
+from sojourn_integrations.otel.export import export_spans
+from sojourn_integrations.otel.source import SojournSpanProcessor
+from told import programs_told
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(scope="module")
+def provider() -> TracerProvider:
+    """AutoGen asks for the global one, which a process can set only once."""
+    made = TracerProvider(shutdown_on_exit=False)
+    trace.set_tracer_provider(made)
+    return made
+
+
+@pytest.fixture
+def spans_only(server: FakeServer, provider: TracerProvider) -> Iterator[None]:
+    """The processor is all there is: no adapter but that which tags requests."""
+    sojourn.init(server.url)
+    sojourn.uninstrument()
+    sojourn.instrument("openai")
+    processor = SojournSpanProcessor(workflows=("run_team",))
+    provider.add_span_processor(processor)
+    yield
+    processor.shutdown()
+
+
+def llm(server: FakeServer, **options: Any) -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(
+        model="tiny", base_url=server.base_url, api_key="none", model_info=INFO, **options
+    )
+
+
+async def count(text: str) -> int:
+    """How long a text is."""
+    return len(text)
+
+
+async def fail(text: str) -> int:
+    """Never works."""
+    raise ValueError(text)
+
+
+def told(server: FakeServer):
+    assert sojourn.flush(2)
+    return [each for each in programs_told(server).values() if each.start.name is not None]
+
+
+def test_one_agent_and_its_tool(server, spans_only):
+    server.script = [ToolUse("count", {"text": "hi"}), "two"]
+
+    async def play() -> None:
+        agent = AssistantAgent("solo", llm(server), tools=[count], reflect_on_tool_use=True)
+        await agent.run(task="how long is hi?")
+
+    asyncio.run(play())
+    (program,) = told(server)
+    assert (program.start.name, program.start.agent_type, program.status) == ("solo", "solo", "ok")
+    assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
+    assert program.tool_starts[0].call_id.startswith("call_")
+    assert len(program.requests) == len(server.requests) == 2
+    assert program.late == []
+
+
+def test_a_tool_that_raises(server, spans_only):
+    server.script = [ToolUse("fail", {"text": "no"}), "a pity"]
+
+    async def play() -> None:
+        agent = AssistantAgent("solo", llm(server), tools=[fail], reflect_on_tool_use=True)
+        await agent.run(task="go")
+
+    asyncio.run(play())
+    (program,) = told(server)
+    assert [(tool.tool, tool.status) for tool in program.tools] == [("fail", "error")]
+    assert program.status == "ok"
+
+
+def test_an_agent_as_a_tool_is_a_child(server, spans_only):
+    server.script = [ToolUse("helper", {"task": "x"}, "call_1"), "done by helper", "done"]
+
+    async def play() -> None:
+        helper = AssistantAgent("helper", llm(server), description="helps")
+        tools = [AgentTool(helper)]
+        boss = AssistantAgent(
+            "boss", llm(server, parallel_tool_calls=False), tools=tools, reflect_on_tool_use=True
+        )
+        await boss.run(task="go")
+
+    asyncio.run(play())
+    boss, helper = told(server)
+    assert (boss.start.name, helper.start.name) == ("boss", "helper")
+    assert (helper.start.parent_program_id, helper.start.call_id) == (boss.start.program_id, "call_1")
+    assert (len(boss.requests), len(helper.requests)) == (2, 1)
+    assert (boss.status, helper.status) == ("ok", "ok")
+
+
+async def run_team(server: FakeServer) -> None:
+    first = AssistantAgent("first", llm(server), tools=[count], reflect_on_tool_use=True)
+    second = AssistantAgent("second", llm(server))
+    stop = TextMentionTermination("STOP") | MaxMessageTermination(20)
+    await RoundRobinGroupChat([first, second], termination_condition=stop).run(task="go")
+
+
+TEAM = [ToolUse("count", {"text": "hi"}), "two", "more", "again", "STOP"]
+
+
+def test_a_team_inside_one_span_is_one_program_with_its_agents_as_nodes(server, spans_only):
+    server.script = TEAM
+
+    async def play() -> None:
+        with trace.get_tracer("mine").start_as_current_span("run_team"):
+            await run_team(server)
+
+    asyncio.run(play())
+    (program,) = told(server)
+    assert program.nodes == ("first", "first", "second", "first", "second")
+    assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
+    assert (program.start.name, program.status, program.late) == ("run_team", "ok", [])
+
+
+def test_a_team_without_one_is_a_program_for_each_turn_of_an_agent(server, spans_only):
+    """AutoGen's runtime begins a new trace with every message: nothing in the spans ties them together."""
+    server.script = TEAM
+    asyncio.run(run_team(server))
+    assert [program.start.name for program in told(server)] == ["first", "second", "first", "second"]
+    assert all(request.context.program_id for request in server.requests)
+
+
+def test_a_cancelled_agent(server, spans_only):
+    server.reply_delay_s = 20
+
+    async def play() -> None:
+        task = asyncio.create_task(AssistantAgent("solo", llm(server)).run(task="go"))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    (program,) = told(server)
+    assert program.status == "cancelled"
+
+
+def test_with_the_adapter_at_work_the_spans_say_nothing_twice(server, provider):
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    sojourn.init(server.url)
+    assert "autogen" in sojourn.stats().instrumented
+    processor = SojournSpanProcessor(workflows=("run_team",))
+    provider.add_span_processor(processor)
+    export = export_spans(provider)
+    server.script = TEAM
+    try:
+        asyncio.run(run_team(server))
+        sojourn.flush(2)
+        (program,) = programs_told(server).values()
+        assert program.nodes == ("first", "first", "second", "first", "second")
+        assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
+        assert not processor._spans
+        assert export.flush()
+        ours = [
+            span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "sojourn"
+        ]
+        root = next(span for span in ours if span.name.startswith("invoke_agent"))
+        rest = [span for span in ours if span is not root]
+        assert sorted(span.name for span in rest) == ["chat tiny"] * 5 + ["execute_tool count"]
+        assert {span.parent.span_id for span in rest} == {root.context.span_id}
+    finally:
+        export.close()
+        processor.shutdown()

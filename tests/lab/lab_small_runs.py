@@ -1,0 +1,110 @@
+"""Runs a small world under any policy of the lab and notes every decision with its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab_small_world import BLOCK, FlatLatency, SmallLoop
+from sojourn_server.lab.access_recorder import AccessRecorder
+from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+from sojourn_server.lab.clock import VirtualClock
+from sojourn_server.lab.host_cache import HostCache
+from sojourn_server.lab.lives import RunLog
+from sojourn_server.lab.policies import LabPolicy, Limit, find_policy
+from sojourn_server.lab.simulation import Simulation, SimulationOptions
+
+POOL_BLOCKS = 100
+
+
+class SmallRun:
+    """What happened: the log, and ``decisions`` as (virtual seconds, what)."""
+
+    def __init__(
+        self,
+        policy: str | LabPolicy,
+        loop: SmallLoop,
+        *,
+        blocks: int = POOL_BLOCKS,
+        samples: int = 0,
+        until_s: float | None = None,
+        record: bool = False,
+        call_s: float = 0.0,
+    ) -> None:
+        chosen = find_policy(policy) if isinstance(policy, str) else policy
+        self.clock = VirtualClock()
+        self.decisions: list[tuple[float, Any]] = []
+        latency = FlatLatency(call_s)
+        host_blocks = 0
+        if chosen.host_cache:
+            host_blocks = 5000 if chosen.limit is Limit.FREE_IO else 200
+        settings = chosen.settings
+        self.engine = BareEngine(
+            BareEngineOptions(
+                blocks=2000 if chosen.limit is Limit.UNLIMITED else blocks,
+                block_size=BLOCK,
+                max_num_seqs=8,
+                max_num_batched_tokens=256,
+                max_model_len=(blocks - 1) * BLOCK,
+                host_blocks=host_blocks,
+                sojourn=None if settings is None else {**settings, "strict": True},
+            ),
+            self.clock,
+        )
+        self._watch()
+        self.log = RunLog(
+            policy=chosen.name, programs_wanted=len(loop.programs), hardware="none", model="none",
+            trace="small", seed=0, loop="open",
+        )  # fmt: skip
+        door = chosen.door()
+        self._watch_door(door)
+        copies = HostCache(latency, 0 if chosen.limit is Limit.FREE_IO else 64) if host_blocks else None
+        self.recorder = AccessRecorder(blocks - 1, BLOCK) if record else None
+        Simulation(
+            self.engine,
+            self.clock,
+            latency,
+            loop,
+            self.log,
+            SimulationOptions(until_s=until_s, samples=samples),
+            door=door,
+            host=copies,
+            recorder=self.recorder,
+            with_hints=settings is not None,
+        ).run()
+        adapter = getattr(self.engine.scheduler, "sojourn", None)
+        if adapter is not None:
+            for decision in adapter.steward.decisions.since(0, 100_000)[0]:
+                self.decisions.append((decision.at_s, ("decision", decision.as_dict())))
+        self.decisions.sort(key=lambda entry: entry[0])
+
+    def before(self, at_s: float) -> list[tuple[float, Any]]:
+        """The decisions taken before ``at_s``."""
+        return [entry for entry in self.decisions if entry[0] < at_s]
+
+    def _watch(self) -> None:
+        plan = self.engine.plan
+
+        def watched() -> Any:
+            now = self.clock.now_s
+            planned = plan()
+            what = (
+                tuple(planned.num_scheduled_tokens.items()),
+                tuple((new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs),
+                tuple(sorted(planned.preempted_req_ids or ())),
+            )
+            if any(what):
+                self.decisions.append((now, ("step", what)))
+            return planned
+
+        self.engine.plan = watched  # type: ignore[method-assign]
+
+    def _watch_door(self, door: Any) -> None:
+        let_in = door.let_in
+
+        def watched(view: Any, now: float) -> Any:
+            entering = list(let_in(view, now))
+            if entering:
+                self.decisions.append((now, ("door", tuple(entering))))
+            return entering
+
+        door.let_in = watched

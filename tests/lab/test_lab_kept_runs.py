@@ -1,0 +1,86 @@
+"""A suite that was interrupted goes on where it stopped, but never with runs of other code or files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lab_report_runs import made_up_run
+from sojourn_server.lab import suite
+from sojourn_server.lab.kept_runs import KeptRuns, Outcome, code_digest
+from sojourn_server.lab.limits.regenerated import Regenerated
+from sojourn_server.lab.run import RunSpec
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    trace = tmp_path / "mine.jsonl"
+    trace.write_text(json.dumps({"program_id": "p", "turns": [{"prompt_tokens": 9, "output_tokens": 2}]}))
+    return RunSpec(policy="stock", workload=str(trace), programs=2)
+
+
+RUN = made_up_run("stock", 3, virtual_s=300.0)
+OUTCOME = Outcome(log=RUN, orders={"lru": Regenerated(order="lru", regenerated_tokens=7)})
+
+
+def test_what_was_kept_comes_back(tmp_path: Path, spec: RunSpec) -> None:
+    folder = tmp_path / "kept"
+    assert KeptRuns(folder).get(spec) is None
+    KeptRuns(folder).put(spec, OUTCOME)
+    assert KeptRuns(folder).get(spec) == OUTCOME
+    assert KeptRuns(folder).get(replace(spec, seed=1)) is None
+    (found,) = folder.iterdir()
+    assert found.name.startswith("mine.jsonl-stock-2-")
+
+
+def test_other_code_and_changed_files_are_other_runs(tmp_path: Path, spec: RunSpec) -> None:
+    KeptRuns(tmp_path / "kept", code="before").put(spec, OUTCOME)
+    assert KeptRuns(tmp_path / "kept", code="after").get(spec) is None
+    kept = KeptRuns(tmp_path / "kept", code="before")
+    assert kept.get(spec) == OUTCOME
+    Path(spec.workload).write_text("changed")
+    assert kept.get(spec) is None
+    assert len(code_digest()) == 12
+
+
+def test_a_damaged_file_counts_as_absent(tmp_path: Path, spec: RunSpec) -> None:
+    kept = KeptRuns(tmp_path / "kept")
+    kept.put(spec, OUTCOME)
+    (path,) = (tmp_path / "kept").iterdir()
+    for damage in (path.read_bytes()[:-9], b"", b"hello"):
+        path.write_bytes(damage)
+        assert kept.get(spec) is None
+
+
+def test_a_suite_takes_from_it_and_puts_into_it(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of stock and belady the recorded stock run is all there is to run; kept, nothing is."""
+    ran: list[RunSpec] = []
+
+    def pretend(work, tasks, processes, *, on_start, on_done, **callbacks):
+        for place, task in enumerate(tasks):
+            ran.append(task)
+            on_start(place, task)
+            on_done(place, suite.msgspec.msgpack.encode(Outcome(log=RUN, orders=orders)))
+
+    orders = {
+        name: Regenerated(order=name, regenerated_tokens=5, over_belady=1.0) for name in ("belady", "lru")
+    }
+    monkeypatch.setattr(suite, "side_by_side", pretend)
+    kept = KeptRuns(tmp_path / "kept")
+    done: list[int] = []
+    specs = [spec, replace(spec, policy="belady"), replace(spec, policy="admit")]
+    first = suite.run_suite(specs, kept=kept, on_done=done.append)
+    assert ran == [replace(spec, record_accesses=True), replace(spec, policy="admit")]
+    assert sorted(done) == [0, 1]
+    again = suite.run_suite(specs, kept=kept, on_done=done.append)
+    assert len(ran) == 2
+    assert sorted(done) == [0, 0, 1, 1]
+    assert again == first
+    assert [row.regenerated_over_belady for row in first.rows] == [1.0, 1.0, None]
+    more = suite.run_suite([*specs, replace(spec, policy="continuum")], kept=kept)
+    assert [task.policy for task in ran[2:]] == ["continuum"]
+    assert more.rows[:3] == first.rows

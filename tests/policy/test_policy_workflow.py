@@ -1,0 +1,280 @@
+"""SAGA's policies on views made by hand: WA-LRU, three tiers, tool-type TTL, prefetch (paper §3.3, §4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.aeg import END
+from sojourn.ids import ProgramId
+from sojourn_server.policy.base import Keep, Reason
+from sojourn_server.policy.eviction import WorkflowAwareLru
+from sojourn_server.policy.foresight import COLD, Expectation, ThreeTiers, Tier, declared_to_go_on
+from sojourn_server.policy.prefetch import LikeliestSuccessor, Prefetch
+from sojourn_server.policy.preset import REGISTRY, PresetError, load_preset, parse_preset
+from sojourn_server.policy.retention_tool_type import ToolTypeTtl
+from sojourn_server.policy.room import LeastWantedFirst
+from sojourn_server.policy.views import LeaseView, OwnerView, PrefetchView, RoomNeed, StepView, TurnView
+from sojourn_server.program.history import ToolHistory
+
+# -- WA-LRU (S3) -----------------------------------------------------------------------
+
+
+def owner(**changes: Any) -> OwnerView:
+    view = OwnerView(1, False, 100.0, blocks=50, p_reuse=0.8, longest_gap_s=10.0, most_blocks=100.0)
+    return view._replace(**changes)
+
+
+def p_evict(view: OwnerView, now: float) -> float:
+    """Equation 1 with the paper's weights, as it stands there."""
+    recency = (now - view.last_turn_s) / view.longest_gap_s
+    return 0.3 * recency + 0.5 * (1 - (view.p_reuse or 0.0)) + 0.2 * view.blocks / view.most_blocks
+
+
+owners = st.builds(
+    owner,
+    last_turn_s=st.floats(90, 100),
+    blocks=st.integers(0, 100),
+    p_reuse=st.floats(0, 1),
+)
+
+
+@given(owners, owners, st.floats(100, 200))
+def test_the_order_is_that_of_equation_1_at_any_time(one: OwnerView, other: OwnerView, now: float):
+    rule = WorkflowAwareLru()
+    by_paper = p_evict(one, now) - p_evict(other, now)
+    by_score = rule.score(other)[1] - rule.score(one)[1]  # the lowest is reused first
+    assert by_score == pytest.approx(by_paper, abs=1e-9)
+
+
+def test_each_term_alone():
+    score = WorkflowAwareLru().score
+    assert score(owner(last_turn_s=99.0)) < score(owner()), "idle for longer"
+    assert score(owner(p_reuse=0.2)) < score(owner()), "less likely to come back"
+    assert score(owner(blocks=90)) < score(owner()), "larger"
+    assert score(owner(over=True)) < score(owner()), "over"
+    assert score(owner(wanted=True)) > score(owner()), "its request waits"
+    assert score(owner(p_reuse=None)) < score(owner()), "cold"
+
+
+def test_nothing_seen_yet_is_no_division_by_zero():
+    assert math.isfinite(WorkflowAwareLru().score(OwnerView(1, False, 5.0))[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"recency": -0.1}, {"reuse": math.nan}, {"size": math.inf}, {"cold_reuse": 2.0}]
+)
+def test_weights_that_make_no_sense(options: dict[str, float]):
+    with pytest.raises(ValueError, match="expected"):
+        WorkflowAwareLru(**options)
+
+
+# -- three tiers (S2) --------------------------------------------------------------------
+
+BRANCH = (("test", 0.6), ("edit", 0.3), (END, 0.1))
+SEEN = (("edit", 0.75), (END, 0.25))
+
+
+def test_hints_come_first_then_what_was_seen_then_nothing():
+    rule = ThreeTiers()
+    step = StepView(declared=BRANCH, inferred=SEEN, tasks=30)
+    hinted = rule.expect(step, 0.0)
+    assert hinted == Expectation(Tier.HINTS, pytest.approx(0.9), "test")
+    inferred = rule.expect(step._replace(declared=()), 0.0)
+    assert inferred == Expectation(Tier.INFERRED, 0.75, "edit")
+    assert rule.expect(step._replace(declared=(), tasks=29), 0.0) == COLD
+
+
+def test_hints_that_were_worth_nothing_are_not_looked_at_but_an_announced_end_is():
+    step = StepView(declared=((END, 1.0),), hints_believed=False, inferred=SEEN, tasks=30)
+    assert ThreeTiers().expect(step, 0.0).tier is Tier.INFERRED
+    assert ThreeTiers().expect(step._replace(tasks=0), 0.0) == COLD
+    assert ThreeTiers().expect(step._replace(final=True), 0.0) == Expectation(Tier.HINTS, 0.0)
+
+
+def test_an_inferred_edge_is_acted_on_from_the_papers_confidence_on():
+    step = StepView(inferred=(("edit", 0.69), ("test", 0.31)), tasks=30)
+    assert ThreeTiers().expect(step, 0.0) == Expectation(Tier.INFERRED, 1.0, None)
+    assert ThreeTiers(confidence=0.6).expect(step, 0.0).successor == "edit"
+
+
+def test_ablations_look_at_less():
+    step = StepView(declared=BRANCH, inferred=SEEN, tasks=30)
+    assert ThreeTiers(hints=False).expect(step, 0.0).tier is Tier.INFERRED
+    assert ThreeTiers(hints=False, inference=False).expect(step, 0.0) == COLD
+    assert ThreeTiers(inference=False).expect(step._replace(declared=()), 0.0) == COLD
+
+
+def test_steps_left_say_more_than_the_graph():
+    assert declared_to_go_on(StepView(steps_left=9.0, declared=((END, 1.0),))) == pytest.approx(0.9)
+    assert declared_to_go_on(StepView(steps_left=0.0)) == 0.0
+    assert declared_to_go_on(StepView()) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=5),
+    st.none() | st.floats(0, 1e300),
+    st.integers(0, 100),
+)
+def test_whatever_is_declared_it_is_a_probability(
+    edges: list[tuple[str, float]], steps_left: float | None, tasks: int
+):
+    for step in (
+        StepView(declared=tuple(edges), steps_left=steps_left, tasks=tasks),
+        StepView(inferred=tuple(edges), tasks=tasks),
+    ):
+        goes_on = ThreeTiers().expect(step, 0.0).goes_on
+        assert goes_on is None or 0.0 <= goes_on <= 1.0
+
+
+# -- tool-type TTL (S4) --------------------------------------------------------------------
+
+
+def history(**durations: list[float]) -> ToolHistory:
+    made = ToolHistory()
+    for tool, all_s in durations.items():
+        for duration_s in all_s:
+            made.observe(tool, duration_s)
+    return made
+
+
+TURN = TurnView(
+    program_id=ProgramId("p"),
+    tool="bash",
+    context_tokens=1000,
+    kv_blocks=60,
+    reload_s=1.0,
+    mean_evicted_wait_s=0.0,
+    memoryfulness=1.0,
+    history=history(bash=[float(n) for n in range(1, 101)]),
+    goes_on=0.9,
+)
+
+
+def test_it_is_the_95th_percentile_of_its_tool():
+    assert ToolTypeTtl().keep(TURN, 0.0) == Keep(95.0, Reason.THIS_TOOL)
+
+
+@pytest.mark.parametrize(
+    ("used", "ttl_s"), [(0.0, 95.0), (0.7, 95.0), (0.8, 71.25), (0.9, 47.5), (1.0, 47.5), (None, 95.0)]
+)
+def test_pressure_halves_it_at_most(used: float | None, ttl_s: float):
+    keep = ToolTypeTtl().keep(replace(TURN, used_share=used), 0.0)
+    assert keep.ttl_s == pytest.approx(ttl_s)
+
+
+def test_it_is_capped():
+    long = replace(TURN, history=history(bash=[1e6] * 50))
+    assert ToolTypeTtl().keep(long, 0.0).ttl_s == 300.0
+    assert ToolTypeTtl().keep(replace(long, hinted_ttl_s=900.0), 0.0) == Keep(300.0, Reason.HINTED)
+
+
+def test_a_short_history_has_a_log_normal_tail():
+    # Logarithms 0, 1, 2: mean 1, spread 1; the 95th percentile is e^(1 + 1.645).
+    short = replace(TURN, history=history(bash=[1.0, math.e, math.e**2]))
+    assert ToolTypeTtl().keep(short, 0.0).ttl_s == pytest.approx(math.exp(1 + 1.6449), rel=1e-3)
+    wild = replace(TURN, history=history(bash=[0.0, 1e9, 1e12]))
+    assert ToolTypeTtl().keep(wild, 0.0).ttl_s == pytest.approx(300.0)
+
+
+def test_a_new_tool_goes_by_all_tools_and_an_empty_history_by_none():
+    assert ToolTypeTtl().keep(replace(TURN, tool="new"), 0.0) == Keep(95.0, Reason.ALL_TOOLS)
+    assert ToolTypeTtl().keep(replace(TURN, history=ToolHistory()), 0.0) == Keep(0.0, Reason.COLD_START)
+
+
+def test_who_does_not_come_back_or_is_not_known_is_not_kept():
+    assert ToolTypeTtl().keep(replace(TURN, goes_on=0.0), 0.0) == Keep(0.0, Reason.NOT_WORTH_IT)
+    assert ToolTypeTtl().keep(replace(TURN, goes_on=None), 0.0) == Keep(0.0, Reason.COLD_START)
+    assert ToolTypeTtl(keeps_cold=True).keep(replace(TURN, goes_on=None), 0.0).ttl_s == 95.0
+    assert ToolTypeTtl().keep(replace(TURN, tool=None), 0.0) == Keep(0.0, Reason.NO_TOOL_CALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"percentile": 0.0},
+        {"percentile": 1.0},
+        {"pressure_low": 0.9, "pressure_high": 0.7},
+        {"max_ttl_s": math.inf},
+        {"min_samples": 0},
+        {"enough": 1},
+    ],
+)
+def test_a_rule_that_makes_no_sense(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="expected"):
+        ToolTypeTtl(**options)
+
+
+# -- prefetch (S5) -------------------------------------------------------------------------
+
+
+def test_it_is_there_when_the_tool_may_end():
+    view = PrefetchView("edit", 0.9, [1.0, 2.0, 3.0, 4.0], reload_s=0.5)
+    assert LikeliestSuccessor().plan(view, 100.0) == Prefetch(101.5, 102.0)
+    assert LikeliestSuccessor(early_share=0.0).plan(view, 100.0) == Prefetch(100.5, 101.0)
+    assert LikeliestSuccessor().plan(view._replace(tool_durations_s=()), 100.0) == Prefetch(100.0, 100.0)
+    assert LikeliestSuccessor().plan(view._replace(reload_s=9.0), 100.0) == Prefetch(100.0, 102.0)
+    assert LikeliestSuccessor().plan(view._replace(goes_on=0.4), 100.0) is None
+
+
+@pytest.mark.parametrize("options", [{"early_share": 1.5}, {"min_goes_on": math.nan}])
+def test_shares_that_make_no_sense(options: dict[str, float]):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        LikeliestSuccessor(**options)
+
+
+# -- room ----------------------------------------------------------------------------------
+
+
+def test_room_is_made_by_those_that_the_eviction_order_lets_go_first():
+    def lease(name: str, score: float, *, waiting: bool = False) -> LeaseView:
+        return LeaseView(ProgramId(name), 1, 50.0, 10, 1.0, waiting, (score,))
+
+    leases = [lease("a", 3.0), lease("b", 1.0), lease("c", 2.0), lease("d", 0.0, waiting=True)]
+    need = RoomNeed(
+        program_id=ProgramId("b"), program_rank=1, blocks=15, running=False, anything_running=True
+    )
+    assert LeastWantedFirst().release(need, leases, 0.0) == ("c", "a")
+    assert LeastWantedFirst().release(replace(need, blocks=25), leases, 0.0) == ("c", "a", "d")
+    assert LeastWantedFirst().release(need, [], 0.0) is None
+
+
+# -- presets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("saga-no-eviction", "eviction"),
+        ("saga-no-ttl", "retention"),
+        ("saga-no-prefetch", "prefetch"),
+        ("saga-inferred", "foresight"),
+        ("saga-cold", "foresight"),
+    ],
+)
+def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
+    whole, part = load_preset("saga"), load_preset(name)
+    assert getattr(whole, question) != getattr(part, question)
+    for other in REGISTRY.keys() - {question}:
+        assert getattr(whole, other) == getattr(part, other)
+
+
+def test_saga_has_the_papers_defaults():
+    saga = load_preset("saga")
+    assert saga.eviction == WorkflowAwareLru(recency=0.3, reuse=0.5, size=0.2)
+    assert saga.foresight == ThreeTiers(min_tasks=30, confidence=0.7)
+    assert saga.retention == ToolTypeTtl(
+        percentile=0.95, pressure_low=0.7, pressure_high=0.9, max_ttl_s=300.0
+    )
+
+
+def test_a_preset_that_asks_for_no_foresight_has_none():
+    preset = parse_preset('extends = "continuum"', source="x")
+    assert not preset.foresight.looks
+    assert not preset.prefetch.plans
+    with pytest.raises(PresetError, match=r"unknown foresight policy 'three-tier'; expected .* did you mean"):
+        parse_preset('extends = "continuum"\nforesight = "three-tier"', source="x")

@@ -1,0 +1,233 @@
+"""The decode half of ``sojourn profile`` against an engine whose steps cost a known time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from replay_server import FakeServer
+from sojourn_server.policy.costs import EngineLimits, PrefillCurve
+from sojourn_server.policy.step_costs import StepCosts, fit_step_costs
+from sojourn_server.profiling.limits import read_block_size, read_limits
+from sojourn_server.profiling.steps import (
+    decode_plan,
+    decode_prompt_tokens,
+    decode_sample,
+    extension_plan,
+    measure_steps,
+    prefill_sample,
+)
+from sojourn_server.replay.client import Completion, ServedModel
+
+COSTS = StepCosts(step_s=8e-3, token_s=2e-4, pair_s=2e-8, kv_token_s=3e-7, request_s=1e-4, call_s=5e-3)
+LIMITS = EngineLimits(kv_pool_tokens=40_000, max_num_seqs=16, max_num_batched_tokens=1024)
+SERVED = ServedModel(name="m", max_context_tokens=8000, speaks_sojourn=False, engine="e")
+BLOCK = 16
+
+
+class ModelledEngine:
+    """Answers in virtual time with a prefix cache of whole blocks; requests that overlap share steps."""
+
+    def __init__(
+        self, *, keeps: bool = True, reports: bool = True, together: bool = False, stubborn: bool = False
+    ) -> None:
+        self.now = 0.0
+        self.live = self.most_live = 0
+        self.keeps = keeps
+        self.reports = reports
+        self.together = together
+        self.stubborn = stubborn
+        self._cache: set[tuple[int, ...]] = set()
+
+    async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
+        assert len(prompt) + max_tokens <= 8001
+        self.live += 1
+        self.most_live = max(self.most_live, self.live)
+        await asyncio.sleep(0)  # let all that were sent at once arrive
+        batch = self.live
+        cached = 0
+        # Fresh prompts are random: where a block stands tells which prefix it ends.
+        blocks = [(end, *prompt[end - BLOCK : end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+        while cached + BLOCK < len(prompt) and blocks[cached // BLOCK] in self._cache:
+            cached += BLOCK
+        if self.keeps:
+            self._cache.update(blocks)
+        ttft_s = COSTS.seconds(prefill_sample(1, len(prompt) - cached, cached, 1024))
+        decode = 0 if self.stubborn else max_tokens - 1
+        tpot_s = COSTS.seconds(decode_sample(1, len(prompt) + 33 / 2, batch)) if decode else None
+        self.now += (ttft_s + decode * (tpot_s or 0.0)) / batch
+        await asyncio.sleep(0)
+        self.live -= 1
+        return Completion(
+            ttft_s=ttft_s,
+            latency_s=ttft_s + decode * (tpot_s or 0.0),
+            tpot_s=0.0 if self.together and decode else tpot_s,
+            prompt_tokens=len(prompt),
+            output_tokens=max_tokens,
+            cached_tokens=cached if self.reports else None,
+            output_ids=None,
+        )
+
+
+def prefill_points() -> list[tuple[int, float]]:
+    return [(n, COSTS.seconds(prefill_sample(1, n, 0, 1024))) for n in (1000, 2000, 4000, 8000)]
+
+
+async def measure(engine: ModelledEngine, budget_s: float = 1e6, limits: EngineLimits = LIMITS) -> Any:
+    return await measure_steps(
+        engine,  # type: ignore[arg-type]
+        SERVED,
+        prefill_points(),
+        max_tokens=8000,
+        limits=limits,
+        block_size=BLOCK,
+        repeats=2,
+        budget_s=budget_s,
+        vocabulary=8000,
+        clock=lambda: engine.now,
+        rng=random.Random(1),
+    )
+
+
+async def test_the_costs_of_the_engine_are_found() -> None:
+    engine = ModelledEngine()
+    measured = await measure(engine)
+    assert measured.notes == []
+    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
+    assert engine.most_live == 16
+    contexts = [context for context, _ in measured.decode_points]
+    assert contexts == sorted(contexts)
+    assert len(contexts) == 4
+
+
+async def test_a_cache_that_keeps_nothing_is_counted_as_it_is() -> None:
+    measured = await measure(ModelledEngine(keeps=False))
+    assert any("reused less of a prefix" in note for note in measured.notes)
+    # Every sample still says what was computed, so the fit stays right.
+    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-2)
+
+
+async def test_a_server_that_reports_no_cached_tokens_is_believed_with_a_note() -> None:
+    measured = await measure(ModelledEngine(reports=False))
+    assert measured.notes == ["the server doesn't report cached tokens; prefixes were taken to be cached"]
+    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
+
+
+async def test_tokens_that_arrive_all_at_once_are_timed_all_the_same() -> None:
+    measured = await measure(ModelledEngine(together=True))
+    assert measured.notes == []
+    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
+
+
+async def test_a_server_that_makes_one_token_only_gives_no_decode_sample() -> None:
+    measured = await measure(ModelledEngine(stubborn=True))
+    assert measured.notes == ["33 tokens took no longer than one: no decode step could be timed"]
+    assert measured.decode_points == []
+    assert {sample.calls for sample in measured.samples} == {1}
+
+
+async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
+    engine = ModelledEngine()
+    measured = await measure(engine, budget_s=8.0)
+    assert engine.now <= 8.0 * 1.2
+    assert measured.samples
+    (note,) = measured.notes
+    assert note.startswith("the time budget left out: ")
+    assert "decode of 1 × 7,967 tokens" in note
+
+
+async def test_a_step_of_unknown_size_is_assumed_with_a_note() -> None:
+    measured = await measure(ModelledEngine(), limits=EngineLimits())
+    assert "--max-num-batched-tokens" in measured.notes[0]
+
+
+def test_plans_stay_within_pool_and_limits() -> None:
+    plan = decode_plan(8000, LIMITS)
+    assert max(point.concurrency for point in plan) == 16
+    assert all(point.concurrency * (point.context + 33) <= 0.8 * 40_000 for point in plan)
+    assert {point.concurrency for point in plan} == {1, 2, 4, 8, 16}
+    assert {point.context for point in plan if point.concurrency == 1} == {995, 1991, 3983, 7967}
+    assert all(cached + new <= 8000 for cached, new in extension_plan(8000))
+
+
+@pytest.mark.parametrize(("blocks", "largest"), [(34, 8), (24, 4), (200, 8), (8, 2)])
+def test_a_small_pool_is_measured_with_the_largest_batch_it_holds(blocks: int, largest: int) -> None:
+    limits = EngineLimits(kv_pool_tokens=blocks * 32, max_num_seqs=8)
+    plan = decode_plan(1023, limits, 32)
+    assert max(point.concurrency for point in plan) == largest
+    for point in plan:
+        tokens = decode_prompt_tokens(point, 32) + 33
+        assert point.concurrency == 1 or point.concurrency * -(-tokens // 32) <= 0.8 * blocks
+
+
+def test_a_limit_between_the_usual_batches_is_measured() -> None:
+    plan = decode_plan(8000, EngineLimits(kv_pool_tokens=400_000, max_num_seqs=12))
+    assert max(point.concurrency for point in plan) == 12
+
+
+def test_a_long_prompt_is_counted_in_its_steps() -> None:
+    sample = prefill_sample(1.0, 2500, 1000, 1024)
+    assert (sample.steps, sample.tokens, sample.requests, sample.calls) == (3, 2500, 3, 1)
+    assert sample.attention_pairs == 2500 * 1000 + 2500 * 2501 // 2
+    assert sample.kv_tokens_read == 2024 + 3048 + 3500
+
+
+class TellingServer(FakeServer):
+    """Also answers as vLLM and the plugin do, as far as ``metrics`` and ``capabilities`` say."""
+
+    def get(self, handler: Any) -> None:
+        if handler.path == "/metrics" and self.metrics:
+            data = self.metrics.encode()
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data)
+        elif handler.path == "/sojourn/v1/capabilities" and self.capabilities:
+            self._answer(handler, 200, self.capabilities)
+        else:
+            super().get(handler)
+
+
+METRICS = (
+    "# TYPE vllm:cache_config_info gauge\n"
+    'vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="300"} 1.0\n'
+)
+CAPABILITIES = {
+    "name": "sojourn",
+    "wire": [1],
+    "engine": {
+        "block_size": "16",
+        "num_blocks": "1000",
+        "max_num_seqs": "64",
+        "max_num_batched_tokens": "4096",
+        "kv_bytes_per_token": "131072",
+    },
+}
+
+
+async def test_limits_come_from_whoever_tells_them() -> None:
+    with TellingServer(metrics=METRICS, capabilities=None) as server:
+        found = await read_limits(server.url, SERVED)
+        assert found == EngineLimits(kv_pool_tokens=38_400, max_context_tokens=8000)
+        assert await read_block_size(server.url) == 128
+    with TellingServer(metrics=METRICS, capabilities=CAPABILITIES) as server:
+        assert await read_limits(server.url, SERVED) == EngineLimits(
+            kv_pool_tokens=16_000,
+            max_context_tokens=8000,
+            max_num_seqs=64,
+            max_num_batched_tokens=4096,
+            kv_bytes_per_token=131_072,
+        )
+    with TellingServer(metrics="", capabilities={"engine": ["odd"]}) as server:
+        assert await read_limits(server.url, SERVED) == EngineLimits(max_context_tokens=8000)
+        gone = server.url
+    assert await read_limits(gone, SERVED) == EngineLimits(max_context_tokens=8000)
+
+
+def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:
+    points = prefill_points()
+    fitted = PrefillCurve.fit(points)
+    for tokens, seconds in points:
+        assert fitted.seconds(tokens) == pytest.approx(seconds, rel=0.02)

@@ -1,0 +1,570 @@
+"""The fault suite: whatever becomes of the events, the agent's results are those of an agent without us.
+
+For each: equal results, no hang, and counters that account for every event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import sojourn
+from openai import AsyncOpenAI, OpenAI
+from sojourn import runtime
+from sojourn.config import Config
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.testing import FakeServer, ToolUse, refusing_url
+
+SINKS = ("refused", "hang", "500", "404", "ok")
+SCRIPT = ["thinking", ToolUse("upper", {"text": "a"}), [ToolUse("upper", {"text": b}) for b in "bcd"], "done"]
+
+
+@contextlib.contextmanager
+def faulty(sink: str, script: Any = SCRIPT) -> Iterator[FakeServer]:
+    """A model that answers, and a place for events that does what ``sink`` says."""
+    with FakeServer(script) as server:
+        if sink == "refused":
+            sojourn.init(refusing_url(), hosts=[server.host], dialect="sojourn")
+        else:
+            server.mode = sink
+            sojourn.init(server.url, probe_timeout_s=5)
+        try:
+            yield server
+        finally:
+            server.mode = "ok"
+            sojourn.shutdown()
+
+
+def accounted(told: int) -> sojourn.Stats:
+    """Wait until every one of ``told`` events is counted, once, as sent, dropped or still here."""
+    end_s = time.monotonic() + 10
+    while True:
+        stats = sojourn.stats()
+        total = (
+            stats["events_sent"] + stats["events_piggybacked"] - stats["events_returned"]
+            + stats["dropped_full"] + stats["dropped_send"] + stats["dropped_unsupported"]
+            + stats.events_pending
+        )  # fmt: skip
+        if total == told:
+            return stats
+        assert time.monotonic() < end_s, f"{total} of {told} events accounted for: {stats}"
+        time.sleep(0.01)
+
+
+# -- an agent's loop --------------------------------------------------------------------
+
+
+def run_tools(calls: Any, messages: list[Any]) -> None:
+    for call in calls:
+        with sojourn.tool_call(call.function.name, call.id):
+            result = json.loads(call.function.arguments)["text"].upper()
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def loop(base_url: str) -> list[Any]:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with OpenAI(api_key="k", base_url=base_url) as client, sojourn.program("loop"):
+        while messages[-1].get("content") != "done":
+            answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
+            messages.append(answer.model_dump(exclude_none=True))
+            run_tools(answer.tool_calls or (), messages)
+    return messages
+
+
+def async_loop(base_url: str) -> list[Any]:
+    async def run() -> list[Any]:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        async with AsyncOpenAI(api_key="k", base_url=base_url) as client, sojourn.program("loop"):
+            while messages[-1].get("content") != "done":
+                create = client.chat.completions.create
+                answer = (await create(model="m", messages=messages)).choices[0].message
+                messages.append(answer.model_dump(exclude_none=True))
+                run_tools(answer.tool_calls or (), messages)
+        return messages
+
+    return asyncio.run(run())
+
+
+def streamed(base_url: str) -> list[Any]:
+    texts = []
+    with OpenAI(api_key="k", base_url=base_url) as client, sojourn.program("loop"):
+        for _ in range(4):
+            with sojourn.tool_call("look"):
+                pass
+            messages: Any = [{"role": "user", "content": "hi"}]
+            chunks = client.chat.completions.create(model="m", messages=messages, stream=True)
+            texts.append([(c.choices[0].delta.content, bool(c.choices[0].delta.tool_calls)) for c in chunks])
+    return texts
+
+
+AGENTS = {"sync": (loop, 10), "async": (async_loop, 10), "stream": (streamed, 10)}
+
+
+def without_ids(value: Any) -> Any:
+    """The fake makes up call ids, others in each run."""
+    if isinstance(value, dict):
+        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "tool_call_id")}
+    return [without_ids(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize(("agent", "told"), AGENTS.values(), ids=AGENTS)
+def test_an_agent_never_notices(
+    agent: Callable[[str], Any], told: int, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve: Any = Config.resolve.__func__  # type: ignore[attr-defined]
+
+    def patient(cls: type[Config], *args: Any, **kwargs: Any) -> Config:
+        return dataclasses.replace(resolve(cls, *args, **kwargs), send_timeout_s=30.0)
+
+    monkeypatch.setattr(Config, "resolve", classmethod(patient))  # whoever waits for the sink shows
+    with FakeServer(SCRIPT) as server:
+        plain = agent(server.base_url)
+    with faulty(sink) as server:
+        started = time.monotonic()
+        ours = agent(server.base_url)
+        took_s = time.monotonic() - started
+        assert without_ids(ours) == without_ids(plain)
+        assert took_s < 15, "the sender waits for 30 s: something waited with it"
+        stats = accounted(told)
+        assert stats["requests_started"] == stats["requests_ended"] == len(server.requests) == 4
+        assert stats["internal_error"] == stats["inject_error"] == 0
+        headers = {request.headers.get("x-session-id") for request in server.requests}
+        assert len(headers) == 1
+        assert headers != {None}, "whose turn it is rides on the request itself, sink or no sink"
+        started = time.monotonic()
+    assert time.monotonic() - started < 10, "shutdown() waits a second at most"
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -> None:
+    with FakeServer(["a", "b"]) as server:
+        server.mode = "ok" if sink == "refused" else sink
+        url = refusing_url() if sink == "refused" else server.url
+        code = f"""
+        import sys, time, sojourn, openai
+        sojourn.init({url!r}, hosts=[{server.host!r}])
+        with openai.OpenAI(api_key="k", base_url={server.base_url!r}) as client, sojourn.program("p"):
+            for _ in range(2):
+                with sojourn.tool_call("t"): pass
+                m = [dict(role="user", content="hi")]
+                print(client.chat.completions.create(model="m", messages=m).choices[0].message.content)
+        sys.exit(7)
+        """
+        started = time.monotonic()
+        done = python(code, check=False)
+        assert (done.returncode, done.stdout) == (7, "a\nb\n"), done.stderr
+        assert "Traceback" not in done.stderr
+        assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("sink", ["hang", "500"])
+def test_a_sink_that_comes_back_is_told_again(sink: str) -> None:
+    with faulty(sink) as server:
+        with sojourn.program("before"):
+            sojourn.flush(0.2)
+        server.mode = "ok"
+        with sojourn.program("after") as after:
+            end_s = time.monotonic() + 8
+            while not any(e.program_id == after.id for e in server.events()):
+                sojourn.flush(0.5)
+                assert time.monotonic() < end_s
+        assert sojourn.flush(5)
+        assert any(isinstance(e, ProgramEnd) and e.program_id == after.id for e in server.events())
+
+
+# -- floods -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_twenty_thousand_events(sink: str) -> None:
+    with faulty(sink) as server:
+        tracemalloc.start()
+        started = time.monotonic()
+        try:
+            with sojourn.program("flood"):
+                for n in range(9_999):
+                    sojourn.ToolCall("t", f"c{n}").start().stop()
+            took_s = time.monotonic() - started
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert took_s < 15, f"{took_s:.1f} s for 20,000 events, traced allocations and all"
+        assert peak_bytes < 24e6, "10,000 events of some 1.5 kB each, whatever the sink does"
+        sojourn.flush(0.2 if sink == "hang" else 10)
+        stats = accounted(20_000)
+        told = len(server.events())
+        if sink == "ok":
+            assert told == stats["events_sent"]
+            assert stats.events_pending == 0
+            assert stats["events_sent"] >= 10_000
+        elif sink == "hang":
+            assert stats["dropped_full"] > 9_000
+        elif sink == "404":
+            assert stats["dropped_unsupported"] + stats["dropped_full"] == 20_000
+        else:
+            assert stats["dropped_send"] > 0
+        if sink != "ok":
+            assert told == 0
+
+
+def test_a_full_queue_keeps_the_oldest_and_goes_on_once_there_is_room() -> None:
+    with faulty("hang") as server:
+        with sojourn.program("flood"):
+            for n in range(11_000):
+                sojourn.ToolCall("t", f"c{n}").start()
+        assert sojourn.stats().events_pending <= 10_000 + 256
+        server.mode = "ok"
+        server._released.set()  # what hangs is answered by a closed connection
+        sojourn.flush(10)
+        accounted(11_002)
+        with sojourn.program("next") as after:
+            pass
+        assert sojourn.flush(10)
+        assert [type(e) for e in server.events() if e.program_id == after.id] == [ProgramStart, ProgramEnd]
+
+
+def test_a_thousand_parallel_tools(online: FakeServer) -> None:
+    async def one(n: int) -> str:
+        async with sojourn.tool_call(f"t{n % 7}", f"c{n}"):
+            await asyncio.sleep(0.001 * (n % 10))
+            if n % 3 == 0:
+                raise LookupError(str(n))
+            return str(n)
+
+    async def main() -> list[Any]:
+        async with sojourn.program("wide", id="wide"):
+            return await asyncio.gather(*(one(n) for n in range(1000)), return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert [str(r) for r in results] == [str(n) for n in range(1000)]
+    assert sojourn.flush(10)
+    events = online.events()
+    starts = {e.call_id for e in events if isinstance(e, ToolStart)}
+    stops = {e.call_id: e.status for e in events if isinstance(e, ToolStop)}
+    assert starts == stops.keys() == {f"c{n}" for n in range(1000)}
+    assert {call: s for call, s in stops.items() if s != "ok"} == {
+        f"c{n}": "error" for n in range(0, 1000, 3)
+    }
+    assert len(events) == 2002
+
+
+def test_a_thousand_tools_in_threads(online: FakeServer) -> None:
+    sojourn.init(online.url, threads=True)
+
+    def one(n: int) -> str | None:
+        with sojourn.tool_call("t", f"c{n}") as call:
+            time.sleep(0.001)
+            return call.program.id if call.program else None
+
+    with sojourn.program("wide") as p, ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(one, range(1000))) == {p.id}
+    assert sojourn.flush(10)
+    assert not p.running_tools
+    counts = [sum(isinstance(e, kind) for e in online.events()) for kind in (ToolStart, ToolStop)]
+    assert counts == [1000, 1000]
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, "шаг " * 3_000, "🛠" * 2_500, "a\ud800b", "", "\x00\n"])
+def test_tools_of_any_name(online: FakeServer, name: str) -> None:
+    with sojourn.program(name), sojourn.step(name), sojourn.tool_call(name, name, tool_class=name):
+        sojourn.request_parts()
+    assert sojourn.flush(5)
+    told = online.events() + online.events(piggybacked=True)
+    stats = sojourn.stats()
+    assert stats["encode_error"] == stats["internal_error"] == 0
+    assert len(told) + stats["events_piggybacked"] == 4
+    assert all(len(e.tool.encode()) <= 256 for e in told if isinstance(e, ToolStart))
+
+
+# -- nesting ----------------------------------------------------------------------------
+
+
+def test_programs_nested_fifty_deep(online: FakeServer) -> None:
+    def dive(depth: int) -> list[str]:
+        with sojourn.tool_call(f"delegate {depth}", f"c{depth}"), sojourn.program(f"p{depth}") as p:
+            if depth == 50:
+                assert f'"program_id":"{p.id}"' in str(sojourn.request_fields())
+                raise LookupError
+            try:
+                deeper = dive(depth + 1)
+            except LookupError:
+                deeper = ["caught"] if depth == 49 else []
+            assert sojourn.current_program() is p
+            return [p.id, *deeper]
+
+    with sojourn.program("top") as top:
+        ids = dive(1)
+        assert sojourn.current_program() is top
+    assert len(ids) == 50
+    assert sojourn.flush(5)
+    told = online.program_events()
+    starts = [e for e in told if isinstance(e, ProgramStart)]
+    parents = {e.program_id: e.parent_program_id for e in starts}
+    chain = [top.id, *ids[:-1]]  # the innermost raised before it could say its id
+    assert [parents[child] for child in chain[1:]] == chain[:-1]
+    assert {e.root_program_id for e in starts} == {None, top.id}
+    assert [e.call_id for e in starts] == [None, *(f"c{n}" for n in range(1, 51))]
+    ends = [(e.program_id, e.status) for e in told if isinstance(e, ProgramEnd)]
+    assert ends[0][1] == "error"
+    assert ends[1:] == [(id, "ok") for id in reversed(chain)], "the innermost first"
+
+
+def test_nested_coroutines_fifty_deep_side_by_side(online: FakeServer) -> None:
+    @sojourn.program("agent")
+    async def agent(depth: int) -> list[Any]:
+        p = sojourn.current_program()
+        assert p is not None
+        await asyncio.sleep(0)
+        if depth == 0:
+            return [p.depth]
+        inner = await asyncio.create_task(agent(depth - 1))
+        assert sojourn.current_program() is p
+        return [p.depth, *inner]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(agent(49) for _ in range(4)))
+
+    assert asyncio.run(main()) == [list(range(50))] * 4
+    assert sojourn.flush(5)
+    kinds = [type(e) for e in online.events()]
+    assert kinds.count(ProgramStart) == kinds.count(ProgramEnd) == 200
+
+
+# -- what the user raises ---------------------------------------------------------------
+
+
+class Odd(BaseException):
+    """Of no known family."""
+
+
+@pytest.fixture(params=["ok", "hang", "broken"])
+def session(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A session that works, one whose server hangs, and one in which everything of ours raises."""
+    with faulty("hang" if request.param == "hang" else "ok"):
+        if request.param == "broken":
+
+            def broken(*args: Any, **kwargs: Any) -> Any:
+                raise RuntimeError("ours")
+
+            monkeypatch.setattr(runtime.Session, "emit", broken)
+            monkeypatch.setattr(runtime.session().heartbeats, "opened", broken)
+        yield
+        monkeypatch.undo()
+
+
+RAISED = [
+    ValueError("x"),
+    KeyboardInterrupt(),
+    SystemExit(3),
+    asyncio.CancelledError(),
+    Odd(),
+    StopIteration(),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_what_the_user_raises_comes_out_as_it_went_in(session: None, error: BaseException) -> None:
+    @sojourn.tool
+    def tool() -> None:
+        raise error
+
+    @sojourn.program("decorated")
+    def agent() -> None:
+        with sojourn.program("block"), sojourn.step("s"), sojourn.tool_call("t"):
+            tool()
+
+    with pytest.raises(type(error)) as caught:
+        agent()
+    assert caught.value is error
+    assert caught.value.__context__ is None
+    assert caught.value.__cause__ is None
+    assert sojourn.current_program() is None
+
+
+def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
+    async def main() -> tuple[bool, list[str]]:
+        seen = []
+
+        async def agent() -> None:
+            async with sojourn.program("a"), sojourn.tool_call("t"):
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError as error:
+                    seen.append(str(error))
+                    raise
+
+        task = asyncio.create_task(agent())
+        await asyncio.sleep(0.01)
+        task.cancel("stop it")
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled(), seen
+
+    assert asyncio.run(main()) == (True, ["stop it"])
+
+
+def test_a_swallowed_cancellation_stays_swallowed(session: None) -> None:
+    async def main() -> str:
+        async def agent() -> str:
+            try:
+                async with sojourn.program("a"):
+                    await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return "went on"
+            return "never"
+
+        task = asyncio.create_task(agent())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(main()) == "went on"
+
+
+def test_the_users_own_hooks_and_settings_run_and_win(online: FakeServer) -> None:
+    heard: list[str] = []
+    hooks = {"request": [lambda r: heard.append("request")], "response": [lambda r: heard.append("response")]}
+    http = httpx.Client(event_hooks=hooks, headers={"X-Session-ID": "transport"})
+    headers = {"X-Mine": "1"}
+    with (
+        sojourn.program(),
+        OpenAI(api_key="k", base_url=online.base_url, http_client=http, default_headers=headers) as client,
+    ):
+        answer = client.chat.completions.with_raw_response.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            extra_body={"priority": 7, "vllm_xargs": {"mine": 1}},
+            extra_headers={"x-session-id": "own"},
+            extra_query={"q": "1"},
+            timeout=5,
+        )
+    assert answer.parse().choices[0].message.content == online.reply
+    assert heard == ["request", "response"]
+    request = online.requests[-1]
+    assert (request.body["priority"], request.body["vllm_xargs"]["mine"]) == (7, 1)
+    assert (request.headers["x-session-id"], request.headers["x-mine"]) == ("own", "1")
+    assert request.path.endswith("?q=1")
+
+
+# -- forks and signals ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", ["ok", "hang", "refused"])
+def test_forks_in_a_thread_pool_while_events_are_put(python: Any, sink: str) -> None:
+    with FakeServer() as server:
+        server.mode = "hang" if sink == "hang" else "ok"
+        url = refusing_url() if sink == "refused" else server.url
+        code = f"""
+        import os, signal, threading, time, sojourn
+        from concurrent.futures import ThreadPoolExecutor
+        signal.alarm(40)
+        sojourn.init({url!r}, threads=True, dialect="sojourn")
+        stop = threading.Event()
+
+        def put():
+            n = 0
+            while not stop.is_set() and n < 1500:  # so that all have room in the queue
+                with sojourn.tool_call("put"):
+                    sojourn.request_fields()
+                n += 1
+            return n
+
+        def fork(n):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                try:
+                    with sojourn.program("kid"), sojourn.tool_call(f"kid {{n}}"):
+                        pass
+                    sojourn.flush(0.2 if {sink!r} != "ok" else 10)
+                    stats = sojourn.stats()
+                    told = sum(stats[name] for name in ("events_sent", "dropped_send", "dropped_full"))
+                    os._exit(0 if told + stats.events_pending == 4 else 9)
+                finally:
+                    os._exit(8)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        with sojourn.program("parent", id="parent"), ThreadPoolExecutor(6) as pool:
+            putting = [pool.submit(put) for _ in range(3)]
+            codes = list(pool.map(fork, range(12)))
+            stop.set()
+            tools = sum(future.result() for future in putting)
+        assert codes == [0] * 12, codes
+        sojourn.flush(0.2 if {sink!r} != "ok" else 20)
+        stats = sojourn.stats()
+        told = sum(stats[name] for name in ("events_sent", "dropped_send", "dropped_full"))
+        assert told + stats.events_pending == 2 * tools + 2, (stats, tools)
+        print("fine")
+        """
+        assert python(code).stdout == "fine\n"
+        if sink == "ok":
+            kids = sorted(e.tool for e in server.events() if isinstance(e, ToolStart) and e.tool != "put")
+            assert kids == sorted(f"kid {n}" for n in range(12))
+            ends = [e.program_id for e in server.events() if isinstance(e, ProgramEnd)]
+            assert ends.count("parent") == 1
+
+
+@pytest.mark.parametrize("sink", ["ok", "hang", "refused"])
+def test_sigterm_in_the_middle_kills_at_once(sink: str) -> None:
+    with FakeServer() as server:
+        server.mode = "hang" if sink == "hang" else "ok"
+        url = refusing_url() if sink == "refused" else server.url
+        code = f"""
+import sojourn
+sojourn.init({url!r}, dialect="sojourn")
+with sojourn.program("p"):
+    print("up", flush=True)
+    while True:
+        with sojourn.tool_call("t"): pass
+"""
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert process.wait(10) == -signal.SIGTERM
+        assert time.monotonic() - started < 5
+        process.stdout.close()
+        assert not any(isinstance(e, ProgramEnd) for e in server.events())
+
+
+def test_sigint_during_a_flush_is_the_users(python: Any, server: FakeServer) -> None:
+    server.mode = "hang"
+    code = f"""
+    import os, signal, threading, time, sojourn
+    sojourn.init({server.url!r})
+    with sojourn.program("p"):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        started = time.monotonic()
+        try:
+            sojourn.flush(30)
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - started < 5)
+    """
+    assert python(code).stdout == "interrupted True\n"
+
+
+def test_nothing_is_left_behind_by_all_this() -> None:
+    gc.collect()
+    end_s = time.monotonic() + 5
+    while (left := [t.name for t in threading.enumerate() if t.name.startswith("sojourn")]) and (
+        time.monotonic() < end_s
+    ):
+        time.sleep(0.05)
+    assert left == []

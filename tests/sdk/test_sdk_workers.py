@@ -1,0 +1,137 @@
+"""A program handed to worker processes: they work for it and open children of it, and do not end it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import sojourn
+from sojourn.aeg import Aeg
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.testing import FakeServer
+from sojourn.wire import decode_event
+
+WORKERS = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import sojourn
+
+def work(program, n):
+    with program.here(), sojourn.tool_call(f"in {n}"):
+        assert sojourn.current_program() is program
+    with sojourn.program("sub", parent=program, id=f"sub {n}"):
+        pass
+    program.end()
+    return sojourn.stats().url
+
+if __name__ == "__main__":
+    url, kind, way = sys.argv[1:]
+    sojourn.init(url)
+    context = multiprocessing.get_context(kind)
+    with sojourn.program("fan-out", id="p", tenant="acme", deadline_s=60) as p:
+        if way == "Pool":
+            with context.Pool(2, sojourn.init, (url,)) as pool:
+                found = pool.starmap(work, [(p, n) for n in range(3)], chunksize=1)
+                pool.close()
+                pool.join()
+        else:
+            ready = {"initializer": sojourn.init, "initargs": (url,)}
+            with ProcessPoolExecutor(2, mp_context=context, **ready) as pool:
+                found = list(pool.map(work, [p] * 3, range(3)))
+    assert found == [url] * 3, found
+"""
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("way", ["Pool", "ProcessPoolExecutor"])
+def test_workers_of_every_kind_work_for_the_program_they_are_given(server, tmp_path, kind, way):
+    file = tmp_path / "agent.py"
+    file.write_text(WORKERS)
+    command = [sys.executable, str(file), server.url, kind, way]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    events = server.program_events()
+    tools = sorted((e.tool, e.program_id) for e in events if isinstance(e, ToolStart))
+    assert tools == [("in 0", "p"), ("in 1", "p"), ("in 2", "p")]
+    children = [e for e in events if isinstance(e, ProgramStart) and e.program_id != "p"]
+    assert sorted((e.program_id, e.parent_program_id, e.root_program_id, e.tenant) for e in children) == [
+        (f"sub {n}", "p", "p", "acme") for n in range(3)
+    ]
+    ends = sorted(e.program_id for e in events if isinstance(e, ProgramEnd))
+    assert ends == ["p", "sub 0", "sub 1", "sub 2"], "a worker's copy ends nothing"
+    numbers = [
+        (batch.emitter, event.program_id, event.seq)
+        for batch in server.batches
+        for event in map(decode_event, batch.events)
+    ]
+    assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
+def test_a_worker_that_alone_knows_of_a_server_delivers_too(server, tmp_path, kind):
+    """Where ``init`` runs for the first time in the worker, which never comes past ``atexit``."""
+    file = tmp_path / "agent.py"
+    file.write_text(
+        f"""
+import multiprocessing
+def work():
+    import sojourn
+    sojourn.init({server.url!r})
+    with sojourn.program("p"): pass
+if __name__ == "__main__":
+    worker = multiprocessing.get_context({kind!r}).Process(target=work)
+    worker.start()
+    worker.join()
+    raise SystemExit(worker.exitcode)
+"""
+    )
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [type(e) for e in server.events()] == [ProgramStart, ProgramEnd]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeServer, copied):
+    with (
+        sojourn.program("top"),
+        sojourn.tool_call("delegate", "c1"),
+        sojourn.program("p", priority=3, deadline_s=9, tenant="t", aeg=Aeg(["n"])) as p,
+    ):
+        p.enter_node("n")
+        twin = copied(p)
+        for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node"):
+            assert getattr(twin, name) == getattr(p, name), name
+        assert twin.is_open
+        own, theirs = sojourn.request_parts(p)[0], sojourn.request_parts(twin)[0]
+        assert str(p.id) in str(theirs)
+        assert '"priority":3' in str(theirs)
+        assert '"priority":3' in str(own)
+        assert twin.start() is twin
+        twin.end("error")
+        assert p.is_open
+        assert [q.id for q in sojourn.runtime.session().heartbeats.due(sojourn.runtime.clock() + 9)[0]].count(
+            p.id
+        ) == 1
+    assert sojourn.flush(5)
+    told = [e for e in online.program_events() if e.program_id == p.id]
+    assert [e.status for e in told if isinstance(e, ProgramEnd)] == ["ok"]
+    assert sum(isinstance(e, ProgramStart) for e in told) <= 1
+
+
+def test_tenants_are_inherited_said_in_every_request_and_can_be_replaced(online: FakeServer):
+    with sojourn.program("a", tenant="acme"), sojourn.program("b") as b:
+        assert b.tenant == "acme"
+        assert '"tenant":"acme"' in str(sojourn.request_fields())
+        with sojourn.program("c", tenant="other") as c, sojourn.program("d", parent=None) as d:
+            assert (c.tenant, d.tenant) == ("other", None)
+            assert "tenant" not in str(sojourn.request_fields())
+    assert sojourn.flush(5)
+    starts = {e.name: e.tenant for e in online.program_events() if isinstance(e, ProgramStart)}
+    assert starts == {"a": "acme", "b": "acme", "c": "other", "d": None}
+    with pytest.raises(sojourn.ArgumentError, match="tenant is 5"):
+        sojourn.program("e", tenant=5)  # type: ignore[call-overload]
+    with sojourn.program("f", tenant="ü" * 500) as f:
+        assert f.tenant == "ü" * 128

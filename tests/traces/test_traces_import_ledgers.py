@@ -1,0 +1,155 @@
+"""Sojourn's own ledgers become programs, and what is no ledger is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.metrics.ledger import Lost, TokenSplit, TurnRecord
+from sojourn_server.traces.imports.ledgers import read_ledgers
+from sojourn_server.traces.prompt import plan_turns
+from sojourn_server.traces.reader import read_trace
+from sojourn_server.traces.schema import ToolRun, TraceError
+from sojourn_server.traces.writer import write_trace
+
+
+def record(
+    turn: int, at_s: float, tokens: TokenSplit | None, *, output: int = 20, program: str = "p", **fields: Any
+) -> dict[str, Any]:
+    """As the server writes it."""
+    made = TurnRecord(program, turn, f"r{turn}", at_s, tokens=tokens, output_tokens=output)
+    made.admitted_s = made.first_token_s = at_s + 0.5
+    made.finished_s, made.outcome = at_s + 2.0, "stopped"
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made.as_dict()
+
+
+def split(prompt: int, device: int, new: int, **lost: int) -> TokenSplit:
+    causes = {Lost(cause): count for cause, count in lost.items()}
+    return TokenSplit(prompt, device, new, prompt - device - new - sum(lost.values()), causes)
+
+
+def answer(*ledger: dict[str, Any], program: str = "p", **fields: Any) -> dict[str, Any]:
+    return {"program_id": program, "status": "ended", "agent_type": "coder", "ledger": list(ledger), **fields}
+
+
+def write(path: Path, *documents: Any) -> Path:
+    path.write_text("\n".join(json.dumps(document) for document in documents))
+    return path
+
+
+RUN = (
+    record(1, 100.0, split(339, 160, 179)),
+    record(2, 102.5, split(507, 352, 148), gap_s=0.5, tool_before="bash:cat"),
+    record(3, 110.0, split(900, 0, 373, evicted=512), gap_s=5.5, tool_before="search"),
+    record(4, 112.0, split(800, 320, 100, changed=380), gap_s=None),
+)
+
+
+def test_a_ledger_becomes_a_program(tmp_path: Path) -> None:
+    result = read_ledgers([write(tmp_path / "p.json", answer(*RUN, tenant="t"))])
+    (program,) = result.programs
+    assert result.notes == []
+    assert (program.program_id, program.source, program.group, program.tenant) == (
+        "p",
+        "sojourn",
+        "coder",
+        "t",
+    )
+    assert [t.prompt_tokens for t in program.turns] == [339, 507, 900, 800]
+    assert [t.append_tokens for t in program.turns] == [339, 148, 373, 0]
+    assert [t.gap_s for t in program.turns] == [0.5, 5.5, 0.0, None]
+    assert [t.tool_run for t in program.turns] == [
+        ToolRun(name="bash", cmd="cat", s=0.5), ToolRun(name="search", s=5.5), None, None,
+    ]  # fmt: skip
+    assert [t.llm_s for t in program.turns] == [2.0] * 4
+    assert program.shared_prefix_tokens == 160
+    plans = plan_turns(program)
+    assert [plan.prompt_tokens for plan in plans] == [339, 507, 900, 800]
+    assert [plan.kept_tokens for plan in plans] == [0, 359, 527, 320]
+    assert [plan.new_tokens for plan in plans[1:3]] == [148, 373], "as the ledger says"
+
+
+def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
+    child = answer(
+        record(1, 103.0, split(50, 0, 50), program="c"),
+        program="c",
+        parent_program_id="p",
+        agent_type="helper",
+    )
+    stranger = answer(record(1, 150.0, split(50, 48, 2), program="s"), program="s", parent_program_id="gone")
+    shapes = [
+        [answer(*RUN), child, stranger],
+        [[answer(*RUN), child, stranger]],
+        [{"programs": [answer(*RUN), child, stranger]}],
+    ]
+    found = [read_ledgers([write(tmp_path / "x.jsonl", *documents)]).programs for documents in shapes]
+    separate = [write(tmp_path / f"{i}.json", document) for i, document in enumerate(shapes[0])]
+    found.append(read_ledgers(separate).programs)
+    assert all(programs == found[0] for programs in found)
+    _, sub, other = found[0]
+    assert (sub.parent, sub.parent_turn, sub.start_offset_s, sub.arrival_s) == ("p", 0, 3.0, 3.0)
+    assert (other.parent, other.arrival_s) == (None, 50.0)
+    assert sub.shared_prefix_tokens is None
+    assert found[0][0].shared_prefix_tokens == other.shared_prefix_tokens == 48
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    failed = record(6, 120.0, split(90, 0, 90), outcome="aborted")
+    untold = record(7, 130.0, None)
+    late = [record(number, 140.0 + number * 9, split(100 * number, 0, 100)) for number in (8, 9)]
+    result = read_ledgers([write(tmp_path / "x", answer(failed, untold, *late), answer(program="empty"))])
+    assert [t.prompt_tokens for t in result.programs[0].turns] == [800, 900]
+    assert result.notes == [
+        "1 programs without any finished turn left out",
+        "1 turns that were aborted or failed left out",
+        "1 turns whose tokens the ledger doesn't tell left out",
+        "1 programs begin with a later turn: the ledger has forgotten their first ones",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("documents", "reason"),
+    [
+        ([{"decisions": [], "next": 0}], "line 1: this is a decision log"),
+        ([{"programs": [{"program_id": "p", "turns": 3}]}], "program 'p' has no ledger, as in the list"),
+        ([answer(*RUN), answer(*RUN)], "line 2: program 'p' is there twice"),
+        ([answer()], "holds no finished turn"),
+        ([{"hello": 1}], "missing required field `program_id`"),
+        ([answer({"turn": 1})], "missing required field `outcome`"),
+        ([answer({**RUN[0], "tokens": {"prompt": "many"}})], r"Expected `int`, got `str`"),
+        ([answer({**RUN[0], "output_tokens": -4})], "program 'p', turn 0: output_tokens is -4"),
+        ([7], "Expected `object`, got `int`"),
+    ],
+)
+def test_what_is_no_ledger_is_named_in_one_line(tmp_path: Path, documents: list[Any], reason: str) -> None:
+    path = write(tmp_path / "bad.json", *documents)
+    with pytest.raises(TraceError, match=reason) as caught:
+        read_ledgers([path])
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_what_is_written_is_read_again_and_is_the_same_bytes(tmp_path: Path, name: str) -> None:
+    programs = read_ledgers([write(tmp_path / "p.json", answer(*RUN))]).programs
+    path = tmp_path / name
+    assert write_trace(path, programs) == 1
+    first = path.read_bytes()
+    assert list(read_trace(path)) == programs
+    write_trace(path, programs)
+    assert path.read_bytes() == first
+    assert (first[:2] == b"\x1f\x8b") == name.endswith(".gz")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["p.json", name])
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"none/t\.jsonl: No such file"):
+        write_trace(tmp_path / "none" / "t.jsonl", [])
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(TraceError, match=r"folder\.jsonl: Is a directory"):
+        write_trace(tmp_path / "folder.jsonl", [])
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.jsonl"]

@@ -1,0 +1,411 @@
+"""Spans of agent runs become programs: turns, gaps, tools, sub-agents, in every shape they are written in."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.traces.imports.otel import read_otel
+from sojourn_server.traces.imports.span_names import kind_of
+from sojourn_server.traces.prompt import plan_turns
+from sojourn_server.traces.schema import ToolRun, TraceError, TraceProgram
+
+START_S = 1_760_000_000
+
+
+class Spans:
+    """Makes spans as OTLP JSON writes them."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        parent: str | None = None,
+        trace: str = "a1",
+        **told: Any,
+    ) -> str:
+        span_id = f"{len(self.all) + 1:016x}"
+        span = {
+            "traceId": f"{trace:0>32}",
+            "spanId": span_id,
+            "name": name,
+            "startTimeUnixNano": str(int((START_S + start_s) * 1e9)),
+            "endTimeUnixNano": str(int((START_S + end_s) * 1e9)),
+            "attributes": [{"key": key.replace("__", "."), "value": value_of(v)} for key, v in told.items()],
+        }
+        if parent is not None:
+            span["parentSpanId"] = parent
+        self.all.append(span)
+        return span_id
+
+    def agent(self, start_s: float, end_s: float, parent: str | None = None, **told: Any) -> str:
+        told = {"gen_ai__operation__name": "invoke_agent", "gen_ai__agent__name": "coder", **told}
+        return self.add("invoke_agent coder", start_s, end_s, parent, **told)
+
+    def chat(
+        self, start_s: float, end_s: float, prompt: int, output: int, parent: str | None = None, **told: Any
+    ) -> str:
+        usage = {"gen_ai__usage__input_tokens": prompt, "gen_ai__usage__output_tokens": output}
+        return self.add("chat m", start_s, end_s, parent, gen_ai__operation__name="chat", **usage, **told)
+
+    def tool(self, name: str, start_s: float, end_s: float, parent: str | None = None, **told: Any) -> str:
+        told = {"gen_ai__operation__name": "execute_tool", "gen_ai__tool__name": name, **told}
+        return self.add(f"execute_tool {name}", start_s, end_s, parent, **told)
+
+    def document(self) -> dict[str, Any]:
+        return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": self.all}]}]}
+
+
+def value_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"boolValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, list):
+        return {"arrayValue": {"values": [value_of(item) for item in value]}}
+    return {"stringValue": value}
+
+
+def imported(tmp_path: Path, spans: Spans, *notes: str) -> list[TraceProgram]:
+    result = read_otel([write(tmp_path, spans)])
+    assert result.notes == list(notes)
+    return result.programs
+
+
+def coder_run() -> Spans:
+    spans = Spans()
+    run = spans.agent(0, 30, gen_ai__conversation__id="c1")
+    spans.chat(
+        1, 3, 1000, 50, run, gen_ai__response__model="m-1", gen_ai__usage__cache_read__input_tokens=256
+    )
+    spans.tool("grep", 3.1, 3.5, run)
+    spans.tool("test", 3.2, 7.1, run)
+    spans.chat(8, 9, 1300, 40, run, gen_ai__response__finish_reasons=["stop"])
+    spans.chat(20, 21, 1330, 10, run, gen_ai__response__finish_reasons=["tool_calls"])
+    spans.tool("edit", 21.5, 22, run)
+    spans.chat(25, 26, 400, 10, run, gen_ai__usage__cache_read__input_tokens=320)
+    return spans
+
+
+def test_a_run_becomes_a_program(tmp_path: Path) -> None:
+    (program,) = imported(tmp_path, coder_run())
+    assert (program.program_id, program.source, program.group, program.model) == (
+        "c1",
+        "otel",
+        "coder",
+        "m-1",
+    )
+    first, second, third, fourth = program.turns
+    assert [t.prompt_tokens for t in program.turns] == [1000, 1300, 1330, 400]
+    assert [t.append_tokens for t in program.turns] == [1000, 250, 0, 400]
+    assert [t.out_dropped for t in program.turns] == [0, 0, 10, 0]
+    assert [t.gap_s for t in program.turns] == pytest.approx([5, 11, 4, None])
+    assert [t.gap_kind for t in program.turns] == ["tool", "human", "tool", None]
+    assert [t.llm_s for t in program.turns] == pytest.approx([2, 1, 1, 1])
+    assert [t.t for t in program.turns] == pytest.approx([0, 7, 19, 24])
+    assert first.tools == (
+        ToolRun(name="grep", s=pytest.approx(0.4)),
+        ToolRun(name="test", s=pytest.approx(3.9)),
+    )
+    assert (first.tool, first.tool_seconds) == ("grep+test", pytest.approx(4.1))
+    assert (second.tool, second.tools, second.tool_seconds) == (None, None, None)
+    assert third.tool == "edit"
+    assert (fourth.reset, fourth.prefix_tokens, fourth.cached_tokens) == (True, 320, 320)
+    assert program.shared_prefix_tokens == 256
+    plans = plan_turns(program)
+    assert [plan.prompt_tokens for plan in plans] == [1000, 1300, 1330, 400]
+    assert [plan.kept_tokens for plan in plans] == [0, 1050, 1300, 320]
+
+
+def test_a_conversation_over_several_traces_is_one_program(tmp_path: Path) -> None:
+    spans = Spans()
+    for number in range(3):
+        told = {"gen_ai__conversation__id": "talk", "trace": f"b{number}"}
+        run = spans.agent(number * 100, number * 100 + 5, **told)
+        spans.chat(number * 100 + 1, number * 100 + 2, 100 * (number + 1), 10, run, **told)
+    (program,) = imported(tmp_path, spans)
+    assert [t.gap_s for t in program.turns] == pytest.approx([99, 99, None])
+
+
+def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
+    spans = Spans()
+    run = spans.agent(0, 60, gen_ai__conversation__id="c1")
+    spans.chat(1, 2, 100, 10, run)
+    tool = spans.tool("delegate", 3, 30, run)
+    by_tool = spans.agent(4, 29, tool, gen_ai__agent__name="helper", gen_ai__conversation__id="c1")
+    spans.chat(5, 6, 50, 5, by_tool)
+    other = spans.agent(8, 20, by_tool, gen_ai__agent__name="third", gen_ai__conversation__id="c3")
+    spans.chat(9, 10, 70, 5, other)
+    node = spans.agent(31, 40, run, gen_ai__agent__name="node of the graph")
+    spans.chat(32, 33, 140, 10, node)
+    asking = spans.tool("summarise", 41, 45, run)
+    spans.chat(42, 43, 30, 5, asking)
+    main, helper, third, summary = imported(tmp_path, spans)
+    assert [len(p.turns) for p in (main, helper, third, summary)] == [2, 1, 1, 1]
+    assert (helper.parent, helper.parent_turn, helper.start_offset_s) == ("c1", 0, pytest.approx(4))
+    assert helper.group == "helper"
+    assert (third.program_id, third.parent, third.parent_turn) == ("c3", helper.program_id, 0)
+    assert (summary.parent, summary.parent_turn, summary.start_offset_s) == ("c1", 1, pytest.approx(41))
+    assert main.turns[0].tools == (ToolRun(name="delegate", s=pytest.approx(27)),)
+
+
+def test_calls_without_an_agent_belong_to_their_trace(tmp_path: Path) -> None:
+    spans = Spans()
+    root = spans.add("POST /solve", 0, 20, trace="c0")
+    spans.chat(1, 2, 100, 10, root, trace="c0")
+    spans.tool("ls", 3, 4, root, trace="c0")
+    spans.chat(5, 6, 130, 10, root, trace="c0")
+    spans.chat(7, 8, 500, 10, trace="d0")
+    assert [len(p.turns) for p in imported(tmp_path, spans)] == [2, 1]
+
+
+def test_a_call_that_two_instrumentations_tell_of_counts_once(tmp_path: Path) -> None:
+    spans = Spans()
+    run = spans.agent(0, 9)
+    outer = spans.chat(1, 3, 100, 10, run)
+    http = spans.add("POST", 1.1, 2.9, outer)
+    spans.chat(1.2, 2.8, 100, 10, http)
+    empty = spans.add("chat m", 4, 6, run, gen_ai__operation__name="chat")
+    spans.chat(4.2, 5.8, 130, 10, empty)
+    (program,) = imported(tmp_path, spans, "1 model calls without token counts left out")
+    assert [t.prompt_tokens for t in program.turns] == [100, 130]
+
+
+def test_what_runs_beside_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    spans = Spans()
+    run = spans.agent(0, 50)
+    spans.chat(1, 3, 100, 10, run)
+    spans.tool("watch", 2.5, 40, run)  # before the call's span has ended
+    spans.chat(4, 6, 130, 10, run)
+    spans.chat(5, 7, 90, 10, run)
+    (program,) = imported(
+        tmp_path, spans, "1 model calls began before the run's one before had ended; they follow it at once"
+    )
+    assert program.turns[0].tools == (ToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
+    assert program.turns[0].tool_seconds == 0.0
+    assert [t.gap_s for t in program.turns] == pytest.approx([1, 0, None])
+
+
+def test_runs_of_one_agent_share_what_the_provider_found_in_the_least(tmp_path: Path) -> None:
+    spans = Spans()
+    for number, cached in enumerate((0, 700, 640)):
+        run = spans.agent(number * 10, number * 10 + 5, trace=f"e{number}")
+        told = {"gen_ai__usage__cache_read__input_tokens": cached, "trace": f"e{number}"}
+        spans.chat(number * 10 + 1, number * 10 + 2, 1000, 10, run, **told)
+        spans.chat(number * 10 + 3, number * 10 + 4, 1020, 10, run, trace=f"e{number}")
+    programs = imported(tmp_path, spans)
+    assert [p.shared_prefix_tokens for p in programs] == [640, 640, 640]
+    assert [p.arrival_s for p in programs] == pytest.approx([0, 10, 20])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {
+            "openinference__span__kind": "LLM",
+            "llm__token_count__prompt": 90,
+            "llm__token_count__completion": 7,
+        },
+        {
+            "llm__request__type": "chat",
+            "gen_ai__usage__prompt_tokens": 90,
+            "gen_ai__usage__completion_tokens": 7,
+        },
+        # An Anthropic instrumentation that does not count cached tokens among the input.
+        {
+            "gen_ai__operation__name": "chat",
+            "gen_ai__usage__input_tokens": 10,
+            "gen_ai__usage__output_tokens": 7,
+            "gen_ai__usage__cache_read_input_tokens": 80,
+        },
+    ],
+)
+def test_other_spellings_are_read(tmp_path: Path, told: dict[str, Any]) -> None:
+    spans = Spans()
+    run = spans.add("run", 0, 9, openinference__span__kind="AGENT", agent__name="x")
+    spans.add("call", 1, 2, run, **told)
+    spans.add("call", 3, 4, run, **told)
+    spans.add("embed", 5, 6, run, gen_ai__operation__name="embeddings", gen_ai__usage__input_tokens=5)
+    (program,) = imported(tmp_path, spans)
+    assert [(t.prompt_tokens, t.output_tokens) for t in program.turns] == [(90, 7), (90, 7)]
+    assert program.group == "x"
+
+
+def shapes(spans: Spans) -> dict[str, str]:
+    batches = [{"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]} for span in spans.all]
+    return {
+        "one document": json.dumps(spans.document(), indent=2),
+        "a batch a line": "\n".join(json.dumps(batch) for batch in batches),
+        "a span a line": "\n".join(json.dumps(span) for span in reversed(spans.all)),
+        "an array": json.dumps(spans.all),
+        "sent twice": "\n".join(json.dumps(batch) for batch in batches + batches),
+        "in base64, as protobuf's own JSON has ids": json.dumps(
+            [with_base64_ids(span) for span in spans.all]
+        ),
+    }
+
+
+def with_base64_ids(span: dict[str, Any]) -> dict[str, Any]:
+    ids = {k: span[k] for k in ("traceId", "spanId", "parentSpanId") if k in span}
+    return span | {k: base64.b64encode(bytes.fromhex(v)).decode() for k, v in ids.items()}
+
+
+@pytest.mark.parametrize("shape", shapes(Spans()))
+def test_every_shape_of_otlp_gives_the_same(tmp_path: Path, shape: str) -> None:
+    (expected,) = imported(tmp_path, coder_run())
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(shapes(coder_run())[shape].encode()))
+    assert [p.turns for p in read_otel([path]).programs] == [expected.turns]
+
+
+def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
+
+    written = io.StringIO()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=written)))
+    tracer = provider.get_tracer("test")
+    ids: dict[str, Any] = {}
+    mine = coder_run().all
+    for raw in mine:
+        above = ids.get(raw.get("parentSpanId", ""))
+        context = trace.set_span_in_context(above) if above is not None else None
+        values = {item["key"]: item["value"] for item in raw["attributes"]}
+        told = {
+            key: [v["stringValue"] for v in value["arrayValue"]["values"]]
+            if "arrayValue" in value
+            else int(value["intValue"])
+            if "intValue" in value
+            else value["stringValue"]
+            for key, value in values.items()
+        }
+        span = tracer.start_span(
+            raw["name"], context, attributes=told, start_time=int(raw["startTimeUnixNano"])
+        )
+        ids[raw["spanId"]] = span
+    for raw in reversed(mine):
+        ids[raw["spanId"]].end(int(raw["endTimeUnixNano"]))
+    path = tmp_path / "console.txt"
+    path.write_text(written.getvalue())
+    (expected,) = imported(tmp_path, coder_run())
+    (program,) = read_otel([path]).programs
+    assert program.program_id == "c1"
+    assert [(t.prompt_tokens, t.gap_kind, t.tool) for t in program.turns] == [
+        (t.prompt_tokens, t.gap_kind, t.tool) for t in expected.turns
+    ]
+    gaps = [t.gap_s for t in program.turns]
+    assert gaps == pytest.approx([t.gap_s for t in expected.turns])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "holds no spans"),
+        ("[]", "holds no spans"),
+        ("{}", "line 1: no span: neither traceId and spanId"),
+        ('{"resourceSpans": 3}', "line 1: resourceSpans is 3; expected an array of objects"),
+        ('{"a": 1', r"line 1: not JSON: Expecting"),
+        ('\n\n"text"', "line 3: found a string; expected a span"),
+        ("[" * 100_000, "line 1: not JSON: nested too deeply"),
+        ('{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}', "startTimeUnixNano is 'soon'"),
+        (
+            '{"traceId":"a","spanId":"b","startTimeUnixNano":"2000000000","endTimeUnixNano":"1000000000"}',
+            r"span b ends 1.000000 s before it starts",
+        ),
+        ('{"context":{"trace_id":"0x1"},"name":"x"}', "context is without trace_id or span_id"),
+        ('{"context":{"trace_id":"0x1","span_id":"0x2"},"start_time":"now"}', "start_time is 'now'"),
+        (
+            '{"traceId":"a","spanId":"b","name":"GET /","startTimeUnixNano":"1","endTimeUnixNano":"2"}',
+            "1 spans, none of them a model call .* there is: GET /",
+        ),
+    ],
+)
+def test_what_is_no_export_is_named_in_one_line(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(TraceError, match=reason) as caught:
+        read_otel([path])
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
+    spans = Spans()
+    spans.add("chat m", 0, 1, gen_ai__operation__name="chat")
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(spans.document()))
+    with pytest.raises(TraceError, match=r"1 model calls, none with gen_ai\.usage\.input_tokens"):
+        read_otel([path])
+    whole = gzip.compress(path.read_bytes())
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match="the gzip data is cut off"):
+        read_otel([path])
+    with pytest.raises(TraceError, match="No such file"):
+        read_otel([tmp_path / "none"])
+
+
+def test_deep_traces_are_no_problem_and_lost_parents_are_said(tmp_path: Path) -> None:
+    spans = Spans()
+    parent = spans.agent(0, 9999)
+    for depth in range(3000):
+        parent = spans.add("inner", depth, 9000, parent)
+    spans.chat(4000, 4001, 10, 5, parent)
+    spans.chat(4002, 4003, 20, 5, "ffffffffffffffff", trace="99")
+    programs = imported(
+        tmp_path,
+        spans,
+        "1 spans name a parent that is not in the file",
+        "2 of 2 programs have one turn only: calls belong together by an agent's span or by "
+        "gen_ai.conversation.id",
+    )
+    assert [p.turns[0].prompt_tokens for p in programs] == [10, 20]
+
+
+def test_a_span_among_its_own_parents_does_no_harm(tmp_path: Path) -> None:
+    spans = Spans()
+    a = spans.agent(0, 9)
+    b = spans.agent(1, 8, a)
+    spans.all[0]["parentSpanId"] = b
+    spans.chat(2, 3, 10, 5, b)
+    itself = spans.chat(4, 5, 20, 5, b)
+    spans.all[-1]["parentSpanId"] = itself
+    assert sorted(len(p.turns) for p in read_otel([write(tmp_path, spans)]).programs) == [1, 1]
+
+
+def write(folder: Path, spans: Spans) -> Path:
+    path = folder / "spans.json"
+    path.write_text(json.dumps(spans.document()))
+    return path
+
+
+def test_the_kinds_are_those_that_the_live_source_reads() -> None:
+    names = pytest.importorskip("sojourn_integrations.otel.names")
+    for key in ("gen_ai.operation.name", "openinference.span.kind", "traceloop.span.kind"):
+        for word in (
+            "invoke_agent",
+            "execute_tool",
+            "chat",
+            "embeddings",
+            "AGENT",
+            "tool",
+            "LLM",
+            "task",
+            "CHAIN",
+        ):
+            meaning = names.meaning("some name", {key: word})
+            assert kind_of("some name", {key: word}) == (meaning.kind if meaning is not None else None)
+    for name in ("invoke_agent x", "execute_tool ls", "chat gpt", "GET /"):
+        meaning = names.meaning(name, {})
+        assert kind_of(name, {}) == (meaning.kind if meaning is not None else None)
