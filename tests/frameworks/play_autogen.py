@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from pieces import Piece
 from scenario import ProgramFact, Scenario, ToolFact
 from sojourn.testing import Reply, ToolUse
 
@@ -44,10 +45,17 @@ def playing(body: Body) -> Callable[[str, str], Any]:
     return play
 
 
-def said(result: Any) -> list[tuple[str, str, str]]:
+def said(result: Any) -> list[tuple[str, str, str] | Piece]:
     """What a ``TaskResult`` or a list of messages holds, without ids and times."""
     messages = getattr(result, "messages", result)
-    return [(type(each).__name__, each.source, _text(each)) for each in messages if hasattr(each, "source")]
+    return [_told(each) for each in messages if hasattr(each, "source")]
+
+
+def _told(message: Any) -> tuple[str, str, str] | Piece:
+    kind = type(message).__name__
+    if kind == "ModelClientStreamingChunkEvent":
+        return Piece(message.source, message.content)
+    return kind, message.source, _text(message)
 
 
 def _text(message: Any) -> str:
@@ -147,7 +155,7 @@ async def broken_off_stream(llm: Any) -> Any:
         if isinstance(each, ModelClientStreamingChunkEvent):
             break
     await stream.aclose()
-    return each.content.strip()
+    return each.content.strip()[:1]  # how much is in the first piece is the network's
 
 
 async def broken_off_team(llm: Any) -> Any:

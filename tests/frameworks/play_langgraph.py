@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypedDict
 
+from pieces import Piece
 from play_langchain import ASK, ToolBroke, model_at, said, tools, use
 from scenario import ProgramFact, Scenario, ToolFact
 
@@ -69,7 +70,7 @@ def async_stream(base_url: str, model: str) -> Any:
     async def run() -> Any:
         graph = planner(async_speaker(model_at(base_url, model)))
         chunks = graph.astream(HI, stream_mode="messages")
-        return [(message.content, found["langgraph_node"]) async for message, found in chunks]
+        return [Piece(found["langgraph_node"], message.content) async for message, found in chunks]
 
     return asyncio.run(run())
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agents_cast import SUM, Cast, add, fails, waiting
+from pieces import Piece
 from scenario import ProgramFact, Scenario, ToolFact
 from sojourn.testing import Reply, ToolUse
 
@@ -58,12 +59,15 @@ async def handed_over(cast: Cast) -> Any:
     return outputs(await Runner.run(cast.agent("desk", handoffs=[expert]), "How much is 2 and 3?"))
 
 
+def _kind(event: Any) -> str | Piece:
+    return Piece(event.type) if event.type == "raw_response_event" else event.type
+
+
 async def streamed(cast: Cast) -> Any:
     from agents import Runner
 
     result = Runner.run_streamed(cast.agent("clerk", add()), "How much is 2 and 3?")
-    kinds = [event.type async for event in result.stream_events()]
-    return outputs(result), kinds
+    return outputs(result), [_kind(event) async for event in result.stream_events()]
 
 
 async def raising(cast: Cast) -> Any:
@@ -88,7 +92,7 @@ async def too_many_turns_streamed(cast: Cast) -> Any:
     from agents import Runner
 
     result = Runner.run_streamed(cast.agent("clerk", add()), "Count.", max_turns=2)
-    return [event.type async for event in result.stream_events()]
+    return [_kind(event) async for event in result.stream_events()]
 
 
 async def guarded(cast: Cast) -> Any:
