@@ -25,7 +25,7 @@ PROMPT = list(range(1, 101))
 class Agents:
     """Programs that take turns on one engine, each turn's prompt the one before and a little more."""
 
-    def __init__(self, policy: str = "saga", **options: Any) -> None:
+    def __init__(self, policy: str = "saga-paper", **options: Any) -> None:
         self.engine = VirtualEngine(policy, **options)
         self.contexts: dict[str, list[int]] = {}
         self.made = 0

@@ -122,10 +122,13 @@ running = st.lists(st.tuples(ranks, st.integers(1, 20), times, times), max_size=
 owners = st.builds(
     OwnerView, ranks, st.booleans(), times,
     blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
-    longest_gap_s=times, most_blocks=times,
+    longest_gap_s=times, most_blocks=times, branch_reuse=st.floats(0, 1),
 )  # fmt: skip
 edges = st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=4).map(tuple)
-steps = st.builds(StepView, st.booleans(), st.none() | times, edges, st.booleans(), edges, st.integers(0, 60))
+steps = st.builds(
+    StepView, st.booleans(), st.none() | times, edges, st.booleans(), edges, st.integers(0, 60),
+    calls_tool=st.booleans(),
+)  # fmt: skip
 
 
 def told(history: ToolHistory) -> Any:

@@ -27,6 +27,7 @@ def test_the_shipped_presets() -> None:
         "saga-no-eviction",
         "saga-no-prefetch",
         "saga-no-ttl",
+        "saga-paper",
         "static-ttl",
     ]
     for name in preset_names():

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.policy.base import Keep, Reason
+from sojourn_server.policy.entry import EveryoneEnters
 from sojourn_server.policy.eviction import WorkflowAwareLru
 from sojourn_server.policy.foresight import COLD, Expectation, ThreeTiers, Tier, declared_to_go_on
+from sojourn_server.policy.order import RequestFcfs
 from sojourn_server.policy.prefetch import LikeliestSuccessor, Prefetch
 from sojourn_server.policy.preset import REGISTRY, PresetError, load_preset, parse_preset
 from sojourn_server.policy.retention_tool_type import ToolTypeTtl
@@ -59,6 +61,7 @@ def test_each_term_alone():
     assert score(owner(over=True)) < score(owner()), "over"
     assert score(owner(wanted=True)) > score(owner()), "its request waits"
     assert score(owner(p_reuse=None)) < score(owner()), "cold"
+    assert score(owner(branch_reuse=0.1)) < score(owner(branch_reuse=0.9)) < score(owner()), "another branch"
 
 
 def test_nothing_seen_yet_is_no_division_by_zero():
@@ -100,6 +103,18 @@ def test_an_inferred_edge_is_acted_on_from_the_papers_confidence_on():
     step = StepView(inferred=(("edit", 0.69), ("test", 0.31)), tasks=30)
     assert ThreeTiers().expect(step, 0.0) == Expectation(Tier.INFERRED, 1.0, None)
     assert ThreeTiers(confidence=0.6).expect(step, 0.0).successor == "edit"
+
+
+def test_a_tool_call_tells_that_the_program_goes_on_where_nothing_tells_more():
+    step = StepView(calls_tool=True)
+    rule = ThreeTiers(calls_tell=True)
+    assert rule.expect(step, 0.0) == Expectation(Tier.HINTS, 1.0)
+    assert rule.expect(step._replace(declared=BRANCH), 0.0).goes_on == pytest.approx(0.9)
+    assert rule.expect(step._replace(inferred=SEEN, tasks=30), 0.0).tier is Tier.INFERRED
+    assert rule.expect(step._replace(final=True), 0.0).goes_on == 0.0
+    assert rule.expect(StepView(), 0.0) == COLD
+    assert replace(rule, hints=False).expect(step, 0.0) == COLD
+    assert ThreeTiers().expect(step, 0.0) == COLD, "as the paper has it"
 
 
 def test_ablations_look_at_less():
@@ -263,8 +278,19 @@ def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
         assert getattr(whole, other) == getattr(part, other)
 
 
+def test_saga_as_printed_differs_in_who_enters_who_goes_next_and_who_gives_way():
+    ours, printed = load_preset("saga"), load_preset("saga-paper")
+    differing = {name for name in REGISTRY if getattr(ours, name) != getattr(printed, name)}
+    assert differing == {"foresight", "entry", "order", "room", "victim"}
+    assert ours.foresight == replace(printed.foresight, calls_tell=True)
+    assert printed.entry == EveryoneEnters()
+    assert printed.order == RequestFcfs()
+    continuum = load_preset("continuum")
+    assert all(getattr(ours, name) == getattr(continuum, name) for name in differing - {"foresight"})
+
+
 def test_saga_has_the_papers_defaults():
-    saga = load_preset("saga")
+    saga = load_preset("saga-paper")
     assert saga.eviction == WorkflowAwareLru(recency=0.3, reuse=0.5, size=0.2)
     assert saga.foresight == ThreeTiers(min_tasks=30, confidence=0.7)
     assert saga.retention == ToolTypeTtl(

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+ScoreOf = Callable[[str, bool], Any]
 BLOCKS = 14
 PROGRAMS = [f"P{number}" for number in range(20)]
 
@@ -21,7 +22,9 @@ def make_blocks(count: int) -> list[Any]:
     return [KVCacheBlock(number) for number in range(count)]
 
 
-def make_queue(blocks: Sequence[Any], score: Callable[[str], Any] | None = None, evicted: Any = None) -> Any:
+def make_queue(
+    blocks: Sequence[Any], score: Callable[[str, bool], Any] | None = None, evicted: Any = None
+) -> Any:
     from sojourn_server.vllm.free_queue import ProgramFreeQueue
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
@@ -55,7 +58,7 @@ def ids(blocks: Iterable[Any]) -> list[int]:
 def test_a_program_that_ends_after_a_reset_leaves_no_block_behind() -> None:
     """Free, bucketed blocks lose hash and owner; the next allocation got the list's fake end for a block."""
     blocks = make_blocks(4)
-    queue = make_queue(blocks, score=lambda program_id: (0.0,))
+    queue = make_queue(blocks, score=lambda program_id, left: (0.0,))
     queue.append_n(cached(queue, 4, "P"))
     for block in blocks:
         block.reset_hash()
@@ -68,7 +71,7 @@ def test_a_program_that_ends_after_a_reset_leaves_no_block_behind() -> None:
 
 
 def test_the_last_programs_end_leaves_hashed_orphans_at_the_end() -> None:
-    queue = make_queue(make_blocks(5), score=lambda program_id: (0.0,))
+    queue = make_queue(make_blocks(5), score=lambda program_id, left: (0.0,))
     queue.append_n(cached(queue, 3, "P"))
     queue.disown("P")
     assert ids(queue.get_all_free_blocks()) == [3, 4, 0, 1, 2]
@@ -77,7 +80,7 @@ def test_the_last_programs_end_leaves_hashed_orphans_at_the_end() -> None:
 
 def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
     scores = {"P": (2.0,), "Q": (1.0,)}
-    queue = make_queue(make_blocks(5), score=scores.__getitem__)
+    queue = make_queue(make_blocks(5), score=lambda program_id, left: scores[program_id])
     both = [*cached(queue, 2, "P"), *cached(queue, 2, "Q")]
     queue.append_n(both)
     before = ids(queue.get_all_free_blocks())
@@ -93,7 +96,7 @@ def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
 
 def test_many_changes_of_score_lose_no_bucket() -> None:
     """Tidying the heap while a bucket is being filled dropped that bucket."""
-    queue = make_queue(make_blocks(3), score=lambda program_id: (0.0,))
+    queue = make_queue(make_blocks(3), score=lambda program_id, left: (0.0,))
     first, second = cached(queue, 2, "P")
     for _ in range(500):
         queue.append(first)
@@ -104,6 +107,20 @@ def test_many_changes_of_score_lose_no_bucket() -> None:
     queue.append_n([first, second])
     assert len(queue._heap) < 200
     assert ids(queue.popleft_n(3)) == [2, 0, 1]
+
+
+def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
+    """A program's abandoned branch was kept for as long as the program was worth keeping."""
+    queue = make_queue(make_blocks(7), score=lambda program_id, left: (-1.0 if left else ord(program_id),))
+    old = cached(queue, 2, "Q")
+    queue.append_n(old)
+    queue.leave_behind("Q")  # its next turn began anew
+    queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
+    assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
+    queue.remove(old[0])  # another turn goes back to that branch
+    assert (queue.left_blocks_reused, queue.left_blocks) == (1, 2)
+    queue.append(old[0])
+    assert ids(queue.popleft_n(7)) == [6, 1, 4, 5, 2, 3, 0]
 
 
 def test_owning_again_costs_the_same_however_many_programs_share() -> None:
@@ -125,7 +142,7 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     evictions: list[tuple[int, bool]] = []
     queue = make_queue(
         make_blocks(4),
-        score=lambda program_id: (0.0,),
+        score=lambda program_id, left: (0.0,),
         evicted=lambda block, owner, score: evictions.append((block.block_id, isinstance(owner, str))),
     )
     prefix = queue.popleft_n(2)
@@ -149,7 +166,7 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
 
 def test_the_walk_after_a_cursor_is_lazy() -> None:
     scores = {"P": (2.0,), "Q": (1.0,)}
-    queue = make_queue(make_blocks(8), score=scores.__getitem__)
+    queue = make_queue(make_blocks(8), score=lambda program_id, left: scores[program_id])
     queue.append_n([*cached(queue, 2, "P"), *cached(queue, 2, "Q")])
     order = queue.get_all_free_blocks()
     assert ids(order) == [4, 5, 6, 7, 2, 3, 0, 1]
@@ -177,28 +194,33 @@ class QueueMachine(RuleBasedStateMachine):
         self.evictions: list[int] = []
         self.queue = make_queue(
             self.blocks,
-            score=self.scores.__getitem__ if self.by_program else None,
+            score=self.score if self.by_program else None,
             evicted=lambda block, owner, score: self.evictions.append(block.block_id),
         )
         self.list = list(range(BLOCKS))
-        self.buckets: dict[str, list[int]] = {}
+        self.buckets: dict[tuple[str, bool], list[int]] = {}
+        self.left = [0, 0]
         self.owners: dict[int, set[str]] = {}
         self.many: set[int] = set()
         self.taken: list[int] = []
 
     # what the model knows
 
+    def score(self, program_id: str, left: bool) -> tuple[float, ...]:
+        score, rank = self.scores[program_id]
+        return (score - 1.5 * left, rank)
+
     def order(self) -> list[int]:
-        names = sorted(self.buckets, key=lambda name: self.scores[name] if name else (float("inf"),))
+        names = sorted(self.buckets, key=lambda name: self.score(*name) if name[0] else (float("inf"),))
         return [*self.list, *(block_id for name in names for block_id in self.buckets[name])]
 
-    def bucket_name(self, block_id: int) -> str | None:
+    def bucket_name(self, block_id: int) -> tuple[str, bool] | None:
         if not self.by_program or self.blocks[block_id].block_hash is None:
             return None
         owners = self.owners.get(block_id, set())
         if block_id in self.many or len(owners) > 1:
-            return ""
-        return next(iter(owners)) if owners else None
+            return ("", False)
+        return (next(iter(owners)), False) if owners else None
 
     def take_out(self, block_id: int) -> None:
         for line in (self.list, *self.buckets.values()):
@@ -214,7 +236,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Of these, blocks in a bucket that is not theirs any more go to where they belong."""
         for block_id in block_ids:
             name = next((n for n, bucket in self.buckets.items() if block_id in bucket), None)
-            if name is None or name == self.bucket_name(block_id):
+            belongs = self.bucket_name(block_id)
+            if name is None or (belongs is not None and name[0] == belongs[0]):
                 continue
             self.take_out(block_id)
             if self.blocks[block_id].block_hash is None:
@@ -268,6 +291,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.order()))
+        self.left[0] += any(block_id in bucket for name, bucket in self.buckets.items() if name[1])
         self.queue.remove(self.blocks[block_id])
         self.take_out(block_id)
         self.taken.append(block_id)
@@ -323,6 +347,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.refile(sorted((b for b in left if b in before and hashed(b)), key=after.index))
         self.refile(sorted((b for b in left if b in before and not hashed(b)), key=after.index, reverse=True))
 
+    @rule(program_id=st.sampled_from(PROGRAMS))
+    def leave_behind(self, program_id: str) -> None:
+        left = self.buckets.pop((program_id, False), [])
+        if left:
+            self.buckets.setdefault((program_id, True), []).extend(left)
+        self.left[1] += len(left)
+        self.queue.leave_behind(program_id)
+
     @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
     def rescore(self, program_id: str, score: int) -> None:
         self.scores[program_id] = (float(score), self.scores[program_id][1])
@@ -335,8 +367,8 @@ class QueueMachine(RuleBasedStateMachine):
             if number % 2 == odd:
                 score, rank = self.scores[program_id]
                 self.scores[program_id] = (score + shift, rank)
-        assert set(self.queue.names()) == set(self.buckets)
-        for name in self.queue.names():
+        assert set(self.queue.programs()) == {name for name, _ in self.buckets if name}
+        for name in self.queue.programs():
             self.queue.rescore(name)
 
     @precondition(lambda self: self.taken)
@@ -397,6 +429,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert ids(self.queue.iter_blocks_after(None)) == order
         assert self.queue.num_free_blocks == len(order) == len(set(order))
         assert sorted([*order, *self.taken]) == list(range(BLOCKS))
+        assert [self.queue.left_blocks_reused, self.queue.left_blocks] == self.left
 
     @invariant()
     def owners_are_the_models(self) -> None:

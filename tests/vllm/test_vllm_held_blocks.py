@@ -24,7 +24,7 @@ class Rig:
         self.queue = self.pool.free_block_queue = ProgramFreeQueue(
             self.pool.free_block_queue,
             evicted=lambda *_: None,
-            score=(lambda program_id: (0.0,)) if by_program else None,
+            score=(lambda program_id, left: (0.0,)) if by_program else None,
         )
         self.held = HeldBlocks(self.pool, self.queue)
         self.blocks = self.pool.get_new_blocks(600)

@@ -110,8 +110,8 @@ class Foreseer:
 
     # -- what is asked ------------------------------------------------------------
 
-    def owner_view(self, program: Program) -> OwnerView:
-        """What the eviction order sees of a program."""
+    def owner_view(self, program: Program, branch_reuse: float = 1.0) -> OwnerView:
+        """What the eviction order sees of a program, or of what its newest turn did without."""
         return OwnerView(
             program.rank,
             program.status in OVER,
@@ -121,6 +121,7 @@ class Foreseer:
             p_reuse=program.p_reuse,
             longest_gap_s=self._known.gaps_s.value,
             most_blocks=self._known.context_blocks.value,
+            branch_reuse=branch_reuse,
         )
 
     def due(self, now: float) -> Program | None:
@@ -143,6 +144,7 @@ class Foreseer:
             hints_believed=self._known.believed(program),
             inferred=self._known.successors(program),
             tasks=self._known.tasks(program),
+            calls_tool=program.pending_tool is not None,
         )
         expected = self._preset.foresight.expect(step, now)
         declared = declared_to_go_on(step)

@@ -422,12 +422,13 @@ class Steward:
         ticket.preempted = preempted
         return self.preset.order.key(self.waiting_view(ticket))
 
-    def owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
+    def owner_score(self, program_id: ProgramId, branch_reuse: float = 1.0) -> tuple[float, ...]:
         """The program's place in the order in which cached blocks are reused, lowest first.
 
-        It holds until something happens to the program, or ``foreseer.scale_changes`` grows.
+        ``branch_reuse``: for blocks that its newest turn did without, the share of such blocks that are used
+        again. The place holds until something happens to the program, or ``foreseer.scale_changes`` grows.
         """
-        return self._score(program_id)
+        return self._score(program_id, branch_reuse)
 
     def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
         """The engine was told to bring a program's prefix back: so many of its blocks were not on the device,
@@ -491,11 +492,11 @@ class Steward:
 
     # -- inside ---------------------------------------------------------------
 
-    def _score(self, program_id: ProgramId) -> tuple[float, ...]:
+    def _score(self, program_id: ProgramId, branch_reuse: float = 1.0) -> tuple[float, ...]:
         program = self.table.get(program_id)
         if program is None:
             return (-math.inf,)
-        return self.preset.eviction.score(self.foreseer.owner_view(program))
+        return self.preset.eviction.score(self.foreseer.owner_view(program, branch_reuse))
 
     def _idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which nothing has run, counted from when somebody first asked."""

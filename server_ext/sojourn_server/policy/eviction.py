@@ -38,8 +38,9 @@ class WorkflowAwareLru:
 
     Highest goes first, after programs that are over. ``now/τ_max`` is the same for all and left out, so that
     a score holds until something happens to its program, or to τ_max and size_max, which move in strides. A
-    cold program's P_reuse is ``cold_reuse``: among cold ones the order is one of recency and size. Raises
-    ``ValueError`` for weights that are not finite numbers ≥ 0.
+    cold program's P_reuse is ``cold_reuse``: among cold ones the order is one of recency and size. What a
+    program's newest turn did without is another branch of a tree: its P_reuse is less by the share of such
+    blocks that are ever used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0.
     """
 
     recency: float = 0.3
@@ -61,5 +62,6 @@ class WorkflowAwareLru:
             p_reuse = 1.0
         recent = owner.last_turn_s / owner.longest_gap_s if owner.longest_gap_s > 0 else 0.0
         size = owner.blocks / owner.most_blocks if owner.most_blocks > 0 else 0.0
+        p_reuse *= owner.branch_reuse
         keep = self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * min(1.0, size)
         return (not owner.over, keep)

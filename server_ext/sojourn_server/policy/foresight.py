@@ -16,7 +16,7 @@ class Tier(str, Enum):
     """What an expectation rests on."""
 
     HINTS = "hints"
-    """The client declared it: a graph and the node in it, or how many steps are left."""
+    """The client declared it: a graph and the node in it, how many steps are left, or a tool call."""
     INFERRED = "inferred"
     """Programs of this type did so before."""
     COLD = "cold"
@@ -59,6 +59,9 @@ class ThreeTiers:
     confidence: float = 0.7
     hints: bool = True
     """False: nothing that clients declare is looked at (an ablation: inference alone)."""
+    calls_tell: bool = False
+    """True: where nothing tells more, a turn that called a tool is followed by another, which has its answer.
+    The paper has such programs be cold."""
     inference: bool = True
     """False: nothing is inferred (an ablation: hints alone, or with ``hints`` off every program is cold)."""
     looks: bool = True
@@ -82,6 +85,8 @@ class ThreeTiers:
             ends = math.fsum(p for node, p in step.inferred if node == END)
             goes_on = min(1.0, max(0.0, 1.0 - ends))
             return Expectation(Tier.INFERRED, goes_on, _likeliest(step.inferred, self.confidence))
+        if self.hints and self.calls_tell and step.calls_tool:
+            return Expectation(Tier.HINTS, 1.0)
         return COLD
 
 

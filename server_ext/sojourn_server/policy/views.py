@@ -164,6 +164,9 @@ class OwnerView(NamedTuple):
     """τ_max: the longest time between two turns of late, in strides; seconds."""
     most_blocks: float = 0.0
     """size_max: the most blocks that any program left behind of late, in strides."""
+    branch_reuse: float = 1.0
+    """1 for what its newest turn used. For what that did without, the share of such blocks that are used
+    again."""
 
 
 class StepView(NamedTuple):
@@ -181,6 +184,8 @@ class StepView(NamedTuple):
     """What followed such steps in programs of this type, likeliest first; ``sojourn.aeg.END`` for no more."""
     tasks: int = 0
     """Programs of this type that have ended."""
+    calls_tool: bool = False
+    """It ended in a tool call: its output showed one, or the client named one."""
 
 
 class PrefetchView(NamedTuple):

@@ -1,4 +1,4 @@
-"""How much the answers of tools add to a prompt: n̂_obs of SAGA §4.1."""
+"""What contexts do: how much the answers of tools add (n̂_obs of SAGA §4.1), how often branches come back."""
 
 from __future__ import annotations
 
@@ -52,6 +52,46 @@ class TokensPerTool:
         if document.get("all") is not None:
             made._all = _tokens(document["all"])
         return made
+
+
+class ReuseShare:
+    """Of blocks that were put aside, the share that was used again; the past fades as more are put aside.
+
+    ``share`` moves in strides of ``stride``, so that what was computed with it holds for a while; ``changes``
+    counts the moves.
+    """
+
+    def __init__(
+        self, *, at_first: float = 0.5, weight: float = 256.0, window: float = 65536.0, stride: float = 0.05
+    ) -> None:
+        """``at_first`` counts like ``weight`` blocks seen; of more than ``window``, half are forgotten."""
+        if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
+            raise ValueError(
+                f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
+                "expected at_first and stride within 0 to 1, and 0 < weight < window"
+            )
+        self._again = at_first * weight
+        self._aside = weight
+        self._window = window
+        self._stride = stride
+        self._told = (0, 0)
+        self.share = at_first
+        self.changes = 0
+
+    def observe(self, again: int, aside: int) -> None:
+        """Both counted since the start."""
+        if (again, aside) == self._told:
+            return
+        self._again += again - self._told[0]
+        self._aside += aside - self._told[1]
+        self._told = (again, aside)
+        if self._aside > self._window:
+            self._again *= 0.5
+            self._aside *= 0.5
+        share = min(1.0, self._again / self._aside)
+        if abs(share - self.share) >= self._stride:
+            self.share = share
+            self.changes += 1
 
 
 def _moved(mean: float | None, value: float) -> float:

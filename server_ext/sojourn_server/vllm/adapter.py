@@ -23,6 +23,7 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
+from ..program.observations import ReuseShare
 from .free_queue import Owner, ProgramFreeQueue, Score
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
@@ -103,6 +104,7 @@ class SchedulerAdapter:
         )
         self._pool.free_block_queue = self._queue
         self._scores = preset.eviction.by_program
+        self._branches = ReuseShare()
         self._scale_changes = 0
         self._unscaled: list[ProgramId] = []
         """Programs whose score is still measured in an earlier scale."""
@@ -181,13 +183,15 @@ class SchedulerAdapter:
     def _rescore(self) -> None:
         """Programs to which something happened, at once; all others a few a step, when the scale moved."""
         foreseer = self.steward.foreseer
+        self._branches.observe(self._queue.left_blocks_reused, self._queue.left_blocks)
         if foreseer.changed:
             for program_id in foreseer.changed:
                 self._queue.rescore(program_id)
             foreseer.changed.clear()
-        if foreseer.scale_changes != self._scale_changes:
-            self._scale_changes = foreseer.scale_changes
-            self._unscaled = self._queue.names()
+        scale_changes = foreseer.scale_changes + self._branches.changes
+        if scale_changes != self._scale_changes:
+            self._scale_changes = scale_changes
+            self._unscaled = self._queue.programs()
         if self._unscaled:
             for program_id in self._unscaled[-RESCORED_PER_STEP:]:
                 self._queue.rescore(program_id)
@@ -252,6 +256,8 @@ class SchedulerAdapter:
             # By itself: an output that cannot be decoded must not keep its turn from ending.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
         cached = self._cached_blocks(request)
+        if cached and self._scores:
+            self._queue.leave_behind(ticket.program.id)
         self._queue.own(cached, ticket.program.id)
         lease = self.steward.finished(
             TurnEnd(
@@ -484,15 +490,15 @@ class SchedulerAdapter:
             known = self._shared[request.request_id] = (self._steps, shared)
         return known[1]
 
-    def _guarded_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        return self.guarded(self._owner_score, program_id) or (float("-inf"),)
+    def _guarded_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
+        return self.guarded(self._bucket_score, program_id, left_behind) or (float("-inf"),)
 
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
         self.guarded(self._evicted, block, owner, score)
 
-    def _owner_score(self, program_id: ProgramId) -> tuple[float, ...]:
-        return self.steward.owner_score(program_id)
+    def _bucket_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
+        return self.steward.owner_score(program_id, self._branches.share if left_behind else 1.0)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

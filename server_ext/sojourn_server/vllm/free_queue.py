@@ -3,8 +3,10 @@
 ``BlockPool.free_block_queue`` *is* vLLM's eviction order: blocks are reused from
 its front. This queue stands in its place. Blocks of no program keep the
 engine's own linked list and thus the engine's own order; with an order by
-program, cached blocks of programs live in one bucket each and are reused by
-ascending score. O(1) a block; O(log programs) when a program's score changes.
+program, cached blocks of programs live in buckets and are reused by ascending
+score: one bucket for what a program's newest turn used, and one for what that
+did without (an abandoned branch, a context that was compacted). O(1) a block;
+O(log programs) when a program's score changes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,15 @@ Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
 Evicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
 """Block, owner, and the score by which it was chosen; ``None``: by the engine's own order."""
 
-SHARED = ProgramId("")
-"""Bucket of blocks that several programs own; an empty id cannot come over the wire."""
+Bucket = tuple[ProgramId, bool]
+"""A program, and whether its newest turn did without these blocks."""
+ScoreOf = Callable[[ProgramId, bool], Score]
+"""The place of a bucket, lowest first."""
+Place = tuple[Score, bool, int]
+"""Of the same score, what a turn did without goes first, then what was filed or scored first."""
+
+SHARED: Bucket = (ProgramId(""), False)
+"""Of blocks that several programs own; an empty id cannot come over the wire."""
 
 MAX_OWNERS = 16
 """Owners of a block who are known by name. More would cost memory and tell nothing."""
@@ -35,7 +44,7 @@ MANY: frozenset[ProgramId] = frozenset()
 class ProgramFreeQueue(FreeKVCacheBlockQueue):
     """Free blocks of one pool.
 
-    ``score`` gives a program's place in the order, lowest first; None keeps the
+    ``score`` gives a bucket's place in the order, lowest first; None keeps the
     engine's order for all. ``evicted`` hears of every owned, cached block that
     is reused, while it still has its hash.
     """
@@ -45,7 +54,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         replaced: FreeKVCacheBlockQueue,
         *,
         evicted: Evicted,
-        score: Callable[[ProgramId], Score] | None = None,
+        score: ScoreOf | None = None,
     ) -> None:
         super().__init__([])
         self._score = score
@@ -53,12 +62,16 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self._owner: dict[int, Owner] = {}
         self._owned: dict[ProgramId, dict[int, None]] = {}
         """Of each program the blocks it is named as an owner of, in the order of its context."""
-        self._buckets: dict[ProgramId, OrderedDict[int, KVCacheBlock]] = {}
+        self.left_blocks = 0
+        """Free blocks that the newest turn of their program did without, counted whenever they become so."""
+        self.left_blocks_reused = 0
+        """Of these, how many were reused for what they hold, by whomever."""
+        self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
         """Only such as have blocks in them."""
-        self._bucket_of: dict[int, ProgramId] = {}
-        self._place: dict[ProgramId, tuple[Score, int]] = {}
+        self._bucket_of: dict[int, Bucket] = {}
+        self._place: dict[Bucket, Place] = {}
         """Of each bucket the one entry of the heap that counts; others are left over from earlier scores."""
-        self._heap: list[tuple[tuple[Score, int], ProgramId]] = []
+        self._heap: list[tuple[Place, Bucket]] = []
         self._pushes = 0
         super().append_n(_taken_from(replaced))
 
@@ -110,8 +123,9 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             else:
                 del self._owner[block_id]
                 orphans.append(block_id)
-        # Whatever is in its bucket it owned alone.
-        self._to_list(self._empty_bucket(program_id))
+        # Whatever is in its buckets it owned alone.
+        for left in (True, False):
+            self._to_list(self._empty_bucket((program_id, left)))
         return orphans
 
     def forget_all(self) -> None:
@@ -133,16 +147,29 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     def rescore(self, program_id: ProgramId) -> None:
         """The program's score may have changed."""
-        if program_id in self._buckets:
-            self._push(program_id)
+        for left in (False, True):
+            if (program_id, left) in self._buckets:
+                self._push((program_id, left))
 
-    def names(self) -> list[ProgramId]:
-        """Programs that have free cached blocks of their own."""
-        return list(self._buckets)
+    def leave_behind(self, program_id: ProgramId) -> None:
+        """What is free of the program now, its newest turn did without. Call before that turn's are freed."""
+        bucket = self._buckets.get((program_id, False))
+        if bucket is None:
+            return
+        left = self._bucket((program_id, True))
+        left.update(bucket)
+        self._bucket_of.update(dict.fromkeys(bucket, (program_id, True)))
+        self.left_blocks += len(bucket)
+        del self._buckets[program_id, False], self._place[program_id, False]
+        self._push((program_id, True))
+
+    def programs(self) -> list[ProgramId]:
+        """Those that have free cached blocks of their own."""
+        return list(dict.fromkeys(program_id for program_id, _ in self._buckets if program_id))
 
     def discard_to_front(self, block: KVCacheBlock) -> None:
         """Make a free block, whose hash has just been taken away, the first to be reused."""
-        self.remove(block)
+        self._take_out(block)
         super().prepend_n([block])
 
     # -- the protocol of vLLM's queue -------------------------------------------
@@ -159,15 +186,9 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             self.append(block)
 
     def remove(self, block: KVCacheBlock) -> None:
-        name = self._bucket_of.pop(block.block_id, None)
-        if name is None:
-            super().remove(block)
-            return
-        bucket = self._buckets[name]
-        del bucket[block.block_id]
-        if not bucket:
-            del self._buckets[name], self._place[name]
-        self.num_free_blocks -= 1
+        """Of the engine: somebody has found what the block holds."""
+        self.left_blocks_reused += self._bucket_of.get(block.block_id, SHARED)[1]
+        self._take_out(block)
 
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0] if self.num_free_blocks else super().popleft()
@@ -211,18 +232,32 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     # -- inside -----------------------------------------------------------------
 
+    def _take_out(self, block: KVCacheBlock) -> None:
+        name = self._bucket_of.pop(block.block_id, None)
+        if name is None:
+            super().remove(block)
+            return
+        bucket = self._buckets[name]
+        del bucket[block.block_id]
+        if not bucket:
+            del self._buckets[name], self._place[name]
+        self.num_free_blocks -= 1
+
+    def _bucket(self, name: Bucket) -> OrderedDict[int, KVCacheBlock]:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            self._push(name)
+            bucket = self._buckets[name] = OrderedDict()
+        return bucket
+
     def _to_bucket(self, block: KVCacheBlock) -> bool:
         if self._score is None or block.block_hash is None:
             return False
         owner = self._owner.get(block.block_id)
         if owner is None:
             return False
-        name = owner if isinstance(owner, str) else SHARED
-        bucket = self._buckets.get(name)
-        if bucket is None:
-            self._push(name)
-            bucket = self._buckets[name] = OrderedDict()
-        bucket[block.block_id] = block
+        name = (owner, False) if isinstance(owner, str) else SHARED
+        self._bucket(name)[block.block_id] = block
         self._bucket_of[block.block_id] = name
         self.num_free_blocks += 1
         return True
@@ -233,7 +268,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         if name is None:
             return
         block = self._buckets[name][block_id]
-        self.remove(block)
+        self._take_out(block)
         if not self._to_bucket(block):
             self._to_list([block])
 
@@ -242,7 +277,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         super().prepend_n([block for block in blocks if block.block_hash is None])
         super().append_n([block for block in blocks if block.block_hash is not None])
 
-    def _empty_bucket(self, name: ProgramId) -> list[KVCacheBlock]:
+    def _empty_bucket(self, name: Bucket) -> list[KVCacheBlock]:
         """The blocks of the bucket, in order; they are nowhere now."""
         bucket = self._buckets.pop(name, None)
         if bucket is None:
@@ -263,7 +298,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
                 break
             heapq.heappop(self._heap)
         block = next(iter(self._buckets[name].values()))
-        self.remove(block)
+        self._take_out(block)
         return block, place[0]
 
     def _reused(self, block: KVCacheBlock, score: Score | None) -> None:
@@ -281,22 +316,22 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             if not owned:
                 del self._owned[program_id]
 
-    def _push(self, name: ProgramId) -> None:
+    def _push(self, name: Bucket) -> None:
         self._pushes += 1
-        place = self._place[name] = (self._score_of(name), self._pushes)
+        place = self._place[name] = (self._score_of(name), not name[1], self._pushes)
         heapq.heappush(self._heap, (place, name))
         if len(self._heap) > 4 * len(self._place) + 64:
             self._heap = [(place, name) for name, place in self._place.items()]
             heapq.heapify(self._heap)
 
-    def _order(self) -> list[ProgramId]:
+    def _order(self) -> list[Bucket]:
         return sorted(self._place, key=self._place.__getitem__)
 
-    def _score_of(self, name: ProgramId) -> Score:
+    def _score_of(self, name: Bucket) -> Score:
         if name == SHARED:
             return (float("inf"),)
         assert self._score is not None
-        return self._score(name)
+        return self._score(*name)
 
 
 def _taken_from(queue: FreeKVCacheBlockQueue) -> list[KVCacheBlock]:
