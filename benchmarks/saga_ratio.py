@@ -3,7 +3,9 @@
     python benchmarks/saga_ratio.py --traces traces --cache ratio-cache
 
 For every trace, programs arrive Poisson and run until all have finished (so every policy does the same
-work), at several sizes of the KV pool. At each size stock vLLM is run with its accesses recorded; Bélády and
+work), at several sizes of the KV pool. A first run, so slow that each program has the device for itself,
+tells the trace's own scale: arrivals are as many as keep ``--live`` of them alive at once, and sizes are
+multiples of the longest context. At each size stock vLLM is run with its accesses recorded; Bélády and
 "LRU + Prefix" (SAGA, Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is 2.0 or more, those of the
 paper's table, are run under every other policy. Writes saga_ratio.json and .md into benchmarks/results; what
 is between the marks of the .md was written by hand and stays.
@@ -24,18 +26,22 @@ from rich.console import Console
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.lab.kept_runs import KeptRuns
+from sojourn_server.lab.lives import RunLog
 from sojourn_server.lab.report.measure import trace_name
 from sojourn_server.lab.report.results import document, made_with
 from sojourn_server.lab.report.row import RunRow
 from sojourn_server.lab.run import RunSpec
 
-POLICIES = ("known-ends", "continuum-paper", "continuum", "saga", "saga-inferred", "saga-cold")
+POLICIES = ("known-ends", "continuum", "saga-paper", "saga", "saga-inferred", "saga-cold")
 PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
 """Table 2: SWE-bench and WebArena."""
 WORTH = 2.0
 """Least LRU ÷ Bélády of a size that counts."""
-POOL_TOKENS = (140_000, 200_000, 280_000, 400_000, 560_000, 800_000, 1_120_000, 1_600_000)
-"""From what one request of the longest context takes to where nothing is lost any more."""
+SIZES = (1.2, 1.7, 2.4, 3.4, 4.8, 6.7, 9.4)
+"""Longest contexts that the pool holds: from hardly more than one request to where little is lost."""
+ALONE_PER_S = 1e-5
+"""Arrivals of the first run: one a day."""
+ALONE_PROGRAMS = 40
 TARGET = 1.31
 LEAST = 0.01
 """A ratio below counts as this in a geometric mean."""
@@ -46,9 +52,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
     parser.add_argument("--only", help="traces whose names hold one of these, commas between")
-    parser.add_argument("--programs", type=int, default=100, help="arrivals of each run")
-    parser.add_argument("--rate", type=float, default=0.05, help="arrivals a second")
-    parser.add_argument("--pools", help="tokens of KV, commas between")
+    parser.add_argument("--programs", type=int, default=60, help="arrivals of each run")
+    parser.add_argument(
+        "--live", type=float, default=12.0, help="programs alive at once, with no KV ever lost"
+    )
     parser.add_argument("--sizes", type=int, default=2, help="most pool sizes of a trace to run policies at")
     parser.add_argument("--policy", default=",".join(POLICIES))
     parser.add_argument("--hardware", default="a100-80gb")
@@ -64,8 +71,9 @@ def arguments() -> argparse.Namespace:
 class Size:
     """One trace at one size of the pool."""
 
-    def __init__(self, stock: RunRow, orders: dict[str, int]) -> None:
+    def __init__(self, asked_tokens: int, stock: RunRow, orders: dict[str, int]) -> None:
         """``orders``: tokens computed again by order of eviction."""
+        self.asked_tokens = asked_tokens
         self.stock = stock
         self.optimum = orders["belady"]
         self.prefix_lru = self.ratio(orders["prefix-lru"])
@@ -90,38 +98,51 @@ def main() -> None:
     began = time.monotonic()
     console = Console(stderr=True)
     kept = KeptRuns(options.cache)
-    pools = [int(size) for size in options.pools.split(",")] if options.pools else POOL_TOKENS
     policies = options.policy.split(",")
 
-    def spec(trace: Path, policy: str, pool_tokens: int) -> RunSpec:
+    def spec(
+        trace: Path,
+        policy: str,
+        rate_per_s: float,
+        pool_tokens: int | None = None,
+        longest: int | None = None,
+    ) -> RunSpec:
         return RunSpec(
-            policy=policy, workload=str(trace), programs=options.programs, rate_per_s=options.rate,
-            until_s=None, hardware=options.hardware, model=options.model, seed=options.seed,
-            pool_tokens=pool_tokens, max_context_tokens=int(min(pools) * 0.9), max_gap_s=options.max_gap_s,
-            human_gaps=False,
+            policy=policy, workload=str(trace), rate_per_s=rate_per_s, until_s=None,
+            programs=options.programs if pool_tokens else ALONE_PROGRAMS,
+            hardware=options.hardware, model=options.model, seed=options.seed,
+            pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=options.max_gap_s, human_gaps=False,
         )  # fmt: skip
 
     found: dict[str, list[Size]] = {}
     rows: list[RunRow] = []
     for trace in chosen(options.traces, options.only):
         name = trace_name(str(trace))
-        console.print(f"{name}: LRU and Bélády at {len(pools)} sizes", highlight=False)
+        alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
+        rate_per_s, longest = scale(alone.logs[0], options.live)
+        pools = [int(size * longest) for size in SIZES]
+        console.print(
+            f"{name}: contexts of up to {longest:,} tokens, {rate_per_s:.3g} programs a second; "
+            f"LRU and Bélády at {len(pools)} sizes",
+            highlight=False,
+        )
         stock = run_with_progress(
-            [spec(trace, policy, pool) for pool in pools for policy in ("stock", "belady")],
+            [spec(trace, policy, rate_per_s, pool, longest) for pool in pools for policy in ("stock", "belady")],
             processes=options.jobs, kept=kept,
         )  # fmt: skip
-        sizes = [
-            Size(row, orders)
-            for row, orders in zip(stock.rows, stock.orders, strict=True)
-            if row.policy == "stock"
-        ]
+        recorded = [both for both in zip(stock.rows, stock.orders, strict=True) if both[0].policy == "stock"]
+        sizes = [Size(pool, row, orders) for pool, (row, orders) in zip(pools, recorded, strict=True)]
         found[name] = sizes
         rows += stock.rows
         worth = thinned([size for size in sizes if size.counts], options.sizes)
         if not worth:
             continue
         result = run_with_progress(
-            [spec(trace, policy, size.pool_tokens) for size in worth for policy in policies],
+            [
+                spec(trace, policy, rate_per_s, size.asked_tokens, longest)
+                for size in worth
+                for policy in policies
+            ],
             processes=options.jobs, kept=kept,
         )  # fmt: skip
         rows += result.rows
@@ -129,9 +150,16 @@ def main() -> None:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
     made = made_with(sys.argv)
     write_json(document(rows, made), str(options.out / "saga_ratio.json"))
-    text = page(found, policies, made_by(made, time.monotonic() - began))
+    text = page(found, policies, options.live, made_by(made, time.monotonic() - began))
     write_page(options.out / "saga_ratio.md", text, FIRST_WORDS)
     Console().print(text, highlight=False, markup=False)
+
+
+def scale(log: RunLog, live: float) -> tuple[float, int]:
+    """Arrivals a second that keep so many programs alive (Little's law); tokens of the longest context."""
+    lasted_s = [program.completion_s for program in log.programs if program.completion_s is not None]
+    contexts = [turn.prompt_tokens + turn.output_tokens for program in log.programs for turn in program.turns]
+    return live * len(lasted_s) / sum(lasted_s), max(contexts)
 
 
 def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
@@ -143,7 +171,7 @@ def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
     return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
 
 
-def page(found: dict[str, list[Size]], policies: Sequence[str], made: str) -> str:
+def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, made: str) -> str:
     """The page; ``{by hand}`` is where words go."""
     first = next(size for sizes in found.values() for size in sizes).stock
     lines = [
@@ -153,9 +181,9 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], made: str) -> st
         "",
         made,
         "",
-        f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson at "
-        f"{first.rate_per_s:g} a second, until all have finished; seed {first.seed}. A cell is tokens "
-        "computed again over those that Bélády's order computes again on stock's accesses. `lru` is stock, "
+        f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson, as many "
+        f"a second as keep {live:g} alive where no KV is lost, until all have finished; seed {first.seed}. A cell "
+        "is tokens computed again over those that Bélády's order computes again on stock's accesses. `lru` is stock, "
         "`prefix-lru` a replay. A policy that changes who runs when changes the accesses too, so it may be "
         "below 1.",
         "",
@@ -194,10 +222,11 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], made: str) -> st
         "## All sizes",
         "",
         *grid(
-            ["trace", "pool, tokens", "again, LRU, tokens", "of all prompt tokens", "LRU ÷ Bélády"],
+            ["trace", "programs/s", "pool, tokens", "again, LRU", "of all prompt tokens", "LRU ÷ Bélády"],
             [
                 [
-                    name, f"{size.pool_tokens:,}", f"{size.stock.regenerated_tokens:,}",
+                    name, f"{size.stock.rate_per_s:.3g}", f"{size.pool_tokens:,}",
+                    f"{size.stock.regenerated_tokens:,}",
                     f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", _text(size.lru),
                 ]
                 for name, sizes in found.items() for size in sizes
