@@ -111,7 +111,8 @@ def main() -> None:
             policy=policy, workload=str(trace), rate_per_s=rate_per_s, until_s=None,
             programs=options.programs if pool_tokens else ALONE_PROGRAMS,
             hardware=options.hardware, model=options.model, seed=options.seed,
-            pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=options.max_gap_s, human_gaps=False,
+            pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=options.max_gap_s,
+            human_gaps=False,
         )  # fmt: skip
 
     found: dict[str, list[Size]] = {}
@@ -127,7 +128,11 @@ def main() -> None:
             highlight=False,
         )
         stock = run_with_progress(
-            [spec(trace, policy, rate_per_s, pool, longest) for pool in pools for policy in ("stock", "belady")],
+            [
+                spec(trace, policy, rate_per_s, pool, longest)
+                for pool in pools
+                for policy in ("stock", "belady")
+            ],
             processes=options.jobs, kept=kept,
         )  # fmt: skip
         recorded = [both for both in zip(stock.rows, stock.orders, strict=True) if both[0].policy == "stock"]
@@ -182,10 +187,10 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
         made,
         "",
         f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson, as many "
-        f"a second as keep {live:g} alive where no KV is lost, until all have finished; seed {first.seed}. A cell "
-        "is tokens computed again over those that Bélády's order computes again on stock's accesses. `lru` is stock, "
-        "`prefix-lru` a replay. A policy that changes who runs when changes the accesses too, so it may be "
-        "below 1.",
+        f"a second as keep {live:g} alive where no KV is lost, until all have finished; seed {first.seed}. "
+        "A cell is tokens computed again over those that Bélády's order computes again on stock's accesses. "
+        "`lru` is stock, `prefix-lru` a replay. A policy that changes who runs when changes the accesses, "
+        "so it may be below 1.",
         "",
         "Published (SAGA, Table 2; SWE-bench, WebArena): "
         + "; ".join(f"{name} {a}, {b}" for name, (a, b) in PUBLISHED.items())

@@ -137,6 +137,23 @@ def test_a_request_in_the_engine_keeps_its_programs_blocks_from_going_first() ->
     assert agents.score("a") > agents.score("b")
 
 
+def test_what_a_turn_did_without_is_as_old_as_the_turn_before() -> None:
+    agents = Agents()
+
+    def left_behind(share: float) -> tuple[float, ...]:
+        return agents.engine.steward.owner_score(ProgramId("a"), share)
+
+    agents.turn("a", expected_steps_left=9.0)
+    agents.engine.wait(50.0)
+    agents.turn("a", expected_steps_left=9.0)
+    assert left_behind(0.0) < left_behind(0.5) < left_behind(1.0)
+    assert left_behind(1.0) < agents.score("a"), "it was not used for longer"
+    agents.engine.wait(1.0)
+    before = left_behind(1.0)
+    agents.turn("a", expected_steps_left=9.0)
+    assert left_behind(1.0) > before, "what is left behind now was used in the turn before"
+
+
 def test_scores_of_others_hold_until_the_scale_moves() -> None:
     agents = Agents()
     agents.turn("a", expected_steps_left=5.0)

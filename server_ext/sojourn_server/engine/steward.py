@@ -422,7 +422,7 @@ class Steward:
         ticket.preempted = preempted
         return self.preset.order.key(self.waiting_view(ticket))
 
-    def owner_score(self, program_id: ProgramId, branch_reuse: float = 1.0) -> tuple[float, ...]:
+    def owner_score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
         """The program's place in the order in which cached blocks are reused, lowest first.
 
         ``branch_reuse``: for blocks that its newest turn did without, the share of such blocks that are used
@@ -492,7 +492,7 @@ class Steward:
 
     # -- inside ---------------------------------------------------------------
 
-    def _score(self, program_id: ProgramId, branch_reuse: float = 1.0) -> tuple[float, ...]:
+    def _score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
         program = self.table.get(program_id)
         if program is None:
             return (-math.inf,)

@@ -141,7 +141,7 @@ class TapePlayer:
     def promoted(self, now: None, request: int) -> Call:
         return partial(self.steward.promoted_s, self._tickets[request])
 
-    def score(self, now: None, program_id: str, branch_reuse: float = 1.0) -> Call:
+    def score(self, now: None, program_id: str, branch_reuse: float | None = None) -> Call:
         return partial(self.steward.owner_score, ProgramId(program_id), branch_reuse)
 
     def victim(self, now: float, short_blocks: int, running: list[list[Any]]) -> Call:

@@ -498,7 +498,7 @@ class SchedulerAdapter:
         self.guarded(self._evicted, block, owner, score)
 
     def _bucket_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
-        return self.steward.owner_score(program_id, self._branches.share if left_behind else 1.0)
+        return self.steward.owner_score(program_id, self._branches.share if left_behind else None)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

@@ -156,7 +156,7 @@ class TapingSteward(Steward):
     def promoted_s(self, ticket: Ticket) -> float:
         return self._tape.told("promoted", None, (ticket.arrival,), _itself, super().promoted_s, ticket)
 
-    def owner_score(self, program_id: ProgramId, branch_reuse: float = 1.0) -> tuple[float, ...]:
+    def owner_score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
         facts = (program_id, branch_reuse)
         return self._tape.told("score", None, facts, _itself, super().owner_score, program_id, branch_reuse)
 
