@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from sojourn.ids import ProgramId
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -175,15 +176,25 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
     # -- the protocol of vLLM's queue -------------------------------------------
 
     def append(self, block: KVCacheBlock) -> None:
-        if not self._to_bucket(block):
-            super().append(block)
+        self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         if self._score is None or not self._owner:
             super().append_n(blocks)
             return
+        owners, bucket_of = self._owner, self._bucket_of
         for block in blocks:
-            self.append(block)
+            owner = owners.get(block.block_id)
+            if owner is None or block.block_hash is None:
+                super().append(block)
+                continue
+            name = (owner, False) if isinstance(owner, str) else SHARED
+            bucket = self._buckets.get(name)
+            if bucket is None:
+                bucket = self._bucket(name)
+            bucket[block.block_id] = block
+            bucket_of[block.block_id] = name
+            self.num_free_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
         """Of the engine: somebody has found what the block holds."""
@@ -202,10 +213,15 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
                 for block in blocks:
                     self._reused(block, None)
             return blocks
-        popped = [self._pop_one() for _ in range(n)]
-        for block, score in popped:
+        popped = self._first_of_list(n)
+        scored: list[tuple[KVCacheBlock, Score | None]] = [(block, None) for block in popped]
+        while len(popped) < n:
+            blocks, score = self._first_of_buckets(n - len(popped))
+            popped += blocks
+            scored += [(block, score) for block in blocks]
+        for block, score in scored:
             self._reused(block, score)
-        return [block for block, _ in popped]
+        return popped
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         return list(self.iter_blocks_after(None))
@@ -250,18 +266,6 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             bucket = self._buckets[name] = OrderedDict()
         return bucket
 
-    def _to_bucket(self, block: KVCacheBlock) -> bool:
-        if self._score is None or block.block_hash is None:
-            return False
-        owner = self._owner.get(block.block_id)
-        if owner is None:
-            return False
-        name = (owner, False) if isinstance(owner, str) else SHARED
-        self._bucket(name)[block.block_id] = block
-        self._bucket_of[block.block_id] = name
-        self.num_free_blocks += 1
-        return True
-
     def _refile(self, block_id: int) -> None:
         """The owner of a block has changed: if it is in a bucket, to the one where it belongs now."""
         name = self._bucket_of.get(block_id)
@@ -269,8 +273,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             return
         block = self._buckets[name][block_id]
         self._take_out(block)
-        if not self._to_bucket(block):
+        if block.block_hash is None:
             self._to_list([block])
+        else:
+            self.append(block)
 
     def _to_list(self, blocks: list[KVCacheBlock]) -> None:
         """Uncached blocks to the front, which is where vLLM frees them to, and cached ones to the end."""
@@ -288,18 +294,25 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(bucket)
         return list(bucket.values())
 
-    def _pop_one(self) -> tuple[KVCacheBlock, Score | None]:
-        """Uncached blocks first, then blocks of no program, then programs by score, shared ones last."""
-        if self.fake_free_list_head.next_free_block is not self.fake_free_list_tail:
-            return super().popleft(), None
+    def _first_of_list(self, most: int) -> list[KVCacheBlock]:
+        """Uncached blocks, then blocks of no program: as many as there are, at most ``most``."""
+        return super().popleft_n(min(most, self.num_free_blocks - len(self._bucket_of)))
+
+    def _first_of_buckets(self, most: int) -> tuple[list[KVCacheBlock], Score]:
+        """Of the bucket whose turn it is, at most ``most``; shared blocks come last."""
         while True:
             place, name = self._heap[0]
             if self._place.get(name) == place:
                 break
             heapq.heappop(self._heap)
-        block = next(iter(self._buckets[name].values()))
-        self._take_out(block)
-        return block, place[0]
+        bucket = self._buckets[name]
+        blocks = list(islice(bucket.values(), most))
+        for block in blocks:
+            del bucket[block.block_id], self._bucket_of[block.block_id]
+        if not bucket:
+            del self._buckets[name], self._place[name]
+        self.num_free_blocks -= len(blocks)
+        return blocks, place[0]
 
     def _reused(self, block: KVCacheBlock, score: Score | None) -> None:
         owner = self._owner.pop(block.block_id, None)

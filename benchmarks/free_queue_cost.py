@@ -1,0 +1,135 @@
+"""What the order by program costs a block: our queue of free blocks beside vLLM's own.
+
+    python benchmarks/free_queue_cost.py --json benchmarks/results/free_queue_cost.json
+
+Both hold the same pool. A round is a program's turn: so many blocks are taken to be filled, named and given
+back, a part of the program's earlier ones was found again, and the program's score moves. The two queues take
+rounds in turns within one process; the figures are medians of microseconds of thread CPU time for each block
+that went through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from sojourn_server.cli.console import write_json
+from sojourn_server.lab.report.results import made_with
+
+TURN_BLOCKS = 100
+"""Taken and given back a turn: 1,600 tokens of 16 to a block."""
+FOUND_BLOCKS = 100
+"""Found again a turn, of those that the program left."""
+
+
+class Pool:
+    """A queue, and the turns that go through it."""
+
+    def __init__(self, blocks: int, programs: int, *, by_program: bool) -> None:
+        from sojourn_server.vllm.free_queue import ProgramFreeQueue
+        from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+        made = [KVCacheBlock(number) for number in range(blocks)]
+        self.scores = {f"p{number}": (True, float(number)) for number in range(programs)}
+        self.queue: Any = FreeKVCacheBlockQueue(made)
+        self.ours = by_program
+        if by_program:
+            self.queue = ProgramFreeQueue(
+                self.queue, evicted=lambda *_: None, score=lambda program_id, left: self.scores[program_id]
+            )
+        self.left: dict[str, list[Any]] = {name: [] for name in self.scores}
+        """What each program's newest turn gave back."""
+        self._owner: dict[int, str] = {}
+        self._random = random.Random(0)
+        self._names = 0
+
+    def turn(self) -> float:
+        """One turn of a random program; CPU seconds inside the queue."""
+        program = f"p{self._random.randrange(len(self.scores))}"
+        found = [
+            block for block in self.left[program][:FOUND_BLOCKS] if self._owner.get(block.block_id) == program
+        ]
+        spent = _timed(lambda: [self.queue.remove(block) for block in found])
+        new: list[Any] = []
+        spent += _timed(lambda: new.extend(self.queue.popleft_n(TURN_BLOCKS)))
+        for block in new:
+            block.reset_hash()
+            self._name(block)
+            self._owner[block.block_id] = program
+        held = found + new
+        if self.ours:
+            spent += _timed(lambda: self.queue.leave_behind(program))
+            spent += _timed(lambda: self.queue.own(held, program))
+        spent += _timed(lambda: self.queue.append_n(held[::-1]))
+        self.left[program] = held
+        if self.ours:
+            self.scores[program] = (True, self._random.random() * len(self.scores))
+            spent += _timed(lambda: self.queue.rescore(program))
+        return spent / len(held)
+
+    def _name(self, block: Any) -> None:
+        from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+        self._names += 1
+        block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"%032d" % self._names), 0))
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--blocks", type=int, default=200_000)
+    parser.add_argument("--programs", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=6_000)
+    options = parser.parse_args()
+    pools = {
+        "vllm": Pool(options.blocks, options.programs, by_program=False),
+        "sojourn": Pool(options.blocks, options.programs, by_program=True),
+    }
+    for pool in pools.values():  # until the pool is full of what programs left
+        for _ in range(options.blocks // TURN_BLOCKS):
+            pool.turn()
+    costs: dict[str, list[float]] = {name: [] for name in pools}
+    gc.collect()
+    gc.disable()
+    for number in range(options.rounds):
+        for name in sorted(pools, reverse=bool(number % 2)):
+            costs[name].append(pools[name].turn())
+    gc.enable()
+    made = made_with(sys.argv)
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/{made.command}",
+        "machine": made.machine,
+        "versions": made.versions,
+        "blocks": options.blocks,
+        "programs": options.programs,
+        "rounds": options.rounds,
+        "us_per_block": {name: statistics.median(found) * 1e6 for name, found in costs.items()},
+    }
+    added = result["us_per_block"]["sojourn"] - result["us_per_block"]["vllm"]
+    result["added_us_per_block"] = added
+    table = Table("queue", "µs a block", title=f"{options.programs:,} programs, {options.blocks:,} blocks")
+    for name, cost in result["us_per_block"].items():
+        table.add_row(name, f"{cost:.3f}")
+    table.add_row("added", f"{added:.3f}")
+    Console().print(table)
+    if options.json:
+        write_json(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
