@@ -66,12 +66,12 @@ class Pool:
             self._owner[block.block_id] = program
         held = found + new
         if self.ours:
-            spent += _timed(lambda: self.queue.leave_behind(program))
+            spent += _timed(lambda: self.queue.leave_behind(program, 0.0))
             spent += _timed(lambda: self.queue.own(held, program))
         spent += _timed(lambda: self.queue.append_n(held[::-1]))
         self.left[program] = held
+        self.scores[program] = (True, self._random.random() * len(self.scores))
         if self.ours:
-            self.scores[program] = (True, self._random.random() * len(self.scores))
             spent += _timed(lambda: self.queue.rescore(program))
         return spent / len(held)
 

@@ -39,8 +39,8 @@ WORTH = 2.0
 """Least LRU ÷ Bélády of a size that counts."""
 SIZES = (1.2, 1.7, 2.4, 3.4, 4.8, 6.7, 9.4)
 """Longest contexts that the pool holds: from hardly more than one request to where little is lost."""
-ALONE_PER_S = 1e-5
-"""Arrivals of the first run: one a day."""
+ALONE_PER_S = 1e-4
+"""Arrivals of the first run: one in three hours."""
 ALONE_PROGRAMS = 40
 TARGET = 1.31
 LEAST = 0.01
@@ -161,10 +161,14 @@ def main() -> None:
 
 
 def scale(log: RunLog, live: float) -> tuple[float, int]:
-    """Arrivals a second that keep so many programs alive (Little's law); tokens of the longest context."""
-    lasted_s = [program.completion_s for program in log.programs if program.completion_s is not None]
+    """Arrivals a second that keep so many programs, sub-agents counted, alive (Little's law), and tokens of
+    the longest context."""
+    lasted_s = [program.completion_s for program in log.programs]
+    if None in lasted_s:
+        sys.exit(f"{log.trace}: {lasted_s.count(None)} programs did not finish alone; no scale can be told")
+    arrived = sum(program.parent is None for program in log.programs)
     contexts = [turn.prompt_tokens + turn.output_tokens for program in log.programs for turn in program.turns]
-    return live * len(lasted_s) / sum(lasted_s), max(contexts)
+    return live * arrived / sum(filter(None, lasted_s)), max(contexts)
 
 
 def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
@@ -227,10 +231,11 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, mad
         "## All sizes",
         "",
         *grid(
-            ["trace", "programs/s", "pool, tokens", "again, LRU", "of all prompt tokens", "LRU ÷ Bélády"],
+            ["trace", "programs/s", "cut", "pool, tokens", "again, LRU", "of prompts", "LRU ÷ Bélády"],
             [
                 [
-                    name, f"{size.stock.rate_per_s:.3g}", f"{size.pool_tokens:,}",
+                    name, f"{size.stock.rate_per_s:.3g}", f"{size.stock.programs_cut}",
+                    f"{size.pool_tokens:,}",
                     f"{size.stock.regenerated_tokens:,}",
                     f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", _text(size.lru),
                 ]

@@ -15,6 +15,7 @@ from sojourn_server.engine.facts import TurnOutcome
 from sojourn_server.engine.state import Histories
 from sojourn_server.metrics.ledger import Lost
 from sojourn_server.policy.base import Reason
+from sojourn_server.policy.views import LeftBehind
 from sojourn_server.program.record import Program
 from sojourn_server.program.workflows import Workflows
 from virtual_engine import BASH, VirtualEngine
@@ -137,21 +138,20 @@ def test_a_request_in_the_engine_keeps_its_programs_blocks_from_going_first() ->
     assert agents.score("a") > agents.score("b")
 
 
-def test_what_a_turn_did_without_is_as_old_as_the_turn_before() -> None:
+def test_what_a_turn_left_behind_has_an_age_a_size_and_a_chance_of_its_own() -> None:
     agents = Agents()
-
-    def left_behind(share: float) -> tuple[float, ...]:
-        return agents.engine.steward.owner_score(ProgramId("a"), share)
-
     agents.turn("a", expected_steps_left=9.0)
     agents.engine.wait(50.0)
     agents.turn("a", expected_steps_left=9.0)
-    assert left_behind(0.0) < left_behind(0.5) < left_behind(1.0)
-    assert left_behind(1.0) < agents.score("a"), "it was not used for longer"
-    agents.engine.wait(1.0)
-    before = left_behind(1.0)
-    agents.turn("a", expected_steps_left=9.0)
-    assert left_behind(1.0) > before, "what is left behind now was used in the turn before"
+    blocks, now = agents.program("a").cached_blocks, agents.engine.now
+
+    def left(reuse: float = 1.0, used_s: float = now, size: int = blocks) -> tuple[float, ...]:
+        return agents.engine.steward.owner_score(ProgramId("a"), LeftBehind(reuse, used_s, size))
+
+    assert left() == agents.score("a")
+    assert left(reuse=0.0) < left(reuse=0.5) < left(), "less likely to be used"
+    assert left(used_s=now - 50.0) < left(), "older"
+    assert left(size=blocks + 1) < left(), "larger"
 
 
 def test_scores_of_others_hold_until_the_scale_moves() -> None:

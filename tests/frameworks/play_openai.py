@@ -112,7 +112,7 @@ def broken_off_stream(base_url: str, model: str) -> Any:
         chunks = llm.chat.completions.create(model=model, stream=True, **ASK)
         with chunks:
             # How much is in the first piece is the network's.
-            return next(iter(chunks)).choices[0].delta.content.strip()[:1]
+            return next(text for chunk in chunks if (text := chunk.choices[0].delta.content))[:1]
 
 
 class ToolBroke(Exception):

@@ -60,7 +60,11 @@ async def handed_over(cast: Cast) -> Any:
 
 
 def _kind(event: Any) -> str | Piece:
-    return Piece(event.type) if event.type == "raw_response_event" else event.type
+    """Of the events of one stream the text; what else they tell depends on where it was cut."""
+    if event.type != "raw_response_event":
+        return event.type
+    delta = getattr(event.data, "delta", None)
+    return Piece(event.type, delta if isinstance(delta, str) else "")
 
 
 async def streamed(cast: Cast) -> Any:

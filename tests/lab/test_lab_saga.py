@@ -27,10 +27,10 @@ def loop() -> SmallLoop:
 
 
 def test_hints_tell_at_once_patterns_after_thirty_programs_and_the_cold_never(loop: SmallLoop):
-    policies = ("saga", "saga-inferred", "saga-cold")
+    policies = ("saga-paper", "saga-inferred", "saga-cold")
     foreseen = {policy: [turn.goes_on for turn in turns(policy, loop)] for policy in policies}
     known = {policy: sum(p is not None for p in found) for policy, found in foreseen.items()}
-    assert known["saga"] > known["saga-inferred"] > 20
+    assert known["saga-paper"] > known["saga-inferred"] > 20
     assert known["saga-cold"] == 0
     for found in foreseen.values():
         assert all(p is None or 0.0 <= p <= 1.0 for p in found)

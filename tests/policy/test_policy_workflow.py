@@ -114,6 +114,7 @@ def test_a_tool_call_tells_that_the_program_goes_on_where_nothing_tells_more():
     assert rule.expect(step._replace(final=True), 0.0).goes_on == 0.0
     assert rule.expect(StepView(), 0.0) == COLD
     assert replace(rule, hints=False).expect(step, 0.0) == COLD
+    assert rule.expect(step._replace(hints_believed=False), 0.0) == COLD
     assert ThreeTiers().expect(step, 0.0) == COLD, "as the paper has it"
 
 
@@ -272,7 +273,7 @@ def test_room_is_made_by_those_that_the_eviction_order_lets_go_first():
     ],
 )
 def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
-    whole, part = load_preset("saga"), load_preset(name)
+    whole, part = load_preset("saga-paper"), load_preset(name)
     assert getattr(whole, question) != getattr(part, question)
     for other in REGISTRY.keys() - {question}:
         assert getattr(whole, other) == getattr(part, other)

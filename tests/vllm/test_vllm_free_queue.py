@@ -114,13 +114,15 @@ def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
     queue = make_queue(make_blocks(7), score=lambda program_id, left: (-1.0 if left else ord(program_id),))
     old = cached(queue, 2, "Q")
     queue.append_n(old)
-    queue.leave_behind("Q")  # its next turn began anew
+    queue.leave_behind("Q", 5.0)  # its next turn began anew
+    assert queue.left("Q") == (5.0, 2)
     queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
     assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
     queue.remove(old[0])  # another turn goes back to that branch
-    assert (queue.left_blocks_reused, queue.left_blocks) == (1, 2)
+    assert (queue.left_reused, queue.left_evicted) == (1, 0)
     queue.append(old[0])
     assert ids(queue.popleft_n(7)) == [6, 1, 4, 5, 2, 3, 0]
+    assert (queue.left_reused, queue.left_evicted) == (1, 1)
 
 
 def test_owning_again_costs_the_same_however_many_programs_share() -> None:
@@ -200,6 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.list = list(range(BLOCKS))
         self.buckets: dict[tuple[str, bool], list[int]] = {}
         self.left = [0, 0]
+        self.used_s: dict[str, float] = {}
         self.owners: dict[int, set[str]] = {}
         self.many: set[int] = set()
         self.taken: list[int] = []
@@ -256,6 +259,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.evictions == heard
         self.evictions.clear()
         for block_id in expected:
+            self.left[1] += any(block_id in bucket for name, bucket in self.buckets.items() if name[1])
             self.take_out(block_id)
             self.owners.pop(block_id, None)
             self.many.discard(block_id)
@@ -347,13 +351,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.refile(sorted((b for b in left if b in before and hashed(b)), key=after.index))
         self.refile(sorted((b for b in left if b in before and not hashed(b)), key=after.index, reverse=True))
 
-    @rule(program_id=st.sampled_from(PROGRAMS))
-    def leave_behind(self, program_id: str) -> None:
+    @rule(program_id=st.sampled_from(PROGRAMS), used_s=st.integers(0, 9))
+    def leave_behind(self, program_id: str, used_s: float) -> None:
         left = self.buckets.pop((program_id, False), [])
         if left:
             self.buckets.setdefault((program_id, True), []).extend(left)
-        self.left[1] += len(left)
-        self.queue.leave_behind(program_id)
+            self.used_s.setdefault(program_id, used_s)
+        self.queue.leave_behind(program_id, used_s)
 
     @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
     def rescore(self, program_id: str, score: int) -> None:
@@ -429,7 +433,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert ids(self.queue.iter_blocks_after(None)) == order
         assert self.queue.num_free_blocks == len(order) == len(set(order))
         assert sorted([*order, *self.taken]) == list(range(BLOCKS))
-        assert [self.queue.left_blocks_reused, self.queue.left_blocks] == self.left
+        assert [self.queue.left_reused, self.queue.left_evicted] == self.left
+        left = {name: len(bucket) for (name, behind), bucket in self.buckets.items() if behind}
+        self.used_s = {name: used_s for name, used_s in self.used_s.items() if name in left}
+        assert {name: self.queue.left(name) for name in left} == {n: (self.used_s[n], left[n]) for n in left}
 
     @invariant()
     def owners_are_the_models(self) -> None:

@@ -15,7 +15,7 @@ from sojourn.ids import ProgramId
 
 from ..policy.foresight import declared_to_go_on
 from ..policy.preset import Preset
-from ..policy.views import OwnerView, PrefetchView, StepView
+from ..policy.views import LeftBehind, OwnerView, PrefetchView, StepView
 from ..program.graphs import GraphStore
 from ..program.record import Program
 from ..program.status import OVER
@@ -80,7 +80,7 @@ class Foreseer:
 
     def turn_over(self, program: Program, ticket: Ticket, blocks: int, now: float) -> None:
         """All of the program's requests have ended, ``ticket``'s the last: what follows?"""
-        program.turn_before_s, program.last_turn_s = program.last_turn_s, now
+        program.last_turn_s = now
         program.cached_blocks = blocks
         self.touched(program)
         if not self._looks:
@@ -110,20 +110,21 @@ class Foreseer:
 
     # -- what is asked ------------------------------------------------------------
 
-    def owner_view(self, program: Program, branch_reuse: float | None = None) -> OwnerView:
-        """What the eviction order sees of a program, or of what its newest turn did without."""
-        used_s = program.last_turn_s if branch_reuse is None else program.turn_before_s
-        return OwnerView(
+    def owner_view(self, program: Program, left: LeftBehind | None = None) -> OwnerView:
+        """What the eviction order sees of a program, or of what its newest turn left behind."""
+        view = OwnerView(
             program.rank,
             program.status in OVER,
-            used_s if used_s is not None else program.arrived_s,
+            program.last_turn_s if program.last_turn_s is not None else program.arrived_s,
             blocks=program.cached_blocks,
             wanted=bool(program.live_requests),
             p_reuse=program.p_reuse,
             longest_gap_s=self._known.gaps_s.value,
             most_blocks=self._known.context_blocks.value,
-            branch_reuse=1.0 if branch_reuse is None else branch_reuse,
         )
+        if left is None:
+            return view
+        return view._replace(last_turn_s=left.used_s, blocks=left.blocks, branch_reuse=left.reuse)
 
     def due(self, now: float) -> Program | None:
         """A program whose prefix is to be brought back from now on, if there is one; each is told once."""

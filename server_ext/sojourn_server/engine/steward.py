@@ -22,7 +22,7 @@ from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
-from ..policy.views import RoomNeed, VictimView, WaitingView
+from ..policy.views import LeftBehind, RoomNeed, VictimView, WaitingView
 from ..program.graphs import GraphStore
 from ..program.record import Program
 from ..program.status import OVER, ProgramStatus, Signal
@@ -422,13 +422,13 @@ class Steward:
         ticket.preempted = preempted
         return self.preset.order.key(self.waiting_view(ticket))
 
-    def owner_score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
+    def owner_score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
         """The program's place in the order in which cached blocks are reused, lowest first.
 
-        ``branch_reuse``: for blocks that its newest turn did without, the share of such blocks that are used
-        again. The place holds until something happens to the program, or ``foreseer.scale_changes`` grows.
+        ``left``: the place of what its newest turn left behind, instead. It holds until something happens to
+        the program, or ``foreseer.scale_changes`` grows.
         """
-        return self._score(program_id, branch_reuse)
+        return self._score(program_id, left)
 
     def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
         """The engine was told to bring a program's prefix back: so many of its blocks were not on the device,
@@ -492,11 +492,11 @@ class Steward:
 
     # -- inside ---------------------------------------------------------------
 
-    def _score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
+    def _score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
         program = self.table.get(program_id)
         if program is None:
             return (-math.inf,)
-        return self.preset.eviction.score(self.foreseer.owner_view(program, branch_reuse))
+        return self.preset.eviction.score(self.foreseer.owner_view(program, left))
 
     def _idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which nothing has run, counted from when somebody first asked."""

@@ -10,7 +10,7 @@ from sojourn.ids import ProgramId
 
 from ..engine.state import Ticket
 from ..engine.tape import Record, TapingDesk, TapingSteward, records
-from ..policy.views import RoomNeed, VictimView
+from ..policy.views import LeftBehind, RoomNeed, VictimView
 
 Call = Callable[[], Any]
 
@@ -141,8 +141,9 @@ class TapePlayer:
     def promoted(self, now: None, request: int) -> Call:
         return partial(self.steward.promoted_s, self._tickets[request])
 
-    def score(self, now: None, program_id: str, branch_reuse: float | None = None) -> Call:
-        return partial(self.steward.owner_score, ProgramId(program_id), branch_reuse)
+    def score(self, now: None, program_id: str, left: list[float] | None) -> Call:
+        behind = LeftBehind(left[0], left[1], int(left[2])) if left is not None else None
+        return partial(self.steward.owner_score, ProgramId(program_id), behind)
 
     def victim(self, now: float, short_blocks: int, running: list[list[Any]]) -> Call:
         views = [VictimView(self._request_id(number), *rest) for number, *rest in running]

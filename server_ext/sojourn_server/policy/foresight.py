@@ -85,7 +85,7 @@ class ThreeTiers:
             ends = math.fsum(p for node, p in step.inferred if node == END)
             goes_on = min(1.0, max(0.0, 1.0 - ends))
             return Expectation(Tier.INFERRED, goes_on, _likeliest(step.inferred, self.confidence))
-        if self.hints and self.calls_tell and step.calls_tool:
+        if self.hints and self.calls_tell and step.calls_tool and step.hints_believed:
             return Expectation(Tier.HINTS, 1.0)
         return COLD
 

@@ -166,7 +166,17 @@ class OwnerView(NamedTuple):
     """size_max: the most blocks that any program left behind of late, in strides."""
     branch_reuse: float = 1.0
     """1 for what its newest turn used. For what that did without, the share of such blocks that are used
-    again."""
+    again rather than evicted."""
+
+
+class LeftBehind(NamedTuple):
+    """Free blocks of a program that its newest turn did without: another branch, or an older context."""
+
+    reuse: float
+    """Share of such blocks, of any program, that are used again rather than evicted."""
+    used_s: float
+    """When the program last used the oldest of them."""
+    blocks: int
 
 
 class StepView(NamedTuple):

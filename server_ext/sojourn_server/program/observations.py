@@ -55,40 +55,41 @@ class TokensPerTool:
 
 
 class ReuseShare:
-    """Of blocks that were put aside, the share that was used again; the past fades as more are put aside.
+    """Of blocks that were put aside, the share that was used again rather than evicted; the past fades.
 
-    ``share`` moves in strides of ``stride``, so that what was computed with it holds for a while; ``changes``
-    counts the moves.
+    Blocks that are evicted before they could be used count as not used, so a low share keeps itself low
+    until memory is ample for a while. ``share`` moves in strides of ``stride``, so that what was computed
+    with it holds for a while; ``changes`` counts the moves.
     """
 
     def __init__(
-        self, *, at_first: float = 0.5, weight: float = 256.0, window: float = 65536.0, stride: float = 0.05
+        self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
     ) -> None:
-        """``at_first`` counts like ``weight`` blocks seen; of more than ``window``, half are forgotten."""
+        """``at_first`` counts like ``weight`` outcomes seen; of more than ``window``, half are forgotten."""
         if not (0 <= at_first <= 1 and weight > 0 and window > weight and 0 < stride < 1):
             raise ValueError(
                 f"at_first {at_first}, weight {weight}, window {window}, stride {stride}; "
                 "expected at_first and stride within 0 to 1, and 0 < weight < window"
             )
         self._again = at_first * weight
-        self._aside = weight
+        self._outcomes = weight
         self._window = window
         self._stride = stride
         self._told = (0, 0)
         self.share = at_first
         self.changes = 0
 
-    def observe(self, again: int, aside: int) -> None:
-        """Both counted since the start."""
-        if (again, aside) == self._told:
+    def observe(self, again: int, evicted: int) -> None:
+        """Blocks used again and blocks evicted, both counted since the start."""
+        if (again, evicted) == self._told:
             return
         self._again += again - self._told[0]
-        self._aside += aside - self._told[1]
-        self._told = (again, aside)
-        if self._aside > self._window:
+        self._outcomes += again - self._told[0] + evicted - self._told[1]
+        self._told = (again, evicted)
+        while self._outcomes > self._window:
             self._again *= 0.5
-            self._aside *= 0.5
-        share = min(1.0, self._again / self._aside)
+            self._outcomes *= 0.5
+        share = self._again / self._outcomes
         if abs(share - self.share) >= self._stride:
             self.share = share
             self.changes += 1

@@ -81,8 +81,6 @@ class Program:
     """Full blocks that its last turn left in the prefix cache, those it shares among them."""
     last_turn_s: float | None = None
     """When its last turn ended, whatever came since."""
-    turn_before_s: float | None = None
-    """When the one before it did."""
     turn_node: str | None = None
     """Graph node that the request of its last turn named."""
     turn_steps_left: float | None = None
@@ -141,8 +139,7 @@ class Program:
         of its old context, which the ledger holds the new prompt against.
         """
         self.turns = self.first_prompt_tokens = self.cached_blocks = 0
-        self.turns_when_over = self.turn_over_s = self.pending_tool = None
-        self.last_turn_s = self.turn_before_s = None
+        self.turns_when_over = self.turn_over_s = self.last_turn_s = self.pending_tool = None
         self.gap_leased = self.gap_reported = self.turn_final = False
         self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None
         self.prompt_type = self.turn_node = self.turn_steps_left = None

@@ -23,7 +23,9 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
+from ..policy.views import LeftBehind
 from ..program.observations import ReuseShare
+from ..program.record import Program
 from .free_queue import Owner, ProgramFreeQueue, Score
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
@@ -105,6 +107,8 @@ class SchedulerAdapter:
         self._pool.free_block_queue = self._queue
         self._scores = preset.eviction.by_program
         self._branches = ReuseShare()
+        self._begun: list[Program] = []
+        """Programs whose turn was admitted in this step."""
         self._scale_changes = 0
         self._unscaled: list[ProgramId] = []
         """Programs whose score is still measured in an earlier scale."""
@@ -183,13 +187,13 @@ class SchedulerAdapter:
     def _rescore(self) -> None:
         """Programs to which something happened, at once; all others a few a step, when the scale moved."""
         foreseer = self.steward.foreseer
-        self._branches.observe(self._queue.left_blocks_reused, self._queue.left_blocks)
+        self._branches.observe(self._queue.left_reused, self._queue.left_evicted)
         if foreseer.changed:
             for program_id in foreseer.changed:
                 self._queue.rescore(program_id)
             foreseer.changed.clear()
         scale_changes = foreseer.scale_changes + self._branches.changes
-        if scale_changes != self._scale_changes:
+        if scale_changes != self._scale_changes and not self._unscaled:  # a pass under way ends first
             self._scale_changes = scale_changes
             self._unscaled = self._queue.programs()
         if self._unscaled:
@@ -219,6 +223,15 @@ class SchedulerAdapter:
                     self._admitted(request_id, computed, now)
         if self.steward.actions:
             self._carry_out(now)
+        if self._begun:
+            self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        """The turn has got its blocks, and a lease is over: what is free of the program, it does without."""
+        for program in self._begun:
+            used_s = program.last_turn_s if program.last_turn_s is not None else program.arrived_s
+            self._queue.leave_behind(program.id, used_s)
+        self._begun.clear()
 
     def before_results(self, output: SchedulerOutput) -> None:
         """Before the scheduler takes in a step's results: how long the step took is known now."""
@@ -256,8 +269,6 @@ class SchedulerAdapter:
             # By itself: an output that cannot be decoded must not keep its turn from ending.
             calls = self.guarded(self.reader.read, request.output_token_ids) or ()
         cached = self._cached_blocks(request)
-        if cached and self._scores:
-            self._queue.leave_behind(ticket.program.id)
         self._queue.own(cached, ticket.program.id)
         lease = self.steward.finished(
             TurnEnd(
@@ -409,6 +420,7 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
+        first = not ticket.admitted
         self.steward.admitted(
             Admission(
                 request_id=request_id,
@@ -419,6 +431,9 @@ class SchedulerAdapter:
             ),
             now,
         )
+        # Of several requests at a time, which the others' branches are is not known: nothing is left behind.
+        if self._scores and first and ticket.program is not None and len(ticket.program.live_requests) == 1:
+            self._begun.append(ticket.program)
 
     def _cached_blocks(self, request: Request) -> list[KVCacheBlock]:
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
@@ -498,7 +513,10 @@ class SchedulerAdapter:
         self.guarded(self._evicted, block, owner, score)
 
     def _bucket_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
-        return self.steward.owner_score(program_id, self._branches.share if left_behind else None)
+        left = None
+        if left_behind:
+            left = LeftBehind(self._branches.share, *self._queue.left(program_id))
+        return self.steward.owner_score(program_id, left)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

@@ -63,10 +63,12 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         self._owner: dict[int, Owner] = {}
         self._owned: dict[ProgramId, dict[int, None]] = {}
         """Of each program the blocks it is named as an owner of, in the order of its context."""
-        self.left_blocks = 0
-        """Free blocks that the newest turn of their program did without, counted whenever they become so."""
-        self.left_blocks_reused = 0
-        """Of these, how many were reused for what they hold, by whomever."""
+        self.left_reused = 0
+        """Blocks that a turn did without and somebody then used for what they hold."""
+        self.left_evicted = 0
+        """The same that were taken for something else instead."""
+        self._left_used_s: dict[ProgramId, float] = {}
+        """Of each bucket of what a turn did without, when the oldest of it was last used."""
         self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
         """Only such as have blocks in them."""
         self._bucket_of: dict[int, Bucket] = {}
@@ -152,17 +154,26 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
             if (program_id, left) in self._buckets:
                 self._push((program_id, left))
 
-    def leave_behind(self, program_id: ProgramId) -> None:
-        """What is free of the program now, its newest turn did without. Call before that turn's are freed."""
+    def leave_behind(self, program_id: ProgramId, used_s: float) -> None:
+        """What is free of the program now, its newest turn does without; it was last used at ``used_s``.
+
+        Call when the turn has got its blocks.
+        """
         bucket = self._buckets.get((program_id, False))
         if bucket is None:
             return
-        left = self._bucket((program_id, True))
+        left = self._buckets.get((program_id, True))
+        if left is None:
+            left = self._buckets[program_id, True] = OrderedDict()
+            self._left_used_s[program_id] = used_s
         left.update(bucket)
         self._bucket_of.update(dict.fromkeys(bucket, (program_id, True)))
-        self.left_blocks += len(bucket)
-        del self._buckets[program_id, False], self._place[program_id, False]
+        self._forget_bucket((program_id, False))
         self._push((program_id, True))
+
+    def left(self, program_id: ProgramId) -> tuple[float, int]:
+        """(when the oldest of it was last used, blocks) of what the program's newest turn did without."""
+        return self._left_used_s[program_id], len(self._buckets[program_id, True])
 
     def programs(self) -> list[ProgramId]:
         """Those that have free cached blocks of their own."""
@@ -198,7 +209,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         """Of the engine: somebody has found what the block holds."""
-        self.left_blocks_reused += self._bucket_of.get(block.block_id, SHARED)[1]
+        self.left_reused += self._bucket_of.get(block.block_id, SHARED)[1]
         self._take_out(block)
 
     def popleft(self) -> KVCacheBlock:
@@ -256,8 +267,13 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         bucket = self._buckets[name]
         del bucket[block.block_id]
         if not bucket:
-            del self._buckets[name], self._place[name]
+            self._forget_bucket(name)
         self.num_free_blocks -= 1
+
+    def _forget_bucket(self, name: Bucket) -> None:
+        del self._buckets[name], self._place[name]
+        if name[1]:
+            del self._left_used_s[name[0]]
 
     def _bucket(self, name: Bucket) -> OrderedDict[int, KVCacheBlock]:
         bucket = self._buckets.get(name)
@@ -285,10 +301,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     def _empty_bucket(self, name: Bucket) -> list[KVCacheBlock]:
         """The blocks of the bucket, in order; they are nowhere now."""
-        bucket = self._buckets.pop(name, None)
+        bucket = self._buckets.get(name)
         if bucket is None:
             return []
-        del self._place[name]
+        self._forget_bucket(name)
         for block_id in bucket:
             del self._bucket_of[block_id]
         self.num_free_blocks -= len(bucket)
@@ -310,8 +326,10 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         for block in blocks:
             del bucket[block.block_id], self._bucket_of[block.block_id]
         if not bucket:
-            del self._buckets[name], self._place[name]
+            self._forget_bucket(name)
         self.num_free_blocks -= len(blocks)
+        if name[1]:
+            self.left_evicted += len(blocks)
         return blocks, place[0]
 
     def _reused(self, block: KVCacheBlock, score: Score | None) -> None:

@@ -10,7 +10,7 @@ from sojourn.ids import ProgramId
 
 from ...policy.costs import PrefillCurve
 from ...policy.preset import Preset
-from ...policy.views import RoomNeed, VictimView
+from ...policy.views import LeftBehind, RoomNeed, VictimView
 from ..facts import Action, Admission, Arrival, TurnEnd
 from ..leases import Lease
 from ..state import Histories, Pool, StewardLimits, Ticket
@@ -156,9 +156,10 @@ class TapingSteward(Steward):
     def promoted_s(self, ticket: Ticket) -> float:
         return self._tape.told("promoted", None, (ticket.arrival,), _itself, super().promoted_s, ticket)
 
-    def owner_score(self, program_id: ProgramId, branch_reuse: float | None = None) -> tuple[float, ...]:
-        facts = (program_id, branch_reuse)
-        return self._tape.told("score", None, facts, _itself, super().owner_score, program_id, branch_reuse)
+    def owner_score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
+        return self._tape.told(
+            "score", None, (program_id, left), _itself, super().owner_score, program_id, left
+        )
 
     def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
         def facts() -> tuple[Any, ...]:
