@@ -19,7 +19,6 @@ from lab_pages import made_by, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
-from sojourn_server.lab.baselines.catalog import BASELINES
 from sojourn_server.lab.kept_runs import KeptRuns
 from sojourn_server.lab.policies import find_policy, policy_names
 from sojourn_server.lab.report.measure import trace_name
@@ -27,6 +26,7 @@ from sojourn_server.lab.report.results import document, made_with
 from sojourn_server.lab.report.row import RunRow
 from sojourn_server.lab.report.table import markdown
 from sojourn_server.lab.run import RunSpec, check
+from sojourn_server.policy.preset import load_preset
 
 LEFT_OUT = ("observe",)
 """Presets that decide as stock does."""
@@ -141,7 +141,7 @@ def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> st
         "",
         "## The policies",
         "",
-        *(f"- {name}: {find_policy(name).paper or BASELINES[name].paper}" for name in _policies(rows)),
+        *(f"- {name}: {find_policy(name).paper or load_preset(name).paper}" for name in _policies(rows)),
         "",
         "## Everything",
         "",
