@@ -46,7 +46,7 @@ class EngineLife(RuleBasedStateMachine):
 
             adapter = self.engine.scheduler.sojourn
             object.__setattr__(adapter.steward.preset, "eviction", LatestProgramsBlocks())
-            adapter._queue._score = adapter._bucket_score
+            adapter._queue._score = adapter._order.score
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1

@@ -45,6 +45,9 @@ class Foreseer:
         self._ordered = preset.eviction.by_program
         self.changed: dict[ProgramId, None] = {}
         """Programs whose score may have changed, oldest news first; whoever takes them clears it."""
+        self.begun: dict[ProgramId, float] = {}
+        """Programs whose turn has got its blocks, and when they last used what they had; whoever takes them
+        clears it."""
         self._plans: list[tuple[float, ProgramId]] = []
         """A heap of when to begin, for whom. What a program's own ``prefetch_at_s`` does not say is stale."""
 
@@ -70,6 +73,11 @@ class Foreseer:
         self, program: Program, block_hashes: Sequence[Any], before_blocks: int, shared_blocks: int | None
     ) -> None:
         """A request got its blocks; so many of the last turn's are the first of its prompt."""
+        # Of several requests at a time it is not known which branch is whose: none leaves anything behind.
+        if self._ordered and len(program.live_requests) == 1:
+            self.begun[program.id] = (
+                program.last_turn_s if program.last_turn_s is not None else program.arrived_s
+            )
         if not self._looks:
             return
         if program.prompt_type is None and not program.turns:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sojourn.ids import ProgramId
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,10 +22,8 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
-from ..policy.views import LeftBehind
-from ..program.observations import ReuseShare
-from ..program.record import Program
-from .free_queue import Owner, ProgramFreeQueue, Score
+from .block_order import BlockOrder
+from .free_queue import Owner, Score
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -41,9 +38,6 @@ logger = init_logger("vllm.sojourn")
 
 LOOK_AGAIN_STEPS = 16
 """Steps between two look-ups of what a gated request could share."""
-
-RESCORED_PER_STEP = 256
-"""Programs scored anew in one step when the scale has moved, so that no step does all of them."""
 
 EASILY_COUNTED = 20_000
 """Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
@@ -99,19 +93,13 @@ class SchedulerAdapter:
             desk=desk,
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
-        self._queue = ProgramFreeQueue(
+        self._order = BlockOrder(
+            self.steward,
             self._pool.free_block_queue,
             evicted=self._guarded_evicted,
-            score=self._guarded_score if preset.eviction.by_program else None,
+            guarded=self.guarded,
         )
-        self._pool.free_block_queue = self._queue
-        self._scores = preset.eviction.by_program
-        self._branches = ReuseShare()
-        self._begun: list[Program] = []
-        """Programs whose turn was admitted in this step."""
-        self._scale_changes = 0
-        self._unscaled: list[ProgramId] = []
-        """Programs whose score is still measured in an earlier scale."""
+        self._queue = self._pool.free_block_queue = self._order.queue
         self._held = HeldBlocks(self._pool, self._queue)
         # With user priorities the gate would let an unimportant early program keep an important one out.
         gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
@@ -180,26 +168,8 @@ class SchedulerAdapter:
             self._carry_out(now)
         if self._promotions and self._promotions[0][0] <= now:
             self._promote(now)
-        if self._scores:
-            self.guarded(self._rescore)
+        self._order.before_step()
         self._shortage.prepare_step()
-
-    def _rescore(self) -> None:
-        """Programs to which something happened, at once; all others a few a step, when the scale moved."""
-        foreseer = self.steward.foreseer
-        self._branches.observe(self._queue.left_reused, self._queue.left_evicted)
-        if foreseer.changed:
-            for program_id in foreseer.changed:
-                self._queue.rescore(program_id)
-            foreseer.changed.clear()
-        scale_changes = foreseer.scale_changes + self._branches.changes
-        if scale_changes != self._scale_changes and not self._unscaled:  # a pass under way ends first
-            self._scale_changes = scale_changes
-            self._unscaled = self._queue.programs()
-        if self._unscaled:
-            for program_id in self._unscaled[-RESCORED_PER_STEP:]:
-                self._queue.rescore(program_id)
-            del self._unscaled[-RESCORED_PER_STEP:]
 
     def _promote(self, now: float) -> None:
         """File anew those whom waiting alone lets go first from now on."""
@@ -223,15 +193,7 @@ class SchedulerAdapter:
                     self._admitted(request_id, computed, now)
         if self.steward.actions:
             self._carry_out(now)
-        if self._begun:
-            self._leave_behind()
-
-    def _leave_behind(self) -> None:
-        """The turn has got its blocks, and a lease is over: what is free of the program, it does without."""
-        for program in self._begun:
-            used_s = program.last_turn_s if program.last_turn_s is not None else program.arrived_s
-            self._queue.leave_behind(program.id, used_s)
-        self._begun.clear()
+        self._order.after_step()
 
     def before_results(self, output: SchedulerOutput) -> None:
         """Before the scheduler takes in a step's results: how long the step took is known now."""
@@ -420,7 +382,6 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
-        first = not ticket.admitted
         self.steward.admitted(
             Admission(
                 request_id=request_id,
@@ -431,9 +392,6 @@ class SchedulerAdapter:
             ),
             now,
         )
-        # Of several requests at a time, which the others' branches are is not known: nothing is left behind.
-        if self._scores and first and ticket.program is not None and len(ticket.program.live_requests) == 1:
-            self._begun.append(ticket.program)
 
     def _cached_blocks(self, request: Request) -> list[KVCacheBlock]:
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
@@ -505,18 +463,9 @@ class SchedulerAdapter:
             known = self._shared[request.request_id] = (self._steps, shared)
         return known[1]
 
-    def _guarded_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
-        return self.guarded(self._bucket_score, program_id, left_behind) or (float("-inf"),)
-
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
         self.guarded(self._evicted, block, owner, score)
-
-    def _bucket_score(self, program_id: ProgramId, left_behind: bool) -> tuple[float, ...]:
-        left = None
-        if left_behind:
-            left = LeftBehind(self._branches.share, *self._queue.left(program_id))
-        return self.steward.owner_score(program_id, left)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating
