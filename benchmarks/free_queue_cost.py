@@ -42,14 +42,18 @@ class Pool:
         self.queue: Any = FreeKVCacheBlockQueue(made)
         self.ours = by_program
         if by_program:
-            self.queue = ProgramFreeQueue(
-                self.queue, evicted=lambda *_: None, score=lambda program_id, left: self.scores[program_id]
-            )
+            self.queue = ProgramFreeQueue(self.queue, evicted=lambda *_: None, order=self)
         self.left: dict[str, list[Any]] = {name: [] for name in self.scores}
         """What each program's newest turn gave back."""
         self._owner: dict[int, str] = {}
         self._random = random.Random(0)
         self._names = 0
+
+    def standing(self, program_id: str, left: tuple[float, int] | None) -> tuple[float, ...]:
+        return self.scores[program_id]
+
+    def score(self, standing: tuple[float, ...]) -> tuple[float, ...]:
+        return standing
 
     def turn(self) -> float:
         """One turn of a random program; CPU seconds inside the queue."""

@@ -3,9 +3,11 @@
     python benchmarks/saga_ratio.py --traces traces --cache ratio-cache
 
 For every trace, programs arrive Poisson and run until all have finished (so every policy does the same
-work), at several sizes of the KV pool. A first run, so slow that each program has the device for itself,
-tells the trace's own scale: arrivals are as many as keep ``--live`` of them alive at once, and sizes are
-multiples of the longest context. At each size stock vLLM is run with its accesses recorded; Bélády and
+work), at several sizes of the KV pool. Two first runs tell the trace's own scale. In one each program has
+the device for itself: arrivals are as many as keep ``--live`` of them alive at once. In the other these
+arrive and no KV is ever lost: sizes are shares of the most that living programs' contexts take together.
+(Well below that whoever runs is in each other's way, whatever is evicted, and LRU is as good as Bélády.)
+At each size stock vLLM is run with its accesses recorded; Bélády and
 "LRU + Prefix" (SAGA, Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is 2.0 or more, those of the
 paper's table, are run under every other policy. Writes saga_ratio.json and .md into benchmarks/results; what
 is between the marks of the .md was written by hand and stays.
@@ -18,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from lab_pages import made_by, write_page
@@ -27,21 +30,26 @@ from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.lab.kept_runs import KeptRuns
 from sojourn_server.lab.lives import RunLog
+from sojourn_server.lab.policies import find_policy
 from sojourn_server.lab.report.measure import trace_name
 from sojourn_server.lab.report.results import document, made_with
 from sojourn_server.lab.report.row import RunRow
 from sojourn_server.lab.run import RunSpec
 
-POLICIES = ("known-ends", "continuum", "saga-paper", "saga", "saga-inferred", "saga-cold")
+POLICIES = (
+    "continuum", "saga", "saga-paper", "saga-inferred", "saga-cold", "saga-no-eviction", "saga-no-ttl"
+)  # fmt: skip
 PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
 """Table 2: SWE-bench and WebArena."""
 WORTH = 2.0
 """Least LRU ÷ Bélády of a size that counts."""
-SIZES = (1.2, 1.7, 2.4, 3.4, 4.8, 6.7, 9.4)
-"""Longest contexts that the pool holds: from hardly more than one request to where little is lost."""
+SHARES = (0.7, 0.8, 0.85, 0.9, 0.95)
+"""Of the most that living programs' contexts take together: what the pool holds."""
+LEAST_POOL = 1.1
+"""Longest contexts that the pool holds at least."""
 ALONE_PER_S = 1e-4
 """Arrivals of the first run: one in three hours."""
-ALONE_PROGRAMS = 40
+ALONE_PROGRAMS = 24
 TARGET = 1.31
 LEAST = 0.01
 """A ratio below counts as this in a geometric mean."""
@@ -52,11 +60,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
     parser.add_argument("--only", help="traces whose names hold one of these, commas between")
-    parser.add_argument("--programs", type=int, default=60, help="arrivals of each run")
+    parser.add_argument("--programs", type=int, default=24, help="arrivals of each run")
     parser.add_argument(
-        "--live", type=float, default=12.0, help="programs alive at once, with no KV ever lost"
+        "--live", type=float, default=8.0, help="programs alive at once, with no KV ever lost"
     )
-    parser.add_argument("--sizes", type=int, default=2, help="most pool sizes of a trace to run policies at")
+    parser.add_argument("--sizes", type=int, default=1, help="most pool sizes of a trace to run policies at")
     parser.add_argument("--policy", default=",".join(POLICIES))
     parser.add_argument("--hardware", default="a100-80gb")
     parser.add_argument("--model", default="llama-3.1-8b")
@@ -99,6 +107,7 @@ def main() -> None:
     console = Console(stderr=True)
     kept = KeptRuns(options.cache)
     policies = options.policy.split(",")
+    names = [find_policy(policy).name for policy in policies]
 
     def spec(
         trace: Path,
@@ -121,10 +130,13 @@ def main() -> None:
         name = trace_name(str(trace))
         alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
         rate_per_s, longest = scale(alone.logs[0], options.live)
-        pools = [int(size * longest) for size in SIZES]
+        # More than the pool ever has to hold: with it the run has as many programs as the others.
+        ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
+        demand = most_at_once(run_with_progress([ample], processes=options.jobs, kept=kept).logs[0])
+        pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})
         console.print(
-            f"{name}: contexts of up to {longest:,} tokens, {rate_per_s:.3g} programs a second; "
-            f"LRU and Bélády at {len(pools)} sizes",
+            f"{name}: contexts of up to {longest:,} tokens, {demand:,} of all at once, {rate_per_s:.3g} "
+            f"programs a second; LRU and Bélády at {len(pools)} sizes",
             highlight=False,
         )
         stock = run_with_progress(
@@ -155,7 +167,7 @@ def main() -> None:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
     made = made_with(sys.argv)
     write_json(document(rows, made), str(options.out / "saga_ratio.json"))
-    text = page(found, policies, options.live, made_by(made, time.monotonic() - began))
+    text = page(found, names, options.live, made_by(made, time.monotonic() - began))
     write_page(options.out / "saga_ratio.md", text, FIRST_WORDS)
     Console().print(text, highlight=False, markup=False)
 
@@ -169,6 +181,19 @@ def scale(log: RunLog, live: float) -> tuple[float, int]:
     arrived = sum(program.parent is None for program in log.programs)
     contexts = [turn.prompt_tokens + turn.output_tokens for program in log.programs for turn in program.turns]
     return live * arrived / sum(filter(None, lasted_s)), max(contexts)
+
+
+def most_at_once(log: RunLog) -> int:
+    """Tokens of the contexts of all living programs together, at the worst moment."""
+    changes: list[tuple[float, int]] = []
+    for program in log.programs:
+        held = 0
+        for turn in program.turns:
+            context = turn.prompt_tokens + turn.output_tokens
+            changes.append((turn.submitted_s, context - held))
+            held = context
+        changes.append((program.finished_s if program.finished_s is not None else math.inf, -held))
+    return max(accumulate(tokens for _, tokens in sorted(changes)))
 
 
 def thinned(sizes: Sequence[Size], most: int) -> list[Size]:

@@ -322,6 +322,7 @@ def test_one_programs_life_is_told_under_each_policy(
     told = twice[0][1].stderr
     assert "p0@0 under stock" in told
     assert "p0@0 under continuum" in told
+    assert "Bélády" in told
     assert "Traceback" not in told
     assert "Triton" not in told
 

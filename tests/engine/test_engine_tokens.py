@@ -91,6 +91,15 @@ def generate(model: str, sojourn: dict[str, Any] | None, *, hints: bool) -> tupl
         report = {
             "stats": json.loads(scheduler.sojourn_call("stats", "")),
             "decisions": json.loads(scheduler.sojourn_call("decisions", '{"limit": 5000}'))["decisions"],
+            "ledger": [
+                row
+                for n in range(PROGRAMS)
+                for row in json.loads(scheduler.sojourn_call("program", f'{{"program_id": "P{n}"}}'))[
+                    "ledger"
+                ]
+            ]
+            if hints
+            else [],
         }
     for _ in arms:
         pass
@@ -101,11 +110,16 @@ def test_stock_no_hints_and_leases_under_pressure_give_the_same_tokens(smol_mode
     stock, _ = generate(smol_model, None, hints=False)
     silent, _ = generate(smol_model, {"policy": "continuum"}, hints=False)
     leased, report = generate(smol_model, {"policy": "continuum"}, hints=True)
+    ordered, by_program = generate(smol_model, {"policy": "saga"}, hints=True)
     assert sum(len(tokens) for tokens in stock) >= 1000
     assert len({tuple(tokens) for tokens in stock}) == PROGRAMS, "the programs must differ"
     assert silent == stock
     assert leased == stock
+    assert ordered == stock
     kinds = [(d["kind"], d["reason"]) for d in report["decisions"]]
     assert ("keep", "hinted") in kinds
     assert ("release", "pressure") in kinds, "the leases must have been under pressure"
     assert report["stats"]["ledger"]["device_tokens"] > 0
+    assert by_program["stats"]["ledger"]["device_tokens"] > 0
+    taken = [row["evicted_score"] for row in by_program["ledger"] if row["evicted_score"]]
+    assert taken, "blocks must have been taken in the order by program"

@@ -56,7 +56,8 @@ class Agents:
         return program
 
     def score(self, name: str) -> tuple[float, ...]:
-        return self.engine.steward.owner_score(ProgramId(name))
+        steward = self.engine.steward
+        return steward.owner_score(steward.owner_standing(ProgramId(name)))
 
 
 def test_without_hints_a_type_is_cold_until_thirty_of_it_have_ended() -> None:
@@ -146,7 +147,8 @@ def test_what_a_turn_left_behind_has_an_age_a_size_and_a_chance_of_its_own() -> 
     blocks, now = agents.program("a").cached_blocks, agents.engine.now
 
     def left(reuse: float = 1.0, used_s: float = now, size: int = blocks) -> tuple[float, ...]:
-        return agents.engine.steward.owner_score(ProgramId("a"), LeftBehind(reuse, used_s, size))
+        steward = agents.engine.steward
+        return steward.owner_score(steward.owner_standing(ProgramId("a"), LeftBehind(used_s, size)), reuse)
 
     assert left() == agents.score("a")
     assert left(reuse=0.0) < left(reuse=0.5) < left(), "less likely to be used"
@@ -160,7 +162,9 @@ def test_scores_of_others_hold_until_the_scale_moves() -> None:
     agents.engine.wait(1.0)
     agents.turn("a", expected_steps_left=5.0)
     foreseer = agents.engine.steward.foreseer
+    steward = agents.engine.steward
     before, score = foreseer.scale_changes, agents.score("a")
+    standing = steward.owner_standing(ProgramId("a"))
     for _ in range(20):
         agents.turn("b", expected_steps_left=5.0)
         agents.engine.wait(0.5)
@@ -170,6 +174,8 @@ def test_scores_of_others_hold_until_the_scale_moves() -> None:
     agents.turn("b", expected_steps_left=5.0)
     assert foreseer.scale_changes > before
     assert agents.score("a") != score
+    assert steward.owner_standing(ProgramId("a")) == standing
+    assert steward.owner_score(standing) == agents.score("a")
 
 
 def test_what_other_presets_keep_of_workflows_is_nothing() -> None:

@@ -117,6 +117,19 @@ def test_c1_the_first_arrival_is_the_rank_for_ever() -> None:
 # -- C3 history --------------------------------------------------------------------
 
 
+def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
+    """A context that shrinks and grows again counted each time: others were kept out of an empty pool."""
+    engine = VirtualEngine()
+    for tokens in (100, 200, 60, 190, 230):
+        engine.turn("p", prompt(tokens))
+        engine.wait(1.0)
+    program = engine.steward.table.get(ProgramId("p"))
+    assert program is not None
+    output = program.context_tokens - 230
+    assert program.peak_tokens == 230 + output
+    assert engine.steward.histories.growth_tokens.values() == [100.0, 0.0, 0.0, 30.0]
+
+
 def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(8))

@@ -174,6 +174,19 @@ def test_finer_causes_and_repeated_preemptions_are_told() -> None:
     assert "computed again (expired 160, preempted 30, novel 10)" in text
 
 
+def test_what_the_optimum_would_have_done_is_told_beside_it() -> None:
+    text = text_of(life(optimum_tokens=48), "p")
+    assert re.search(r"computed\s+again\s+Bélády\s+why", text)
+    assert re.search(r"\b200\s+48\s+evicted 200", text)
+    assert "Bélády's order" not in text, "of the first turn it is not known"
+    run = life(optimum_tokens=48)
+    run.programs[0].turns[0].optimum_tokens = 0
+    assert "Bélády's order, on this run's accesses, would have computed 48 again" in verdict(
+        run, run.programs[0]
+    )
+    assert "Bélády" not in text_of(life(), "p")
+
+
 def test_who_took_it_at_what_score_and_what_was_foreseen_are_told() -> None:
     run = life(evictor="q", evicted_score=(0.0, -0.3125), goes_on=0.75)
     assert "evicted 200 by q at score 0, -0.312" in text_of(run, "p")

@@ -29,6 +29,7 @@ from sojourn_server.policy.views import (
     OwnerView,
     PrefetchView,
     RoomNeed,
+    Scale,
     StepView,
     TurnView,
     VictimView,
@@ -122,8 +123,9 @@ running = st.lists(st.tuples(ranks, st.integers(1, 20), times, times), max_size=
 owners = st.builds(
     OwnerView, ranks, st.booleans(), times,
     blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
-    longest_gap_s=times, most_blocks=times, branch_reuse=st.floats(0, 1),
+    left_behind=st.booleans(),
 )  # fmt: skip
+scales = st.builds(Scale, times, times, st.floats(0, 1))
 edges = st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=4).map(tuple)
 steps = st.builds(
     StepView, st.booleans(), st.none() | times, edges, st.booleans(), edges, st.integers(0, 60),
@@ -226,14 +228,18 @@ def test_victim(policy: Any, candidates: list[VictimView], short: int, now: floa
 
 
 @pytest.mark.parametrize("policy", registered("eviction"))
-@given(views=st.lists(owners, min_size=1, max_size=8))
-def test_eviction(policy: Any, views: list[OwnerView]) -> None:
+@given(views=st.lists(owners, min_size=1, max_size=8), scale=scales)
+def test_eviction(policy: Any, views: list[OwnerView], scale: Scale) -> None:
+    def score(view: OwnerView) -> tuple[float, ...]:
+        placed: tuple[float, ...] = policy.score(policy.standing(view), scale)
+        return placed
+
     assert isinstance(policy.by_program, bool)
-    scores = [policy.score(view) for view in views]
-    assert scores == [policy.score(view) for view in views]
+    scores = [score(view) for view in views]
+    assert scores == [score(view) for view in views]
     assert sorted(scores), "scores of any two owners compare"
     if policy.by_program:
-        first = min(views, key=policy.score)
+        first = min(views, key=score)
         assert first.over or not any(view.over for view in views), "what is over goes first"
 
 
@@ -267,7 +273,7 @@ def test_latest_programs_blocks_go_first() -> None:
         OwnerView(2, True, 9.0),
         OwnerView(3, True, 0.0),
     ]
-    assert [view.program_rank for view in sorted(views, key=policy.score)] == [3, 2, 7, 1]
+    assert [view.program_rank for view in sorted(views, key=policy.standing)] == [3, 2, 7, 1]
 
 
 @pytest.mark.parametrize(

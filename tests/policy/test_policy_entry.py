@@ -88,3 +88,10 @@ def test_more_room_never_shuts_the_gate_and_more_programs_never_open_it() -> Non
         for number in range(12)
     ]
     assert kept_out == sorted(kept_out)
+
+
+def test_a_context_that_was_longer_before_is_expected_to_be_so_again() -> None:
+    seen = replace(NEWCOMER, turns_seen=MIN_TURNS_SEEN, mean_growth_tokens=5.0, max_context_tokens=9_000)
+    shrunk = GrowthView(turns=99, first_prompt_tokens=10, context_tokens=300, peak_tokens=700)
+    assert RoomToGrow().expected_growth_tokens(shrunk, seen) == pytest.approx(400)
+    assert RoomToGrow().expected_growth_tokens(shrunk._replace(context_tokens=700), seen) == pytest.approx(5)

@@ -20,21 +20,36 @@ from sojourn_server.policy.prefetch import LikeliestSuccessor, Prefetch
 from sojourn_server.policy.preset import REGISTRY, PresetError, load_preset, parse_preset
 from sojourn_server.policy.retention_tool_type import ToolTypeTtl
 from sojourn_server.policy.room import LeastWantedFirst
-from sojourn_server.policy.views import LeaseView, OwnerView, PrefetchView, RoomNeed, StepView, TurnView
+from sojourn_server.policy.views import (
+    LeaseView,
+    OwnerView,
+    PrefetchView,
+    RoomNeed,
+    Scale,
+    StepView,
+    TurnView,
+)
 from sojourn_server.program.history import ToolHistory
 
 # -- WA-LRU (S3) -----------------------------------------------------------------------
 
 
+SCALE = Scale(longest_gap_s=10.0, most_blocks=100.0)
+
+
 def owner(**changes: Any) -> OwnerView:
-    view = OwnerView(1, False, 100.0, blocks=50, p_reuse=0.8, longest_gap_s=10.0, most_blocks=100.0)
-    return view._replace(**changes)
+    return OwnerView(1, False, 100.0, blocks=50, p_reuse=0.8)._replace(**changes)
+
+
+def score(view: OwnerView, scale: Scale = SCALE) -> tuple[float, ...]:
+    rule = WorkflowAwareLru()
+    return rule.score(rule.standing(view), scale)
 
 
 def p_evict(view: OwnerView, now: float) -> float:
     """Equation 1 with the paper's weights, as it stands there."""
-    recency = (now - view.last_turn_s) / view.longest_gap_s
-    return 0.3 * recency + 0.5 * (1 - (view.p_reuse or 0.0)) + 0.2 * view.blocks / view.most_blocks
+    recency = (now - view.last_turn_s) / SCALE.longest_gap_s
+    return 0.3 * recency + 0.5 * (1 - (view.p_reuse or 0.0)) + 0.2 * view.blocks / SCALE.most_blocks
 
 
 owners = st.builds(
@@ -47,25 +62,25 @@ owners = st.builds(
 
 @given(owners, owners, st.floats(100, 200))
 def test_the_order_is_that_of_equation_1_at_any_time(one: OwnerView, other: OwnerView, now: float):
-    rule = WorkflowAwareLru()
     by_paper = p_evict(one, now) - p_evict(other, now)
-    by_score = rule.score(other)[1] - rule.score(one)[1]  # the lowest is reused first
+    by_score = score(other)[1] - score(one)[1]  # the lowest is reused first
     assert by_score == pytest.approx(by_paper, abs=1e-9)
 
 
 def test_each_term_alone():
-    score = WorkflowAwareLru().score
     assert score(owner(last_turn_s=99.0)) < score(owner()), "idle for longer"
     assert score(owner(p_reuse=0.2)) < score(owner()), "less likely to come back"
     assert score(owner(blocks=90)) < score(owner()), "larger"
     assert score(owner(over=True)) < score(owner()), "over"
     assert score(owner(wanted=True)) > score(owner()), "its request waits"
     assert score(owner(p_reuse=None)) < score(owner()), "cold"
-    assert score(owner(branch_reuse=0.1)) < score(owner(branch_reuse=0.9)) < score(owner()), "another branch"
+    left = owner(left_behind=True)
+    seldom, often = (SCALE._replace(branch_reuse=share) for share in (0.1, 0.9))
+    assert score(left, seldom) < score(left, often) < score(owner(), often), "another branch"
 
 
 def test_nothing_seen_yet_is_no_division_by_zero():
-    assert math.isfinite(WorkflowAwareLru().score(OwnerView(1, False, 5.0))[1])
+    assert math.isfinite(score(OwnerView(1, False, 5.0), Scale())[1])
 
 
 @pytest.mark.parametrize(
@@ -282,12 +297,15 @@ def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
 def test_saga_as_printed_differs_in_who_enters_who_goes_next_and_who_gives_way():
     ours, printed = load_preset("saga"), load_preset("saga-paper")
     differing = {name for name in REGISTRY if getattr(ours, name) != getattr(printed, name)}
-    assert differing == {"foresight", "entry", "order", "room", "victim"}
+    assert differing == {"eviction", "foresight", "entry", "order", "room", "victim"}
+    assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLru())
     assert ours.foresight == replace(printed.foresight, calls_tell=True)
     assert printed.entry == EveryoneEnters()
     assert printed.order == RequestFcfs()
     continuum = load_preset("continuum")
-    assert all(getattr(ours, name) == getattr(continuum, name) for name in differing - {"foresight"})
+    assert all(
+        getattr(ours, name) == getattr(continuum, name) for name in differing - {"foresight", "eviction"}
+    )
 
 
 def test_saga_has_the_papers_defaults():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,8 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-ScoreOf = Callable[[str, bool], Any]
+Left = tuple[float, int] | None
+ScoreOf = Callable[[str, Left], Any]
 BLOCKS = 14
+NEWEST = math.inf
+FEW_LEFT = 3
 PROGRAMS = [f"P{number}" for number in range(20)]
 
 
@@ -22,15 +27,27 @@ def make_blocks(count: int) -> list[Any]:
     return [KVCacheBlock(number) for number in range(count)]
 
 
-def make_queue(
-    blocks: Sequence[Any], score: Callable[[str, bool], Any] | None = None, evicted: Any = None
-) -> Any:
+def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any = None) -> Any:
     from sojourn_server.vllm.free_queue import ProgramFreeQueue
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
     return ProgramFreeQueue(
-        FreeKVCacheBlockQueue(list(blocks)), evicted=evicted or (lambda *_: None), score=score
+        FreeKVCacheBlockQueue(list(blocks)),
+        evicted=evicted or (lambda *_: None),
+        order=ByScore(score) if score is not None else None,
     )
+
+
+class ByScore:
+    """An order without a scale of its own: a bucket's standing is its score at that time."""
+
+    def __init__(self, score: ScoreOf) -> None:
+        self.standing = score
+        self.shift = 0.0
+
+    def score(self, standing: Any) -> Any:
+        """The shift is one that changes the order."""
+        return (standing[0] * (-1.0 if self.shift else 1.0), *standing[1:])
 
 
 def give_hash(block: Any) -> None:
@@ -70,12 +87,88 @@ def test_a_program_that_ends_after_a_reset_leaves_no_block_behind() -> None:
         queue.popleft()
 
 
-def test_the_last_programs_end_leaves_hashed_orphans_at_the_end() -> None:
-    queue = make_queue(make_blocks(5), score=lambda program_id, left: (0.0,))
-    queue.append_n(cached(queue, 3, "P"))
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_an_ended_program_alone_used_goes_next(by_program: bool) -> None:
+    queue = make_queue(make_blocks(8), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    ended, other = cached(queue, 3, "P"), cached(queue, 2, "Q")
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append_n([stranger, *other, *reversed(ended)])
+    assert queue.disown("P") == [2, 1, 0]
+    order = [6, 7, 2, 1, 0, 5, 3, 4]
+    assert ids(queue.get_all_free_blocks()) == order
+    assert ids(queue.popleft_n(8)) == order
+
+
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_several_programs_have_used_outlives_them(by_program: bool) -> None:
+    """The last one's end threw it away, and the next program that began alike computed it again."""
+    queue = make_queue(make_blocks(6), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    beginning = cached(queue, 2, "P")
+    queue.own(beginning, "Q")
+    own = cached(queue, 1, "P")
+    queue.append_n([*own, *reversed(beginning)])
+    assert queue.disown("P") == ids(own)
+    assert queue.disown("Q") == [1, 0]
+    assert ids(queue.get_all_free_blocks()) == [3, 4, 5, 2, 1, 0]
+    queue.remove(own[0])  # a later program begins like this one, too
+    queue.own(own, "R")
+    queue.append_n(own)
+    assert queue.disown("R") == [2]
+    assert ids(queue.popleft_n(6)) == [3, 4, 5, 1, 0, 2]
+
+
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_still_runs_when_its_program_ends_goes_next_once_it_is_freed(by_program: bool) -> None:
+    queue = make_queue(make_blocks(4), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append(stranger)
+    running = cached(queue, 2, "P")
+    assert queue.disown("P") == [2, 1]
+    queue.append_n(list(reversed(running)))
+    assert ids(queue.popleft_n(4)) == [3, 2, 1, 0]
+
+
+def test_an_end_in_mid_turn_makes_nothing_common() -> None:
+    """Its turn over, the program owns its blocks anew: they were taken for another program's, and kept."""
+    queue = make_queue(make_blocks(4))
+    running = cached(queue, 2, "P")
+    assert queue.disown("P") == [1, 0]
+    queue.own(running, "P")
+    assert queue.disown("P") == [1, 0]
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append_n([stranger, *reversed(running)])
+    assert ids(queue.popleft_n(4)) == [3, 1, 0, 2]
+
+
+def test_what_somebody_of_no_program_finds_is_common() -> None:
+    queue = make_queue(make_blocks(3))
+    blocks = cached(queue, 2, "P")
+    queue.append_n(list(reversed(blocks)))
     queue.disown("P")
-    assert ids(queue.get_all_free_blocks()) == [3, 4, 0, 1, 2]
-    assert ids(queue.popleft_n(5)) == [3, 4, 0, 1, 2]
+    queue.remove(blocks[0])
+    queue.append(blocks[0])
+    assert ids(queue.get_all_free_blocks()) == [2, 1, 0]
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append(stranger)
+    assert ids(queue.popleft_n(3)) == [1, 0, 2]
+
+
+def test_a_prefix_that_others_used_before_a_program_did_outlives_it() -> None:
+    queue = make_queue(make_blocks(4))
+    other = cached(queue, 1, "Q")
+    prefix = queue.popleft()
+    give_hash(prefix)
+    queue.append(prefix)
+    queue.remove(prefix)  # the program finds it
+    queue.own([prefix], "P")
+    queue.append_n([prefix, *other])
+    queue.disown("P")
+    queue.disown("Q")
+    assert ids(queue.popleft_n(4)) == [2, 3, 0, 1]
 
 
 def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
@@ -115,7 +208,7 @@ def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
     old = cached(queue, 2, "Q")
     queue.append_n(old)
     queue.leave_behind("Q", 5.0)  # its next turn began anew
-    assert queue.left("Q") == (5.0, 2)
+    assert queue.left("Q") == {5.0: 2}
     queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
     assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
     queue.remove(old[0])  # another turn goes back to that branch
@@ -156,13 +249,13 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     assert len(queue.owners(0)) == 16
     for number in range(16, 1000):
         queue.own(prefix, f"P{number}")
-    assert queue._owned == {"P0": {own[0].block_id: None}}
+    assert queue._owned == {"P0": {own[0].block_id: own[0]}}
     assert queue.owned_blocks() == 3
     queue.append_n([*prefix, *own])
     for number in range(1000):
         assert queue.disown(f"P{number}") == (ids(own) if number == 0 else [])
     assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
-    assert evictions == [(0, False), (1, False)]
+    assert evictions == [(2, True), (0, False), (1, False)]
     assert queue.owned_blocks() == 0
 
 
@@ -196,49 +289,78 @@ class QueueMachine(RuleBasedStateMachine):
         self.evictions: list[int] = []
         self.queue = make_queue(
             self.blocks,
-            score=self.score if self.by_program else None,
+            score=self.standing if self.by_program else None,
             evicted=lambda block, owner, score: self.evictions.append(block.block_id),
         )
         self.list = list(range(BLOCKS))
-        self.buckets: dict[tuple[str, bool], list[int]] = {}
+        self.buckets: dict[tuple[str, float], list[int]] = {}
         self.left = [0, 0]
-        self.used_s: dict[str, float] = {}
         self.owners: dict[int, set[str]] = {}
+        self.ended: list[int] = []
+        self.used_by: dict[int, set[str]] = {}
+        """Of cached blocks, the programs that ever did, and "somebody" who found it without an owner."""
+        self.upside_down = False
         self.many: set[int] = set()
         self.taken: list[int] = []
 
     # what the model knows
 
-    def score(self, program_id: str, left: bool) -> tuple[float, ...]:
+    def standing(self, program_id: str, left: Left) -> tuple[float, ...]:
         score, rank = self.scores[program_id]
-        return (score - 1.5 * left, rank)
+        return (score, rank) if left is None else (score - 1.5 - left[0] % 3, rank, left[0])
+
+    def score(self, program_id: str, used_s: float) -> tuple[float, ...]:
+        score, *rest = self.standing(program_id, None if used_s == NEWEST else (used_s, 0))
+        return (-score if self.upside_down else score, *rest)
 
     def order(self) -> list[int]:
-        names = sorted(self.buckets, key=lambda name: self.score(*name) if name[0] else (float("inf"),))
-        return [*self.list, *(block_id for name in names for block_id in self.buckets[name])]
+        names = sorted(self.buckets, key=lambda name: self.score(*name) if name[0] else (NEWEST,))
+        first = list(itertools.takewhile(lambda b: self.blocks[b].block_hash is None, self.list))
+        rest = self.list[len(first) :]
+        return [*first, *self.ended, *rest, *(b for name in names for b in self.buckets[name])]
 
-    def bucket_name(self, block_id: int) -> tuple[str, bool] | None:
+    def bucket_name(self, block_id: int) -> tuple[str, float] | None:
         if not self.by_program or self.blocks[block_id].block_hash is None:
             return None
         owners = self.owners.get(block_id, set())
         if block_id in self.many or len(owners) > 1:
-            return ("", False)
-        return (next(iter(owners)), False) if owners else None
+            return ("", NEWEST)
+        return (next(iter(owners)), NEWEST) if owners else None
 
     def take_out(self, block_id: int) -> None:
-        for line in (self.list, *self.buckets.values()):
+        for line in (self.list, self.ended, *self.buckets.values()):
             if block_id in line:
                 line.remove(block_id)
         self.buckets = {name: bucket for name, bucket in self.buckets.items() if bucket}
 
     def file(self, block_id: int) -> None:
         name = self.bucket_name(block_id)
-        (self.list if name is None else self.buckets.setdefault(name, [])).append(block_id)
+        if block_id in self.blocks_of_ended():
+            self.ended.append(block_id)
+        else:
+            (self.list if name is None else self.buckets.setdefault(name, [])).append(block_id)
+
+    def blocks_of_ended(self) -> set[int]:
+        """Those that one program alone has ever used, and that has ended."""
+        return {
+            block_id
+            for block_id, users in self.used_by.items()
+            if len(users) == 1
+            and users <= set(PROGRAMS)
+            and not self.owners.get(block_id)
+            and block_id not in self.many
+            and self.blocks[block_id].block_hash is not None
+        }
+
+    def is_left(self, block_id: int) -> bool:
+        return any(block_id in bucket for name, bucket in self.buckets.items() if name[1] != NEWEST)
 
     def refile(self, block_ids: Iterable[int]) -> None:
         """Of these, blocks in a bucket that is not theirs any more go to where they belong."""
         for block_id in block_ids:
             name = next((n for n, bucket in self.buckets.items() if block_id in bucket), None)
+            if block_id in self.ended:
+                name = ("nobody", NEWEST)
             belongs = self.bucket_name(block_id)
             if name is None or (belongs is not None and name[0] == belongs[0]):
                 continue
@@ -250,19 +372,21 @@ class QueueMachine(RuleBasedStateMachine):
 
     def popped(self, expected: list[int], got: list[Any]) -> None:
         assert ids(got) == expected
+        ended = self.blocks_of_ended()
         heard = [
             block_id
             for block_id in expected
-            if (self.owners.get(block_id) or block_id in self.many)
+            if (self.owners.get(block_id) or block_id in self.many or block_id in ended)
             and self.blocks[block_id].block_hash is not None
         ]
         assert self.evictions == heard
         self.evictions.clear()
         for block_id in expected:
-            self.left[1] += any(block_id in bucket for name, bucket in self.buckets.items() if name[1])
+            self.left[1] += self.is_left(block_id)
             self.take_out(block_id)
             self.owners.pop(block_id, None)
             self.many.discard(block_id)
+            self.used_by.pop(block_id, None)
             self.blocks[block_id].reset_hash()
         self.taken += expected
 
@@ -295,10 +419,23 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.order()))
-        self.left[0] += any(block_id in bucket for name, bucket in self.buckets.items() if name[1])
+        self.left[0] += self.is_left(block_id)
+        if (self.owners_of_any() or self.ended_of_any()) and not (
+            self.owners.get(block_id) or block_id in self.many
+        ):
+            self.used_by.setdefault(block_id, set()).add("somebody")
         self.queue.remove(self.blocks[block_id])
         self.take_out(block_id)
         self.taken.append(block_id)
+
+    def owners_of_any(self) -> bool:
+        return any(self.owners.values()) or bool(self.many)
+
+    def ended_of_any(self) -> bool:
+        return any(
+            len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(b) and b not in self.many
+            for b, users in self.used_by.items()
+        )
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -324,6 +461,7 @@ class QueueMachine(RuleBasedStateMachine):
                 owners = self.owners.setdefault(block_id, set())
                 alone = len(owners) == 1 and program_id not in owners
                 owners.add(program_id)
+                self.used_by.setdefault(block_id, set()).add(program_id)
                 if len(owners) > 16:
                     self.many.add(block_id)
                     del self.owners[block_id]
@@ -334,29 +472,38 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(program_id=st.sampled_from(PROGRAMS))
     def disown(self, program_id: str) -> None:
-        left = [block_id for block_id, owners in self.owners.items() if program_id in owners]
-        for block_id in left:
+        mine = [block_id for block_id, owners in self.owners.items() if program_id in owners]
+        orphans = self.queue.disown(program_id)
+        assert sorted(orphans) == sorted(b for b in mine if self.owners[b] == {program_id})
+        for block_id in mine:
             self.owners[block_id].discard(program_id)
-        orphans = [block_id for block_id in left if not self.owners[block_id]]
-        left = [
-            block_id for block_id in left if len(self.owners[block_id]) <= 1
-        ]  # only these belong elsewhere
-        for block_id in orphans:
-            del self.owners[block_id]
-        before = ids(self.queue.get_all_free_blocks())
-        assert sorted(self.queue.disown(program_id)) == sorted(orphans)
         # Which of them comes first is the queue's affair; where they are filed is not.
         after = ids(self.queue.get_all_free_blocks())
-        hashed = lambda block_id: self.blocks[block_id].block_hash is not None  # noqa: E731
-        self.refile(sorted((b for b in left if b in before and hashed(b)), key=after.index))
-        self.refile(sorted((b for b in left if b in before and not hashed(b)), key=after.index, reverse=True))
+        moved = sorted((b for b in mine if b in after), key=after.index)
+        hashed = [b for b in moved if self.blocks[b].block_hash is not None]
+        unhashed = [b for b in reversed(moved) if self.blocks[b].block_hash is None]
+        self.refile(b for b in [*hashed, *unhashed] if len(self.owners[b]) == 1)
+        for block_id in orphans:
+            del self.owners[block_id]
+            if self.blocks[block_id].block_hash is None and len(self.used_by[block_id]) == 1:
+                del self.used_by[block_id]  # nobody will find it
+        for block_id in [b for b in [*hashed, *unhashed] if b in orphans]:
+            if block_id in self.list and block_id not in self.blocks_of_ended():
+                continue
+            self.take_out(block_id)
+            if self.blocks[block_id].block_hash is None:
+                self.list.insert(0, block_id)
+            else:
+                self.file(block_id)
 
     @rule(program_id=st.sampled_from(PROGRAMS), used_s=st.integers(0, 9))
     def leave_behind(self, program_id: str, used_s: float) -> None:
-        left = self.buckets.pop((program_id, False), [])
+        left = self.buckets.pop((program_id, NEWEST), [])
         if left:
-            self.buckets.setdefault((program_id, True), []).extend(left)
-            self.used_s.setdefault(program_id, used_s)
+            self.buckets.setdefault((program_id, used_s), []).extend(left)
+            before = [name for name in self.buckets if name[0] == program_id]
+            if len(before) > FEW_LEFT:
+                self.buckets[before[0]] += self.buckets.pop(before[1])
         self.queue.leave_behind(program_id, used_s)
 
     @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
@@ -371,9 +518,16 @@ class QueueMachine(RuleBasedStateMachine):
             if number % 2 == odd:
                 score, rank = self.scores[program_id]
                 self.scores[program_id] = (score + shift, rank)
-        assert set(self.queue.programs()) == {name for name, _ in self.buckets if name}
-        for name in self.queue.programs():
+        for name in PROGRAMS:
             self.queue.rescore(name)
+
+    @rule()
+    def the_scale_moves(self) -> None:
+        """All scores are other ones, and nobody's standing."""
+        self.upside_down = not self.upside_down
+        if self.by_program:
+            self.queue._by.shift = float(self.upside_down)
+        self.queue.rescale()
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -399,15 +553,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.taken = [block_id for block_id in self.taken if block_id not in chosen]
         return chosen
 
-    @precondition(lambda self: self.order())
-    @rule(data=st.data())
-    def discard_to_front(self, data: st.DataObject) -> None:
-        block_id = data.draw(st.sampled_from(self.order()))
-        self.blocks[block_id].reset_hash()
-        self.queue.discard_to_front(self.blocks[block_id])
-        self.take_out(block_id)
-        self.list.insert(0, block_id)
-
     @rule(lost=st.sets(st.integers(0, BLOCKS - 1)))
     def hashes_are_lost(self, lost: set[int]) -> None:
         """The pool was reset, or a connector found blocks invalid: the queue is not told."""
@@ -416,10 +561,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_all(self) -> None:
-        bucketed = self.order()[len(self.list) :]
+        bucketed = [*self.ended, *(b for b in self.order() if b not in self.list and b not in self.ended)]
         unhashed = [block_id for block_id in bucketed if self.blocks[block_id].block_hash is None]
         self.list = [*unhashed, *self.list, *(block_id for block_id in bucketed if block_id not in unhashed)]
         self.buckets.clear()
+        self.ended.clear()
+        self.used_by.clear()
         self.owners.clear()
         self.many.clear()
         self.queue.forget_all()
@@ -431,12 +578,17 @@ class QueueMachine(RuleBasedStateMachine):
         order = self.order()
         assert ids(self.queue.get_all_free_blocks()) == order
         assert ids(self.queue.iter_blocks_after(None)) == order
+        for place, block_id in enumerate(order):
+            assert ids(self.queue.iter_blocks_after(self.blocks[block_id])) == order[place + 1 :]
         assert self.queue.num_free_blocks == len(order) == len(set(order))
         assert sorted([*order, *self.taken]) == list(range(BLOCKS))
         assert [self.queue.left_reused, self.queue.left_evicted] == self.left
-        left = {name: len(bucket) for (name, behind), bucket in self.buckets.items() if behind}
-        self.used_s = {name: used_s for name, used_s in self.used_s.items() if name in left}
-        assert {name: self.queue.left(name) for name in left} == {n: (self.used_s[n], left[n]) for n in left}
+        for program_id in PROGRAMS:
+            left = {
+                (p, used_s): len(bucket) for (p, used_s), bucket in self.buckets.items() if p == program_id
+            }
+            left.pop((program_id, NEWEST), None)
+            assert self.queue.left(program_id) == {used_s: blocks for (_, used_s), blocks in left.items()}
 
     @invariant()
     def owners_are_the_models(self) -> None:
@@ -455,8 +607,11 @@ class ByProgramMachine(QueueMachine):
 
 
 @pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (ByProgramMachine, 250)])
-def test_the_queue_does_what_its_model_does(machine: type[QueueMachine], examples: int) -> None:
+def test_the_queue_does_what_its_model_does(
+    machine: type[QueueMachine], examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With an order by program, 10,000 operations."""
+    monkeypatch.setattr("sojourn_server.vllm.free_queue.MAX_LEFT", FEW_LEFT)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(

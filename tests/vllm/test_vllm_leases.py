@@ -140,7 +140,7 @@ def test_leases_stay_within_their_budget(make_engine, clock):
     assert keeps[-1]["reason"] == "over_budget"
 
 
-def test_program_end_drops_the_cache_and_the_pool_is_whole_again(make_engine, clock):
+def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engine, clock):
     engine = make_engine(blocks=65)
     for number in range(3):
         engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
@@ -149,7 +149,8 @@ def test_program_end_drops_the_cache_and_the_pool_is_whole_again(make_engine, cl
     engine.tell(*ends("P0", "P1", "P2"))
     stats = engine.ask("stats")
     assert stats["leases"]["count"] == 0
-    assert stats["pool"]["free"] == stats["pool"]["total"] == 64
+    pool = stats["pool"]
+    assert pool["free"] + pool["cached"] == pool["total"] == 64
     adapter: SchedulerAdapter = engine.scheduler.sojourn
     assert adapter._queue.owned_blocks() == 0
     assert len(adapter._held) == 0
@@ -166,8 +167,30 @@ def test_a_shared_prefix_outlives_the_first_owner(make_engine, clock):
     engine.add("B2", [*shared, *prompt(ord("B"), 64), 7, 5, 5, 5], program_id="B")
     engine.run()
     assert cached_tokens(engine, "B")[-1] == 192
-    engine.tell(*ends("B"))
-    assert engine.ask("stats")["pool"]["free"] == 64
+
+
+def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine, clock):
+    """The end of the last one threw it away, and the next that began alike computed it again."""
+    engine = make_engine(blocks=65)
+    shared = list(prompt(9, 128))
+    engine.add("S1", prompt(ord("S"), 64))  # a request of no program, before all others
+    engine.run()
+    for name in ("A", "B"):
+        engine.add(f"{name}1", [*shared, *prompt(ord(name), 64)], program_id=name)
+        engine.run()
+    engine.tell(*ends("A", "B"))
+    uncached = engine.ask("stats")["pool"]["free"]
+    engine.add("D1", prompt(ord("D"), (uncached + 4) * 16), program_id="D")
+    engine.run()
+    engine.add("C1", [*shared, *prompt(ord("C"), 16)], program_id="C")
+    engine.run()
+    assert cached_tokens(engine, "C") == [128]
+    engine.add("S2", [*prompt(ord("S"), 64), 1], program_id="S")
+    engine.run()
+    assert cached_tokens(engine, "S") == [64]
+    engine.add("A2", [*shared, *prompt(ord("A"), 64)], program_id="A2")
+    engine.run()
+    assert cached_tokens(engine, "A2") == [128]
 
 
 def test_a_killed_clients_lease_is_gone_within_35_seconds(make_engine, clock):

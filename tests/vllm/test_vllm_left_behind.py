@@ -19,16 +19,16 @@ def queue(engine: Any) -> Any:
     return engine.scheduler.sojourn._queue
 
 
-def left(engine: Any, program: str = "A") -> tuple[float, int] | None:
-    buckets = queue(engine)._buckets
-    return queue(engine).left(program) if (program, True) in buckets else None
+def left(engine: Any, program: str = "A") -> dict[float, int]:
+    found: dict[float, int] = queue(engine).left(program)
+    return found
 
 
 def test_a_context_that_goes_on_leaves_nothing_behind(make_engine, clock):
     engine = make_engine("saga-paper", blocks=200)
     turn(engine, clock, "a1", prompt(1, 300))
     turn(engine, clock, "a2", [*prompt(1, 300), *prompt(2, 100)])
-    assert left(engine) is None
+    assert left(engine) == {}
 
 
 def test_a_context_that_begins_anew_leaves_the_old_one_behind_with_its_date(make_engine, clock):
@@ -36,9 +36,9 @@ def test_a_context_that_begins_anew_leaves_the_old_one_behind_with_its_date(make
     turn(engine, clock, "a1", prompt(1, 320))
     used_s = clock.now - 1.0
     turn(engine, clock, "a2", [*prompt(1, 160), *prompt(2, 100)])
-    assert left(engine) == (used_s, 10)
+    assert left(engine) == {used_s: 10}
     turn(engine, clock, "a3", [*prompt(1, 160), *prompt(3, 100)])
-    assert left(engine) == (used_s, 16), "the oldest of it dates it"
+    assert left(engine) == {used_s: 10, used_s + 1.0: 6}, "each by its own date"
     before = queue(engine).left_reused
     turn(engine, clock, "a4", prompt(1, 320))  # back to the first branch
     assert queue(engine).left_reused == before + 9, "all but the block of the last token"
@@ -64,12 +64,12 @@ def test_of_parallel_requests_none_leaves_anothers_branch_behind(make_engine, cl
     engine.add("a3", [*prompt(1, 300), *prompt(3, 50)], program_id="A", max_tokens=4)
     engine.add("a4", [*prompt(2, 300), *prompt(4, 50)], program_id="A", max_tokens=40)
     engine.run()
-    assert left(engine) is None
+    assert left(engine) == {}
 
 
 def test_without_an_order_by_program_nothing_is_put_aside(make_engine, clock):
     engine = make_engine("continuum-paper", blocks=200)
     turn(engine, clock, "a1", prompt(1, 320))
     turn(engine, clock, "a2", prompt(2, 320))
-    assert left(engine) is None
+    assert left(engine) == {}
     assert (queue(engine).left_reused, queue(engine).left_evicted) == (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -46,7 +47,7 @@ class EngineLife(RuleBasedStateMachine):
 
             adapter = self.engine.scheduler.sojourn
             object.__setattr__(adapter.steward.preset, "eviction", LatestProgramsBlocks())
-            adapter._queue._score = adapter._order.score
+            adapter._queue._by = adapter._order
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1
@@ -145,6 +146,31 @@ class EngineLife(RuleBasedStateMachine):
             for block_id in owned:
                 assert program_id in queue.owners(block_id)
 
+    @invariant()
+    def orphans_have_no_owner_and_are_not_common(self) -> None:
+        queue = self.engine.scheduler.sojourn._queue
+        assert not queue._orphans.keys() & queue._owner.keys()
+        assert not queue._orphans.keys() & queue._common
+        for block_id, name in queue._bucket_of.items():
+            if name == ("", -math.inf):
+                assert block_id in queue._orphans, "only what one program alone has used"
+        assert queue._names.keys() == {program_id for program_id, _ in queue._buckets if program_id}
+
+    @invariant()
+    def every_bucket_stands_where_its_program_stands_now(self) -> None:
+        adapter = self.engine.scheduler.sojourn
+        queue, order, foreseer = adapter._queue, adapter._order, adapter.steward.foreseer
+        assert queue._standing.keys() == {name for name in queue._place if name[0]}
+        if self.eviction != "shipped":
+            return  # what such an order goes by is not watched for changes
+        for (program_id, used_s), standing in queue._standing.items():
+            if program_id not in foreseer.changed and used_s == math.inf:
+                assert order.standing(program_id, None) == standing
+        moved = order._scale_changes != foreseer.scale_changes + order._branches.changes
+        if not queue._rescaled and not moved:
+            for name, standing in queue._standing.items():
+                assert queue._place[name][0] == order.score(standing)
+
     def teardown(self) -> None:
         for _ in range(2000):
             if not self.engine.scheduler.has_unfinished_requests():
@@ -168,8 +194,14 @@ class EngineLife(RuleBasedStateMachine):
         )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("eviction", ["lru", "latest-program"])
+@pytest.mark.parametrize(
+    ("policy", "eviction"),
+    [
+        *((policy, eviction) for policy in POLICIES for eviction in ("lru", "latest-program")),
+        ("saga", "shipped"),
+        ("saga-paper", "shipped"),
+    ],
+)
 def test_the_pool_always_adds_up(policy, eviction):
     machine = type("EngineLife", (EngineLife,), {"policy": policy, "eviction": eviction})
     from hypothesis.stateful import run_state_machine_as_test

@@ -103,6 +103,8 @@ def simulate(
         ]  # fmt: skip
         if explain is not None:
             _check_program(explain, specs)
+        if explain is not None or save is not None:
+            specs = [replace(spec, record_accesses=True) for spec in specs]  # for what Bélády would have done
         try:
             result, made = _simulated(specs, jobs, warm_up_s)
         except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from sojourn.ids import ProgramId
 
 from ..policy.foresight import declared_to_go_on
 from ..policy.preset import Preset
-from ..policy.views import LeftBehind, OwnerView, PrefetchView, StepView
+from ..policy.views import LeftBehind, OwnerView, PrefetchView, Scale, StepView
 from ..program.graphs import GraphStore
 from ..program.record import Program
 from ..program.status import OVER
@@ -53,7 +53,7 @@ class Foreseer:
 
     @property
     def scale_changes(self) -> int:
-        """Grows whenever scores of programs to which nothing happened have become stale."""
+        """Grows whenever ``scale`` has moved, and the scores of all programs with it."""
         return self._known.gaps_s.changes + self._known.context_blocks.changes
 
     # -- what happens -----------------------------------------------------------
@@ -127,12 +127,14 @@ class Foreseer:
             blocks=program.cached_blocks,
             wanted=bool(program.live_requests),
             p_reuse=program.p_reuse,
-            longest_gap_s=self._known.gaps_s.value,
-            most_blocks=self._known.context_blocks.value,
         )
         if left is None:
             return view
-        return view._replace(last_turn_s=left.used_s, blocks=left.blocks, branch_reuse=left.reuse)
+        return view._replace(last_turn_s=left.used_s, blocks=left.blocks, left_behind=True)
+
+    def scale(self, branch_reuse: float = 1.0) -> Scale:
+        """What scores are measured in; ``branch_reuse`` is seen by whoever has the blocks."""
+        return Scale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
 
     def due(self, now: float) -> Program | None:
         """A program whose prefix is to be brought back from now on, if there is one; each is told once."""

@@ -110,8 +110,10 @@ class EntryGate:
             if program is not None and ticket.rank < rank and program.id not in seen:
                 seen.add(program.id)
                 first_tokens = program.first_prompt_tokens or ticket.prompt_tokens
-                yield GrowthView(program.turns, first_tokens, ticket.prompt_tokens)
+                yield GrowthView(program.turns, first_tokens, ticket.prompt_tokens, program.peak_tokens)
         for lease in self._leases:
             program = self._table.get(lease.program_id)
             if lease.rank < rank and program is not None and program.id not in seen:
-                yield GrowthView(program.turns, program.first_prompt_tokens, program.context_tokens)
+                yield GrowthView(
+                    program.turns, program.first_prompt_tokens, program.context_tokens, program.peak_tokens
+                )

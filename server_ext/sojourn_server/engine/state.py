@@ -60,7 +60,7 @@ class Histories:
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
-    """Tokens each turn after the first added to its program's context."""
+    """Tokens by which each turn after the first outgrew its program's longest context until then."""
     workflows: Workflows = field(default_factory=Workflows)
 
 

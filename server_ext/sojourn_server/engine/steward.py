@@ -261,10 +261,11 @@ class Steward:
             return None
         context_tokens = fact.prompt_tokens + fact.output_tokens
         if program.turns > 1:
-            self.histories.growth_tokens.observe(max(0, context_tokens - program.context_tokens))
+            self.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
         else:
             program.first_prompt_tokens = fact.prompt_tokens
         program.context_tokens = context_tokens
+        program.peak_tokens = max(program.peak_tokens, context_tokens)
         program.turn_over_s = now
         program.gap_reported = False
         program.gap_leased = False
@@ -422,13 +423,27 @@ class Steward:
         ticket.preempted = preempted
         return self.preset.order.key(self.waiting_view(ticket))
 
-    def owner_score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
-        """The program's place in the order in which cached blocks are reused, lowest first.
+    def owner_standing(
+        self, program_id: ProgramId, left: LeftBehind | None = None
+    ) -> tuple[float, ...] | None:
+        """What the eviction order goes by, of a program or of what its newest turn left behind.
 
-        ``left``: the place of what its newest turn left behind, instead. It holds until something happens to
-        the program, or ``foreseer.scale_changes`` grows.
+        It holds until something happens to the program. ``None``: such a program is not known.
         """
-        return self._score(program_id, left)
+        program = self.table.get(program_id)
+        if program is None:
+            return None
+        return self.preset.eviction.standing(self.foreseer.owner_view(program, left))
+
+    def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
+        """The place of a standing in the order in which cached blocks are reused, lowest first.
+
+        It holds until ``foreseer.scale_changes`` grows or ``branch_reuse`` is another one: the share of what
+        turns did without that was used again.
+        """
+        if standing is None:
+            return (-math.inf,)
+        return self.preset.eviction.score(standing, self.foreseer.scale(branch_reuse))
 
     def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
         """The engine was told to bring a program's prefix back: so many of its blocks were not on the device,
@@ -492,11 +507,8 @@ class Steward:
 
     # -- inside ---------------------------------------------------------------
 
-    def _score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
-        program = self.table.get(program_id)
-        if program is None:
-            return (-math.inf,)
-        return self.preset.eviction.score(self.foreseer.owner_view(program, left))
+    def _score(self, program_id: ProgramId) -> tuple[float, ...]:
+        return self.owner_score(Steward.owner_standing(self, program_id))
 
     def _idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which nothing has run, counted from when somebody first asked."""

@@ -42,6 +42,10 @@ class TurnLife(msgspec.Struct, kw_only=True):
     """Program that took its first missing block, where the adapter knows."""
     evicted_score: tuple[float, ...] | None = None
     """Its program's place in the eviction order then, lowest first, where the policy has such an order."""
+    optimum_tokens: int | None = None
+    """Tokens that Bélády's order of eviction would have computed again for it, on this run's own accesses:
+    the least for all programs together, not for each. ``None``: these were not recorded, or host memory was
+    used."""
     goes_on: float | None = None
     """Probability that another turn would follow, as the policy saw it when this one ended."""
     tool: str | None = None

@@ -141,9 +141,9 @@ class TapePlayer:
     def promoted(self, now: None, request: int) -> Call:
         return partial(self.steward.promoted_s, self._tickets[request])
 
-    def score(self, now: None, program_id: str, left: list[float] | None) -> Call:
-        behind = LeftBehind(left[0], left[1], int(left[2])) if left is not None else None
-        return partial(self.steward.owner_score, ProgramId(program_id), behind)
+    def standing(self, now: None, program_id: str, left: list[float] | None) -> Call:
+        behind = LeftBehind(left[0], int(left[1])) if left is not None else None
+        return partial(self.steward.owner_standing, ProgramId(program_id), behind)
 
     def victim(self, now: float, short_blocks: int, running: list[list[Any]]) -> Call:
         views = [VictimView(self._request_id(number), *rest) for number, *rest in running]

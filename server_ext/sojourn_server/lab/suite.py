@@ -16,6 +16,7 @@ import msgspec
 from .kept_runs import KeptRuns, Outcome
 from .limits.accesses import AccessLog
 from .limits.compare import compare, over_belady
+from .limits.orders import OPTIMUM
 from .limits.regenerated import Regenerated
 from .lives import RunLog
 from .policies import Limit, find_policy
@@ -117,12 +118,19 @@ def _work(spec: RunSpec, report: Report) -> bytes:
 def _outcome(log: RunLog, accesses: AccessLog | None) -> Outcome:
     if accesses is None:
         return Outcome(log=log)
-    orders = compare(accesses)
+    # Other orders than the optimum are compared on stock's accesses only.
+    orders = compare(accesses, None if log.policy == "stock" else ())
+    turns = {turn.request_id: turn for program in log.programs for turn in program.turns}
+    # What comes back from host memory is nobody's to compute again, and the optimum knows of no host.
+    if not log.host_blocks:
+        for request, tokens in zip(accesses.requests, orders[OPTIMUM].regenerated_by_request, strict=True):
+            turns[request].optimum_tokens = tokens
     for order in orders.values():
         order.hit_blocks = []
         order.regenerated_by_owner = {}
-    sent_s = {turn.request_id: turn.submitted_s for program in log.programs for turn in program.turns}
-    return Outcome(log=log, orders=orders, sent_s=[sent_s[request] for request in accesses.requests])
+    return Outcome(
+        log=log, orders=orders, sent_s=[turns[request].submitted_s for request in accesses.requests]
+    )
 
 
 def _rows(

@@ -29,7 +29,7 @@ class Lost(str, Enum):
     CHANGED = "changed"
     """The prompt differs from the previous turn's from some token on."""
     DROPPED = "dropped"
-    """Dropped on purpose: program end, cache reset."""
+    """Given up: program end, cache reset."""
     PREEMPTED = "preempted"
     """The request itself was preempted and its blocks were taken before it resumed."""
     UNKNOWN = "unknown"

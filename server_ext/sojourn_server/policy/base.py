@@ -18,6 +18,7 @@ from .views import (
     OwnerView,
     PrefetchView,
     RoomNeed,
+    Scale,
     StepView,
     TurnView,
     VictimView,
@@ -61,7 +62,7 @@ class Ended(str, Enum):
     """What becomes of the KV of a program that has ended."""
 
     REUSED_FIRST = "reused-first"
-    """Its blocks go to the front of the free queue: nobody will ask for them again."""
+    """What only it used is next to be reused: of nobody is it known who would ask for it again."""
     LEFT = "left"
     """They stay cached until their turn comes, as in an engine that hears of no end."""
 
@@ -123,12 +124,17 @@ class VictimPolicy(Protocol):
 class EvictionOrder(Protocol):
     """In what order cached blocks of programs are reused: ascending ``score``.
 
-    ``by_program`` False keeps the engine's own least-recently-used order.
+    ``by_program`` False keeps the engine's own least-recently-used order. An
+    owner's ``standing`` is asked for when something happens to it and kept;
+    ``score`` places a standing in the present scale, and all of them are placed
+    anew whenever that moves.
     """
 
     by_program: bool
 
-    def score(self, owner: OwnerView) -> tuple[float, ...]: ...
+    def standing(self, owner: OwnerView) -> tuple[float, ...]: ...
+
+    def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]: ...
 
 
 class ForesightPolicy(Protocol):

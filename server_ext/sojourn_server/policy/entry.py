@@ -61,8 +61,10 @@ class RoomToGrow:
     The earliest program therefore always enters, and whoever is first enters
     where nothing runs.
 
-    Growth is what turns have added so far, over as many turns as finished
-    programs had; before enough of either was seen, the priors.
+    Growth is what turns have added so far to the longest context of their
+    program, over as many turns as finished programs had; before enough of either
+    was seen, the priors. A context that has been shorter lately, as a parent's
+    while its sub-agents run, is expected to be at least as long again.
     """
 
     gates: bool = True
@@ -91,4 +93,5 @@ class RoomToGrow:
         else:
             per_turn = self.prior_growth * program.first_prompt_tokens
         room = max(0, entry.max_context_tokens - program.context_tokens)
-        return min(max(1.0, turns - program.turns) * per_turn, room)
+        back = max(0, program.peak_tokens - program.context_tokens)
+        return min(max(back, max(1.0, turns - program.turns) * per_turn), room)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .views import OwnerView
+from .views import OwnerView, Scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +14,11 @@ class BlockLru:
 
     by_program: bool = False
 
-    def score(self, owner: OwnerView) -> tuple[float, ...]:
+    def standing(self, owner: OwnerView) -> tuple[float, ...]:
         return (0.0,)
+
+    def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]:
+        return standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,11 @@ class LatestProgramsBlocks:
 
     by_program: bool = True
 
-    def score(self, owner: OwnerView) -> tuple[float, ...]:
+    def standing(self, owner: OwnerView) -> tuple[float, ...]:
         return (not owner.over, -owner.program_rank)
+
+    def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]:
+        return standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,7 @@ class WorkflowAwareLru:
         P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
 
     Highest goes first, after programs that are over. ``now/τ_max`` is the same for all and left out, so that
-    a score holds until something happens to its program, or to τ_max and size_max, which move in strides. A
+    a score holds until something happens to its program, or the scale moves. A
     cold program's P_reuse is ``cold_reuse``: among cold ones the order is one of recency and size. What a
     program's newest turn did without is another branch of a tree: its P_reuse is less by the share of such
     blocks that are ever used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0.
@@ -56,12 +62,16 @@ class WorkflowAwareLru:
         if not 0 <= self.cold_reuse <= 1:
             raise ValueError(f"cold_reuse is {self.cold_reuse}; expected 0 to 1")
 
-    def score(self, owner: OwnerView) -> tuple[float, ...]:
+    def standing(self, owner: OwnerView) -> tuple[float, ...]:
         p_reuse = self.cold_reuse if owner.p_reuse is None else owner.p_reuse
         if owner.wanted:
             p_reuse = 1.0
-        recent = owner.last_turn_s / owner.longest_gap_s if owner.longest_gap_s > 0 else 0.0
-        size = owner.blocks / owner.most_blocks if owner.most_blocks > 0 else 0.0
-        p_reuse *= owner.branch_reuse
-        keep = self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * min(1.0, size)
-        return (not owner.over, keep)
+        return (not owner.over, owner.last_turn_s, p_reuse, owner.blocks, owner.left_behind)
+
+    def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]:
+        living, last_turn_s, p_reuse, blocks, left_behind = standing
+        recent = last_turn_s / scale.longest_gap_s if scale.longest_gap_s > 0 else 0.0
+        size = min(1.0, blocks / scale.most_blocks) if scale.most_blocks > 0 else 0.0
+        if left_behind:
+            p_reuse *= scale.branch_reuse
+        return (living, self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * size)

@@ -119,6 +119,8 @@ class GrowthView(NamedTuple):
     turns: int
     first_prompt_tokens: int
     context_tokens: int
+    peak_tokens: int = 0
+    """Its longest context so far; 0: the present one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,20 +162,24 @@ class OwnerView(NamedTuple):
     """A request of it is in the engine."""
     p_reuse: float | None = None
     """Probability that its next prompt finds its context, times the share it finds; ``None``: not known."""
+    left_behind: bool = False
+    """Its newest turn did without these blocks; ``last_turn_s`` and ``blocks`` are theirs."""
+
+
+class Scale(NamedTuple):
+    """What scores are measured in, the same for all owners. It moves in strides."""
+
     longest_gap_s: float = 0.0
-    """τ_max: the longest time between two turns of late, in strides; seconds."""
+    """τ_max: the longest time between two turns of late; seconds."""
     most_blocks: float = 0.0
-    """size_max: the most blocks that any program left behind of late, in strides."""
+    """size_max: the most blocks that any program left behind of late."""
     branch_reuse: float = 1.0
-    """1 for what its newest turn used. For what that did without, the share of such blocks that are used
-    again rather than evicted."""
+    """Of blocks that a turn did without, the share that is used again rather than evicted."""
 
 
 class LeftBehind(NamedTuple):
     """Free blocks of a program that its newest turn did without: another branch, or an older context."""
 
-    reuse: float
-    """Share of such blocks, of any program, that are used again rather than evicted."""
     used_s: float
     """When the program last used the oldest of them."""
     blocks: int

@@ -106,6 +106,8 @@ class Program:
     first_prompt_tokens: int = 0
     context_tokens: int = 0
     """Prompt plus output of the last finished turn."""
+    peak_tokens: int = 0
+    """The most that this was after any turn."""
     live_requests: set[str] = field(default_factory=set)
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     pending_tool: str | None = None
@@ -138,7 +140,7 @@ class Program:
         What was declared since its end stays, since it was declared for what begins now; so does the length
         of its old context, which the ledger holds the new prompt against.
         """
-        self.turns = self.first_prompt_tokens = self.cached_blocks = 0
+        self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
         self.turns_when_over = self.turn_over_s = self.last_turn_s = self.pending_tool = None
         self.gap_leased = self.gap_reported = self.turn_final = False
         self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None

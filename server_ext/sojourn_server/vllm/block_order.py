@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from ..engine.steward import Steward
 from ..policy.views import LeftBehind
 from ..program.observations import ReuseShare
-from .free_queue import Evicted, ProgramFreeQueue, Score
-
-RESCORED_PER_STEP = 256
-"""Programs scored anew in one step when the scale has moved, so that no step does all of them."""
+from .free_queue import Evicted, ProgramFreeQueue, Score, Standing
 
 
 class BlockOrder:
@@ -32,16 +30,12 @@ class BlockOrder:
         self._steward = steward
         self._guarded = guarded
         self._by_program = steward.preset.eviction.by_program
-        self.queue = ProgramFreeQueue(
-            replaced, evicted=evicted, score=self._guarded_score if self._by_program else None
-        )
+        self.queue = ProgramFreeQueue(replaced, evicted=evicted, order=self if self._by_program else None)
         self._branches = ReuseShare()
         self._scale_changes = 0
-        self._unscaled: list[ProgramId] = []
-        """Programs whose score is still measured in an earlier scale."""
 
     def before_step(self) -> None:
-        """Score programs to which something happened, and others a few a step when the scale moved."""
+        """Programs to which something happened stand elsewhere now; and the scale may have moved."""
         if self._by_program:
             self._guarded(self._rescore)
 
@@ -52,15 +46,14 @@ class BlockOrder:
             self.queue.leave_behind(program_id, used_s)
         begun.clear()
 
-    def score(self, program_id: ProgramId, left_behind: bool) -> Score:
+    def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
         """Of what the program's newest turn used, or of what that did without."""
-        left = None
-        if left_behind:
-            left = LeftBehind(self._branches.share, *self.queue.left(program_id))
-        return self._steward.owner_score(program_id, left)
+        behind = LeftBehind(*left) if left is not None else None
+        return self._guarded(self._steward.owner_standing, program_id, behind)
 
-    def _guarded_score(self, program_id: ProgramId, left_behind: bool) -> Score:
-        return self._guarded(self.score, program_id, left_behind) or (float("-inf"),)
+    def score(self, standing: Standing) -> Score:
+        """The place of a standing in the present scale."""
+        return self._guarded(self._steward.owner_score, standing, self._branches.share) or (-math.inf,)
 
     def _rescore(self) -> None:
         foreseer = self._steward.foreseer
@@ -70,10 +63,6 @@ class BlockOrder:
                 self.queue.rescore(program_id)
             foreseer.changed.clear()
         scale_changes = foreseer.scale_changes + self._branches.changes
-        if scale_changes != self._scale_changes and not self._unscaled:  # a pass under way ends first
+        if scale_changes != self._scale_changes:
             self._scale_changes = scale_changes
-            self._unscaled = self.queue.programs()
-        if self._unscaled:
-            for program_id in self._unscaled[-RESCORED_PER_STEP:]:
-                self.queue.rescore(program_id)
-            del self._unscaled[-RESCORED_PER_STEP:]
+            self.queue.rescale()

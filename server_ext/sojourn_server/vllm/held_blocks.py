@@ -1,4 +1,4 @@
-"""Holding, giving back and forgetting a program's KV blocks: what leases come down to in vLLM's block pool.
+"""Holding and giving back a program's KV blocks: what leases come down to in vLLM's block pool.
 
 A held block has one reference more than its users, so the pool never reuses it.
 """
@@ -66,17 +66,10 @@ class HeldBlocks:
         self._pool.free_blocks(reversed(held))
         return True
 
-    def drop(self, program_id: ProgramId) -> int:
-        """Release, and forget the cached blocks that no other program owns; returns how many."""
+    def drop(self, program_id: ProgramId) -> None:
+        """The program has ended: release, and what no other program owns is reused before what any does."""
         self.release(program_id)
-        dropped = 0
-        for block_id in self._queue.disown(program_id):
-            block = self._pool.blocks[block_id]
-            if block.ref_cnt == 0 and block.block_hash is not None:
-                self._pool.evict_blocks({block_id})
-                self._queue.discard_to_front(block)
-                dropped += 1
-        return dropped
+        self._queue.disown(program_id)
 
     def still_cached(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
         """The cached blocks of the longest cached prefix of a chain of block hashes."""

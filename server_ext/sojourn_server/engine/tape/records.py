@@ -58,7 +58,7 @@ SHAPES: dict[str, Shape] = {
     "line": Shape("does the request that is kept out hold the line", ("request",), ("holds",)),
     "room": Shape("room was asked for", ("need", "freed_by"), ("leases_given_up",)),
     "victim": Shape("whom to preempt", ("short_blocks", "running"), ("request",)),
-    "score": Shape("a program's place in the order of reuse", ("program_id", "left"), ("score",)),
+    "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
         "a request got its blocks",
         ("request", "cached_tokens", "tokens", "resumed", "chain"),

@@ -156,9 +156,14 @@ class TapingSteward(Steward):
     def promoted_s(self, ticket: Ticket) -> float:
         return self._tape.told("promoted", None, (ticket.arrival,), _itself, super().promoted_s, ticket)
 
-    def owner_score(self, program_id: ProgramId, left: LeftBehind | None = None) -> tuple[float, ...]:
+    def owner_standing(
+        self, program_id: ProgramId, left: LeftBehind | None = None
+    ) -> tuple[float, ...] | None:
+        def answer(standing: tuple[float, ...] | None) -> Any:
+            return standing, self.owner_score(standing)
+
         return self._tape.told(
-            "score", None, (program_id, left), _itself, super().owner_score, program_id, left
+            "standing", None, (program_id, left), answer, super().owner_standing, program_id, left
         )
 
     def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:

@@ -37,8 +37,8 @@ def prefix_lru(owners: list[str]) -> ByProgram:
 
 
 def latest_program(owners: list[str]) -> ByProgram:
-    """The policy ``latest-program`` as the engine's queue applies it: what living programs share, last."""
-    return ByProgram(owners, LatestProgramsBlocks().score, shared_last=True)
+    """The policy ``latest-program``: what living programs share goes last, of no living one first."""
+    return ByProgram(owners, LatestProgramsBlocks().standing, shared_last=True)
 
 
 class ByProgram:

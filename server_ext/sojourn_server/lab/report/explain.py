@@ -87,6 +87,9 @@ def verdict(run: RunLog, program: ProgramLife) -> str:
             f"of {computed:,} tokens computed {again:,} were computed again "
             f"({', '.join(f'{cause} {tokens:,}' for cause, tokens in by.items())}), most at turn {worst.turn}"
         )
+    if again and all(turn.optimum_tokens is not None for turn in program.turns):
+        least = sum(turn.optimum_tokens or 0 for turn in program.turns)
+        last += f"; Bélády's order, on this run's accesses, would have computed {least:,} again"
     return f"{first}: {shares}; {last}"
 
 
@@ -106,6 +109,7 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
     held = held or any(t.entered_s is None and t.admitted_s is None for t in program.turns)
     host = any(turn.host_tokens for turn in program.turns)
     preempted = any(t.preempted_before_first_token_s or t.preempted_after_s for t in program.turns)
+    optimum = any(turn.optimum_tokens is not None for turn in program.turns)
     hidden = {"held back": not held, "preempted": not preempted}
     kinds = [kind for kind in KINDS[:-1] if not hidden.get(kind)]
     names = [
@@ -115,7 +119,9 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
         ("on device", "tokens"),
     ]
     names += [("from host", "tokens")] if host else []
-    names += [("computed", "tokens"), ("again", "tokens"), ("why", ""), ("then", "tool, s")]
+    names += [("computed", "tokens"), ("again", "tokens")]
+    names += [("Bélády", "again")] if optimum else []
+    names += [("why", ""), ("then", "tool, s")]
     lines = []
     for turn, next_turn in with_next(program.turns):
         lasted = spans(program, turn, next_turn, run.virtual_s)
@@ -129,7 +135,9 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
         line += [f"{turn.prompt_tokens:,}", "–" if unadmitted else f"{turn.device_tokens:,}"]
         line += [f"{turn.host_tokens:,}" if turn.host_tokens else "–"] if host else []
         line += ["–" if unadmitted else f"{turn.computed_tokens:,}"]
-        line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–", _why(turn)]
+        line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–"]
+        line += [f"{turn.optimum_tokens:,}" if turn.optimum_tokens else "–"] if optimum else []
+        line += [_why(turn)]
         line += [_then(turn, by_kind.get("tools"), next_turn, ended=program.finished_s is not None)]
         lines.append(line)
     columns = [

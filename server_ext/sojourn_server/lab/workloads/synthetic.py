@@ -189,7 +189,8 @@ def _latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgr
     def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
         while True:
             steps = round(draw_steps(rng))
-            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng)
+            times = random.Random(rng.random())
+            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng, times=times)
 
     return programs
 
@@ -201,6 +202,7 @@ def _steps(
     rng: random.Random,
     arrival_s: float | None = None,
     tenant: str | None = None,
+    times: random.Random | None = None,
 ) -> TraceProgram:
     """A task whose context grows so that ``most_steps`` would end at the longest."""
     mean_first = (_FIRST_PROMPT.low + _FIRST_PROMPT.high) / 2
@@ -209,7 +211,7 @@ def _steps(
     outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
     left = max(steps, round(growth * steps) - sum(outputs))
     appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
-    runs = [ToolRun(name=name, s=round(draw(rng), 6)) for name, draw in tools]
+    runs = [ToolRun(name=name, s=round(draw(times or rng), 6)) for name, draw in tools]
     return _program(appends, outputs, runs, None, rng, arrival_s, tenant)
 
 
@@ -237,7 +239,8 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     if count < 1:
         raise TraceError(f"{PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)
-    rng = random.Random(f"{name}/{seed}")
+    drawn = _CV if name.startswith(_CV) else name  # the same lengths whatever the variance
+    rng = random.Random(f"{drawn}/{seed}")
     source = PREFIX + name
     made = []
     for number, program in zip(range(count), generator(name, rng), strict=False):
