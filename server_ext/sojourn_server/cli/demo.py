@@ -47,7 +47,11 @@ def demo(
     url: str | None = typer.Option(
         None, "--url", help="Use this server in place of one of our own; one arm only."
     ),
-    keep: bool = typer.Option(False, "--keep", help="Keep repositories and server logs, and say where."),
+    keep: bool = typer.Option(
+        False,
+        "--keep",
+        help="Keep repositories and server logs, and say where. Always kept where a program failed.",
+    ),
 ) -> None:
     """Exit code 0 only if every program of every arm ended and fixed its repository."""
     chosen = _checked_arms(arms, url)
@@ -70,6 +74,7 @@ def demo(
                     console.print(
                         f"{arm.name}, {program.task}: {program.error}", markup=False, soft_wrap=True
                     )
+                    keep = True
         if json_file:
             write_json(result, json_file)
         if plot:
