@@ -42,7 +42,7 @@ class Pool:
         self.queue: Any = FreeKVCacheBlockQueue(made)
         self.ours = by_program
         if by_program:
-            self.queue = ProgramFreeQueue(self.queue, evicted=lambda *_: None, order=self)
+            self.queue = ProgramFreeQueue(self.queue, evicted=lambda *_: None, order=self, failed=_raise)
         self.left: dict[str, list[Any]] = {name: [] for name in self.scores}
         """What each program's newest turn gave back."""
         self._owner: dict[int, str] = {}
@@ -84,6 +84,10 @@ class Pool:
 
         self._names += 1
         block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"%032d" % self._names), 0))
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _timed(call: Callable[[], Any]) -> float:

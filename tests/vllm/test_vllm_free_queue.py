@@ -35,7 +35,12 @@ def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any
         FreeKVCacheBlockQueue(list(blocks)),
         evicted=evicted or (lambda *_: None),
         order=ByScore(score) if score is not None else None,
+        failed=reraise,
     )
+
+
+def reraise(error: Exception) -> None:
+    raise error
 
 
 class ByScore:
@@ -181,7 +186,7 @@ def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
     for block in both:
         block.reset_hash()
     queue.forget_all()
-    assert queue.owned_blocks() == 0
+    assert len(queue.owners) == 0
     assert queue.disown("P") == []
     assert sorted(ids(queue.get_all_free_blocks())) == sorted(before)
     assert ids(queue.popleft_n(5)) == [2, 3, 0, 1, 4]
@@ -198,7 +203,7 @@ def test_many_changes_of_score_lose_no_bucket() -> None:
         queue.remove(first)
         queue.remove(second)
     queue.append_n([first, second])
-    assert len(queue._heap) < 200
+    assert len(queue._order.heap) < 200
     assert ids(queue.popleft_n(3)) == [2, 0, 1]
 
 
@@ -246,17 +251,17 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
         give_hash(block)
     for number in range(16):
         queue.own(prefix, f"P{number}")
-    assert len(queue.owners(0)) == 16
+    assert len(queue.owners.names(0)) == 16
     for number in range(16, 1000):
         queue.own(prefix, f"P{number}")
-    assert queue._owned == {"P0": {own[0].block_id: own[0]}}
-    assert queue.owned_blocks() == 3
+    assert queue.owners.blocks == {"P0": {own[0].block_id: own[0]}}
+    assert len(queue.owners) == 3
     queue.append_n([*prefix, *own])
     for number in range(1000):
         assert queue.disown(f"P{number}") == (ids(own) if number == 0 else [])
     assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
     assert evictions == [(2, True), (0, False), (1, False)]
-    assert queue.owned_blocks() == 0
+    assert len(queue.owners) == 0
 
 
 def test_the_walk_after_a_cursor_is_lazy() -> None:
@@ -526,7 +531,7 @@ class QueueMachine(RuleBasedStateMachine):
         """All scores are other ones, and nobody's standing."""
         self.upside_down = not self.upside_down
         if self.by_program:
-            self.queue._by.shift = float(self.upside_down)
+            self.queue._order.by.shift = float(self.upside_down)
         self.queue.rescale()
 
     @precondition(lambda self: self.taken)
@@ -593,9 +598,9 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def owners_are_the_models(self) -> None:
         owned = {block_id: owners for block_id, owners in self.owners.items() if owners}
-        assert self.queue.owned_blocks() == len(owned) + len(self.many)
+        assert len(self.queue.owners) == len(owned) + len(self.many)
         for block_id in range(BLOCKS):
-            assert self.queue.owners(block_id) == owned.get(block_id, set())
+            assert self.queue.owners.names(block_id) == owned.get(block_id, set())
 
     def teardown(self) -> None:
         expected = self.order()

@@ -11,6 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
+def reraise(error: Exception) -> None:
+    raise error
+
+
 class OneForAll:
     """All programs have the same score."""
 
@@ -35,6 +39,7 @@ class Rig:
             self.pool.free_block_queue,
             evicted=lambda *_: None,
             order=OneForAll() if by_program else None,
+            failed=reraise,
         )
         self.held = HeldBlocks(self.pool, self.queue)
         self.blocks = self.pool.get_new_blocks(600)

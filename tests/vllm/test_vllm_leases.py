@@ -152,7 +152,7 @@ def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engi
     pool = stats["pool"]
     assert pool["free"] + pool["cached"] == pool["total"] == 64
     adapter: SchedulerAdapter = engine.scheduler.sojourn
-    assert adapter._queue.owned_blocks() == 0
+    assert len(adapter._queue.owners) == 0
     assert len(adapter._held) == 0
     assert adapter.steward.tickets == {}
 

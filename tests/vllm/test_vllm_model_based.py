@@ -44,10 +44,11 @@ class EngineLife(RuleBasedStateMachine):
         )
         if self.eviction == "latest-program":
             from sojourn_server.policy.eviction import LatestProgramsBlocks
+            from sojourn_server.vllm.bucket_order import BucketOrder
 
             adapter = self.engine.scheduler.sojourn
             object.__setattr__(adapter.steward.preset, "eviction", LatestProgramsBlocks())
-            adapter._queue._by = adapter._order
+            adapter._queue._order = BucketOrder(adapter._order)
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1
@@ -139,37 +140,40 @@ class EngineLife(RuleBasedStateMachine):
     def owners_are_known_programs_of_cached_blocks(self) -> None:
         adapter = self.engine.scheduler.sojourn
         queue = adapter._queue
-        for block_id, owner in queue._owner.items():
+        for block_id, owner in queue.owners.of.items():
             for program_id in (owner,) if isinstance(owner, str) else owner:
-                assert block_id in queue._owned[program_id]
-        for program_id, owned in queue._owned.items():
+                assert block_id in queue.owners.blocks[program_id]
+        for program_id, owned in queue.owners.blocks.items():
             for block_id in owned:
-                assert program_id in queue.owners(block_id)
+                assert program_id in queue.owners.names(block_id)
 
     @invariant()
     def orphans_have_no_owner_and_are_not_common(self) -> None:
         queue = self.engine.scheduler.sojourn._queue
-        assert not queue._orphans.keys() & queue._owner.keys()
-        assert not queue._orphans.keys() & queue._common
+        assert not queue.owners.orphans.keys() & queue.owners.of.keys()
+        assert not queue.owners.orphans.keys() & queue.owners.common
         for block_id, name in queue._bucket_of.items():
             if name == ("", -math.inf):
-                assert block_id in queue._orphans, "only what one program alone has used"
-        assert queue._names.keys() == {program_id for program_id, _ in queue._buckets if program_id}
+                assert block_id in queue.owners.orphans, "only what one program alone has used"
+        assert queue._left.keys() == {program_id for program_id, _ in queue._buckets if program_id}
 
     @invariant()
     def every_bucket_stands_where_its_program_stands_now(self) -> None:
         adapter = self.engine.scheduler.sojourn
         queue, order, foreseer = adapter._queue, adapter._order, adapter.steward.foreseer
-        assert queue._standing.keys() == {name for name in queue._place if name[0]}
+        buckets = queue._order
+        if buckets is None:
+            return
+        assert buckets.standings.keys() == {name for name in buckets.places if name[0]}
         if self.eviction != "shipped":
             return  # what such an order goes by is not watched for changes
-        for (program_id, used_s), standing in queue._standing.items():
+        for (program_id, used_s), standing in buckets.standings.items():
             if program_id not in foreseer.changed and used_s == math.inf:
                 assert order.standing(program_id, None) == standing
         moved = order._scale_changes != foreseer.scale_changes + order._branches.changes
-        if not queue._rescaled and not moved:
-            for name, standing in queue._standing.items():
-                assert queue._place[name][0] == order.score(standing)
+        if not buckets.rescaled and not moved:
+            for name, standing in buckets.standings.items():
+                assert buckets.places[name][0] == order.score(standing)
 
     def teardown(self) -> None:
         for _ in range(2000):

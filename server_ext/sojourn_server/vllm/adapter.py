@@ -23,7 +23,8 @@ from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
 from .block_order import BlockOrder
-from .free_queue import Owner, Score
+from .block_owners import Owner
+from .bucket_order import Score
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -97,6 +98,7 @@ class SchedulerAdapter:
             self.steward,
             self._pool.free_block_queue,
             evicted=self._guarded_evicted,
+            failed=self._lost_order,
             guarded=self.guarded,
         )
         self._queue = self._pool.free_block_queue = self._order.queue
@@ -364,13 +366,16 @@ class SchedulerAdapter:
         """Run one hook; our failure is counted and logged, never the engine's (unless ``strict``)."""
         try:
             return call(*args)
-        except Exception:
-            if self._settings.strict:
-                raise
-            self.failures += 1
-            if self.failures <= 10 or self.failures % 1000 == 0:
-                logger.exception("sojourn: a hook failed (%d so far); the engine goes on", self.failures)
+        except Exception as error:
+            self._failed(error, "a hook failed")
             return None
+
+    def _failed(self, error: Exception, what: str) -> None:
+        if self._settings.strict:
+            raise error
+        self.failures += 1
+        if self.failures <= 10 or self.failures % 1000 == 0:
+            logger.error("sojourn: %s (%d so far); the engine goes on", what, self.failures, exc_info=error)
 
     # -- inside -----------------------------------------------------------------
 
@@ -466,6 +471,9 @@ class SchedulerAdapter:
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
         self.guarded(self._evicted, block, owner, score)
+
+    def _lost_order(self, error: Exception) -> None:
+        self._failed(error, "the order of reuse failed and is vLLM's own from now on")
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

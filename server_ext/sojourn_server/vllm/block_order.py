@@ -12,7 +12,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from ..engine.steward import Steward
 from ..policy.views import LeftBehind
 from ..program.observations import ReuseShare
-from .free_queue import Evicted, ProgramFreeQueue, Score, Standing
+from .bucket_order import Score, Standing
+from .free_queue import Evicted, ProgramFreeQueue
 
 
 class BlockOrder:
@@ -24,13 +25,16 @@ class BlockOrder:
         replaced: FreeKVCacheBlockQueue,
         *,
         evicted: Evicted,
+        failed: Callable[[Exception], None],
         guarded: Callable[..., Any],
     ) -> None:
-        """``guarded`` calls what it is given, and answers ``None`` where that fails."""
+        """``guarded`` calls what it is given, and answers ``None`` where that fails; ``failed`` is told of an
+        error that has made the queue the engine's own."""
         self._steward = steward
         self._guarded = guarded
         self._by_program = steward.preset.eviction.by_program
-        self.queue = ProgramFreeQueue(replaced, evicted=evicted, order=self if self._by_program else None)
+        order = self if self._by_program else None
+        self.queue = ProgramFreeQueue(replaced, evicted=evicted, order=order, failed=failed)
         self._branches = ReuseShare()
         self._scale_changes = 0
 
