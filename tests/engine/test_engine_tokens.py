@@ -1,4 +1,4 @@
-"""Hints never change a token: stock = extension without hints = extension with leases under pressure.
+"""Nothing changes a token: stock = extension without hints = leases under pressure = blocks from tiers below.
 
 On a real model in float32 at temperature 0, since in bfloat16 a prefix hit alone
 already changes late digits. The engines differ in nothing but the scheduler.
@@ -6,22 +6,14 @@ already changes late digits. The engines differ in nothing but the scheduler.
 
 from __future__ import annotations
 
-import gc
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from programs_by_turns import OUTPUT_TOKENS, PROGRAMS, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROGRAMS = 8
-TURNS = 3
-OUTPUT_TOKENS = 48
-FIRST_PROMPT_TOKENS = 200
-LATER_PROMPT_TOKENS = 40
-BLOCKS = 36
-"""Of 32 tokens: about two and a half of the eight contexts."""
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -31,83 +23,12 @@ def smol_model(engine_environment: None) -> str:
     return resolve_model("smol", progress=False)
 
 
-def arm(model: str, sojourn: dict[str, Any] | None) -> Iterator[Any]:
-    """An engine for one arm."""
-    from vllm import LLM
-
-    settings: dict[str, Any] = {}
-    if sojourn is not None:
-        settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
-        settings["additional_config"] = {"sojourn": {"strict": True, **sojourn}}
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        block_size=32,
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=1024,
-        num_gpu_blocks_override=BLOCKS + 1,
-        enforce_eager=True,
-        seed=0,
-        disable_log_stats=True,
-        **settings,
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
+@pytest.fixture(scope="module")
+def stock(smol_model: str) -> list[list[int]]:
+    return generate(smol_model, None, hints=False)[0]
 
 
-def generate(model: str, sojourn: dict[str, Any] | None, *, hints: bool) -> tuple[list[list[int]], Any]:
-    """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on."""
-    from vllm import SamplingParams
-
-    arms = arm(model, sojourn)
-    llm = next(arms)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    # Real words spread over the vocabulary: the model must have something to continue.
-    contexts = [
-        [1 + (7919 * (n + 1) * (i + 3)) % 40_000 for i in range(FIRST_PROMPT_TOKENS)] for n in range(PROGRAMS)
-    ]
-    produced: list[list[int]] = [[] for _ in range(PROGRAMS)]
-    for turn in range(TURNS):
-        params = []
-        for n in range(PROGRAMS):
-            hint = {"program_id": f"P{n}", "kv_retention_ttl_seconds": 120}
-            extra = {"agentic_context": json.dumps(hint)} if hints else None
-            params.append(
-                SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=extra)
-            )
-        prompts = [{"prompt_token_ids": context} for context in contexts]
-        for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
-            tokens = list(output.outputs[0].token_ids)
-            produced[n].extend(tokens)
-            more = [
-                1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % 40_000 for i in range(LATER_PROMPT_TOKENS)
-            ]
-            contexts[n] = [*contexts[n], *tokens, *more]
-    report = None
-    if sojourn is not None:
-        report = {
-            "stats": json.loads(scheduler.sojourn_call("stats", "")),
-            "decisions": json.loads(scheduler.sojourn_call("decisions", '{"limit": 5000}'))["decisions"],
-            "ledger": [
-                row
-                for n in range(PROGRAMS)
-                for row in json.loads(scheduler.sojourn_call("program", f'{{"program_id": "P{n}"}}'))[
-                    "ledger"
-                ]
-            ]
-            if hints
-            else [],
-        }
-    for _ in arms:
-        pass
-    return produced, report
-
-
-def test_stock_no_hints_and_leases_under_pressure_give_the_same_tokens(smol_model):
-    stock, _ = generate(smol_model, None, hints=False)
+def test_no_hints_and_leases_under_pressure_give_the_tokens_of_stock(smol_model, stock):
     silent, _ = generate(smol_model, {"policy": "continuum"}, hints=False)
     leased, report = generate(smol_model, {"policy": "continuum"}, hints=True)
     ordered, by_program = generate(smol_model, {"policy": "saga"}, hints=True)
@@ -123,3 +44,41 @@ def test_stock_no_hints_and_leases_under_pressure_give_the_same_tokens(smol_mode
     assert by_program["stats"]["ledger"]["device_tokens"] > 0
     taken = [row["evicted_score"] for row in by_program["ledger"] if row["evicted_score"]]
     assert taken, "blocks must have been taken in the order by program"
+
+
+def tiers(**extra: Any) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="SojournConnector",
+            kv_connector_module_path="sojourn_server.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+    }
+
+
+def test_what_was_in_host_memory_gives_the_tokens_of_stock(smol_model, stock):
+    tokens, report = generate(smol_model, {"policy": "saga"}, hints=True, **tiers(host_bytes=512 * MIB))
+    assert tokens == stock
+    assert report["stats"]["ledger"]["host_tokens"] > 1000
+    assert report["stats"]["ledger"]["lost_tokens"] == {}
+
+
+def test_what_was_on_disk_gives_the_tokens_of_stock_also_to_a_later_engine(
+    smol_model, stock, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    settings = tiers(host_bytes=30 * MIB, disk=str(tmp_path), disk_bytes=1024 * MIB)
+    expected = [tokens[: 2 * OUTPUT_TOKENS] for tokens in stock[:5]]
+    for engine in ("first", "later"):
+        tokens, report = generate(
+            smol_model, {"policy": "continuum"}, hints=True, programs=5, turns=2, **settings
+        )
+        assert tokens == expected
+        from_below = [row["tokens"]["host"] for row in report["ledger"] if row["turn"] == 1]
+        assert len(from_below) == 5
+        assert any(from_below) == (engine == "later"), "only a disk can have what no turn has computed yet"
+    assert list(tmp_path.glob("*/*/*.kv"))

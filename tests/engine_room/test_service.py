@@ -79,7 +79,7 @@ def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
     told = engine.ask("program", program_id="a")
     [turn] = told["ledger"]
     assert told["program_id"] == turn["program_id"] == "a"
-    assert turn["tokens"] == {"prompt": 40, "device": 0, "new": 40, "tail": 0, "lost": {}}
+    assert turn["tokens"] == {"prompt": 40, "device": 0, "host": 0, "new": 40, "tail": 0, "lost": {}}
     assert turn["outcome"] == "stopped"
     assert (told["tenant"], told["graph_hash"], told["expected_steps_left"]) == (None, None, None)
     assert engine.ask("program", program_id="nobody") is None

@@ -354,7 +354,8 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
         assert min(parts.values()) >= 0
         if record.tokens is not None:
             split = record.tokens
-            assert split.device + split.new + split.tail + sum(split.lost.values()) == split.prompt
+            reused = split.device + split.host
+            assert reused + split.new + split.tail + sum(split.lost.values()) == split.prompt
             assert split.device % BLOCK_TOKENS == 0
     counted = {
         result: engine.counter("sojourn_prompt_tokens_total", result=result)
@@ -362,6 +363,7 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
     }
     assert counted == {
         "device": totals.device_tokens,
+        "host": totals.host_tokens,
         "new": totals.new_tokens,
         "tail": totals.tail_tokens,
         "lost": sum(totals.lost_tokens.values()),

@@ -29,13 +29,15 @@ class Admission:
 
     request_id: str
     cached_tokens: int
-    """Tokens found in device memory."""
+    """Tokens found, on the device or below it."""
     tokens: int
     """Prompt tokens, plus those generated before a preemption."""
     block_hashes: Sequence[Any]
     """Chained hashes of the request's full blocks."""
     resumed: bool
     """It had been preempted."""
+    host_tokens: int = 0
+    """Those of the tokens found that were loaded from host memory."""
 
 
 class TurnOutcome(str, Enum):

@@ -188,7 +188,7 @@ class Steward:
         cause, stone = self.keeper.cause(program, before, fact)
         if stone is not None:
             record.evictor, record.evicted_score = stone.evictor, stone.score
-        record.tokens = split_tokens(
+        split = split_tokens(
             prompt=fact.tokens,
             device=fact.cached_tokens,
             block_size=self.pool.block_size,
@@ -198,6 +198,7 @@ class Steward:
             cause=cause,
             dropped_hit_blocks=self.pool.dropped_hit_blocks,
         )
+        record.tokens = replace(split, device=split.device - fact.host_tokens, host=fact.host_tokens)
         wait_s = now - ticket.arrived_s
         if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
             self.histories.evicted_waits.observe(wait_s)
@@ -613,7 +614,8 @@ class Steward:
             )
         split = record.tokens
         if split is not None:
-            for result, tokens in (("device", split.device), ("new", split.new), ("tail", split.tail)):
+            for result in ("device", "host", "new", "tail"):
+                tokens = getattr(split, result)
                 self.recorder.count("sojourn_prompt_tokens_total", tokens, result=result)
             for cause, tokens in split.lost.items():
                 self.recorder.count("sojourn_prompt_tokens_total", tokens, result="lost")

@@ -82,7 +82,7 @@ PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
 PREEMPTION_MODES = frozenset({"recompute"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "no_tier"})
-PROMPT_RESULTS = frozenset({"device", "new", "tail", "lost"})
+PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in Lost)
 EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value}
 """Why the evicted block was free to take, in the ledger's words. Blocks of no program are not counted."""
@@ -133,8 +133,8 @@ _ALL = (
     _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
     _counter(
         "sojourn_prompt_tokens_total",
-        "Prompt tokens of programs' turns: reused on the device, new, in the last partial block, "
-        "or computed again because they were lost.",
+        "Prompt tokens of programs' turns: reused on the device or from host memory, new, in the last "
+        "partial block, or computed again because they were lost.",
         result=PROMPT_RESULTS,
     ),
     _counter(

@@ -1,6 +1,6 @@
 """The turn ledger: where every turn's prompt tokens and seconds went, in parts that add up exactly.
 
-For a prompt of P tokens: P = device + new + tail + Σ lost[cause]. For its
+For a prompt of P tokens: P = device + host + new + tail + Σ lost[cause]. For its
 seconds: wall = queued + prefilling + decoding. ``unknown`` is said, never
 guessed. The ring is bounded and nothing here is computed for a viewer.
 """
@@ -83,10 +83,12 @@ class TokenSplit:
     """Computed before, but in a block that was not full: never cached."""
     lost: dict[Lost, int]
     """Computed again, by cause."""
+    host: int = 0
+    """Reused from host memory, where the disk may have brought it."""
 
     def computed(self) -> int:
         """Tokens the engine had to prefill."""
-        return self.prompt - self.device
+        return self.prompt - self.device - self.host
 
     def again(self) -> int:
         """Tokens prefilled that had been computed for this program before."""
@@ -225,6 +227,7 @@ class TurnRecord:
             document["tokens"] = {
                 "prompt": self.tokens.prompt,
                 "device": self.tokens.device,
+                "host": self.tokens.host,
                 "new": self.tokens.new,
                 "tail": self.tokens.tail,
                 "lost": {cause.value: count for cause, count in self.tokens.lost.items()},
@@ -239,6 +242,7 @@ class LedgerTotals:
     turns: int = 0
     prompt_tokens: int = 0
     device_tokens: int = 0
+    host_tokens: int = 0
     new_tokens: int = 0
     tail_tokens: int = 0
     output_tokens: int = 0
@@ -253,6 +257,7 @@ class LedgerTotals:
         if record.tokens is not None:
             self.prompt_tokens += record.tokens.prompt
             self.device_tokens += record.tokens.device
+            self.host_tokens += record.tokens.host
             self.new_tokens += record.tokens.new
             self.tail_tokens += record.tokens.tail
             for cause, count in record.tokens.lost.items():

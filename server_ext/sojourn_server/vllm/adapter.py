@@ -22,9 +22,11 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
+from ..tiers.planner import ENDED_RANK, IDLE_RANK
 from .block_order import BlockOrder
-from .block_owners import Owner
+from .block_owners import BlockOwners, Owner
 from .bucket_order import Score
+from .connector import SojournConnector
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -94,11 +96,17 @@ class SchedulerAdapter:
             desk=desk,
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
+        connector = scheduler.connector
+        self._below = connector if isinstance(connector, SojournConnector) else None
+        """The tiers below the device, where they are ours."""
+        if self._below is not None:
+            self._below.clock = clock
         self._order = BlockOrder(
             self.steward,
             self._pool.free_block_queue,
             evicted=self._guarded_evicted,
             failed=self._lost_order,
+            leaving=self._save_below if self._below is not None else None,
             guarded=self.guarded,
         )
         self._queue = self._pool.free_block_queue = self._order.queue
@@ -387,10 +395,12 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
+        below = self._below.loaded_tokens.pop(request_id, 0) if self._below is not None else 0
         self.steward.admitted(
             Admission(
                 request_id=request_id,
                 cached_tokens=computed,
+                host_tokens=below,
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
                 resumed=ticket.admitted,
@@ -473,7 +483,18 @@ class SchedulerAdapter:
         self.guarded(self._evicted, block, owner, score)
 
     def _lost_order(self, error: Exception) -> None:
+        if self._below is not None:
+            self._below.turn_off("the free queue no longer tells what is reused")
         self._failed(error, "the order of reuse failed and is vLLM's own from now on")
+
+    def _save_below(self, blocks: list[KVCacheBlock], owners: BlockOwners) -> None:
+        below = self._below
+        if below is None or below.off:
+            return
+        for block in blocks:
+            if block.block_hash is not None:
+                rank = ENDED_RANK if block.block_id in owners.orphans else IDLE_RANK
+                below.planner.evicted(chain_hash(block), block.block_id, rank)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

@@ -13,7 +13,7 @@ from ..engine.steward import Steward
 from ..policy.views import LeftBehind
 from ..program.observations import ReuseShare
 from .bucket_order import Score, Standing
-from .free_queue import Evicted, ProgramFreeQueue
+from .free_queue import Evicted, Leaving, ProgramFreeQueue
 
 
 class BlockOrder:
@@ -26,6 +26,7 @@ class BlockOrder:
         *,
         evicted: Evicted,
         failed: Callable[[Exception], None],
+        leaving: Leaving | None = None,
         guarded: Callable[..., Any],
     ) -> None:
         """``guarded`` calls what it is given, and answers ``None`` where that fails; ``failed`` is told of an
@@ -34,7 +35,7 @@ class BlockOrder:
         self._guarded = guarded
         self._by_program = steward.preset.eviction.by_program
         order = self if self._by_program else None
-        self.queue = ProgramFreeQueue(replaced, evicted=evicted, order=order, failed=failed)
+        self.queue = ProgramFreeQueue(replaced, evicted=evicted, order=order, failed=failed, leaving=leaving)
         self._branches = ReuseShare()
         self._scale_changes = 0
 

@@ -32,6 +32,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from .block_owners import BlockOwners, Owner
 from .bucket_order import NEWEST, SHARED, Bucket, BucketOrder, Order, Score
 
+Leaving = Callable[[list[KVCacheBlock], BlockOwners], None]
+"""Blocks about to be reused, cached ones and others, while it is known whose they are."""
 Evicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
 """Block, owner, and the score by which it was chosen; ``None``: by the engine's own order."""
 
@@ -47,7 +49,8 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
 
     Without an ``order`` all have the engine's. ``evicted`` hears of every
     cached block that is reused and has an owner, or had one alone to its end,
-    while it still has its hash. ``failed`` hears of the error after which this
+    while it still has its hash; ``leaving`` before that of all that are reused.
+    ``failed`` hears of the error after which this
     queue is as vLLM's; what ``failed`` raises goes to whoever called.
     """
 
@@ -58,6 +61,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         evicted: Evicted,
         order: Order | None = None,
         failed: Callable[[Exception], None],
+        leaving: Leaving | None = None,
     ) -> None:
         super().__init__([])
         self.owners = BlockOwners()
@@ -69,6 +73,7 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         """An error of ours has made this queue vLLM's own."""
         self._evicted = evicted
         self._failed = failed
+        self._leaving = leaving
         self._order = BucketOrder(order) if order is not None else None
         self._left: dict[ProgramId, dict[float, None]] = {}
         """Of each program the dates of its buckets, the oldest first but for ``NEWEST``."""
@@ -263,6 +268,8 @@ class ProgramFreeQueue(FreeKVCacheBlockQueue):
         return popped
 
     def _report(self, blocks: list[KVCacheBlock], score: Score | None) -> None:
+        if self._leaving is not None:
+            self._leaving(blocks, self.owners)
         for block, owner in self.owners.taken(blocks):
             self._evicted(block, owner, score)
 

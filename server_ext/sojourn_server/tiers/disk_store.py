@@ -1,0 +1,603 @@
+"""Full Blocks on a disk, over the end of the process: found by key, checked on reading, within a budget.
+
+Folders
+-------
+    ROOT/
+      3f9a0c51d2e47b68/     one store: 16 hex digits of the digest of a ``KvIdentity``
+        manifest.json       that identity in full, and the version of the format
+        lock                held by the one process that has the store open
+        a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
+        a7/a7c0….partial    one being written
+
+The name finds the folder, the manifest decides: a folder that was renamed, copied or made by something
+else is refused, whatever its name. Stores of several identities can lie side by side. But who restarts
+with another model or block size most often did not mean to fill the disk a second time, so a root in
+which there are only other stores is refused as well, unless ``alongside`` is said. The ranks of one server
+are no others to each other. Nothing foreign is ever deleted, nor files whose names are not ours.
+
+Errors
+------
+    TierError
+     ├ StoreError     the operating system said no; ``errno`` says why
+     ├ StoreInUse     another process has it open
+     ├ ForeignStore   it is for another model, block size, …; ``differences`` say which
+     ├ BlockMissing   there is no such block, or no longer
+     └ BlockCorrupt   there was one, but it cannot be trusted; it has been removed
+
+A caller's mistake is a ``ValueError``. All but mistakes in opening can be met by computing the block again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from .full_block import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    MAX_KEY_BYTES,
+    MIN_KEY_BYTES,
+    BlockCorrupt,
+    Buffer,
+    FileSystem,
+    KvIdentity,
+    LocalFiles,
+    TierError,
+    byte_views,
+    read_block,
+    read_file,
+    sync_folder,
+    write_block,
+    write_file,
+)
+
+MANIFEST = "manifest.json"
+_LOCK = "lock"
+_KIND = "sojourn KV store"
+"""What a manifest says it is of: other software has files of that name too."""
+_MANIFEST_BYTES = 1 << 16
+
+_FANOUT = re.compile(r"[0-9a-f]{2}")
+_STORE = re.compile(r"[0-9a-f]{16}")
+_BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What a read can fail of that says nothing about the block."""
+
+
+class StoreError(TierError):
+    """The operating system refused something; ``errno`` and ``__cause__`` are its own."""
+
+    def __init__(self, doing: str, path: Path, cause: OSError) -> None:
+        super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
+        self.path = path
+        self.errno = cause.errno
+
+
+class StoreInUse(TierError):
+    """One process writes a store, and that is another one, or another part of this one."""
+
+
+class BlockMissing(TierError):
+    """There is no such block, or no longer."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(f"no block {key.hex()} in this store")
+        self.key = key
+
+
+class Difference(NamedTuple):
+    """A field of the manifest that is not as it should be."""
+
+    field: str
+    found: Any
+    expected: Any
+
+
+class ForeignStore(TierError):
+    """A store for something else is where ours would be, or is the only one in the root."""
+
+    def __init__(self, path: Path, differences: Sequence[Difference], advice: str) -> None:
+        fields = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
+        super().__init__(f"the KV store {path} is for something else ({fields}). {advice}")
+        self.path = path
+        self.differences = tuple(differences)
+
+
+class Outcome(Enum):
+    """What became of a block that was put."""
+
+    STORED = "stored"
+    ALREADY = "already"
+    """There is one of that key; what was given was not looked at."""
+    FULL = "full"
+    """It would exceed the budget. Nothing was written: drop something first."""
+    DISK_FULL = "disk_full"
+    """The disk or a quota has no room. Nothing is left of it."""
+
+
+class DiskStore:
+    """Blocks of one ``KvIdentity`` in a folder, at most ``budget_bytes`` of files.
+
+    Every call but ``has``, ``oldest``, ``keys``, ``len`` and ``used_bytes`` waits for the disk. Calls may
+    come from any thread. Those of one key take turns, those of different keys overlap; the lock over the
+    index is never held while the disk works, so the others can be asked from the scheduler's thread.
+
+    It never chooses what to give up: at its budget it says ``FULL``. Only a block that could not be read
+    any more gives way by itself.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: KvIdentity,
+        *,
+        budget_bytes: int,
+        durable: bool,
+        files: FileSystem,
+        clock_ns: Callable[[], int],
+        lock: _StoreLock,
+    ) -> None:
+        """For ``open``: the folder is there, is ours and is locked."""
+        self.path = path
+        self.identity = identity
+        self.budget_bytes = budget_bytes
+        self.file_bytes = HEADER_BYTES + identity.block_bytes
+        """Size of every block's file, and what it counts against the budget."""
+        self._digest = identity.digest()
+        self._durable = durable
+        self._files = files
+        self._clock_ns = clock_ns
+        self._store_lock = lock
+        self._closed = False
+        self._changed = threading.Condition(threading.Lock())
+        self._index: OrderedDict[bytes, None] = OrderedDict()
+        """By last use, the oldest first."""
+        self._busy: set[bytes] = set()
+        """Keys that some thread reads, writes or removes."""
+        self._unusable: OrderedDict[bytes, None] = OrderedDict()
+        """Keys with files that cannot be read or removed. They still take room."""
+        self._used_bytes = 0
+        """Of files indexed, unusable and being written."""
+        self._last_use_ns = 0
+
+    @classmethod
+    def open(
+        cls,
+        root: str | Path,
+        identity: KvIdentity,
+        *,
+        budget_bytes: int,
+        durable: bool = False,
+        alongside: bool = False,
+        files: FileSystem | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> DiskStore:
+        """Open the store of ``identity`` in ``root``, or make it; its blocks are there, in order of last use.
+
+        Payloads are not read: a damaged one shows when it is asked for. Files of the wrong size and those
+        left half written are removed; beyond the budget, so are the least recently used. ``durable``: a
+        block that is stored is on the disk, also if the machine dies (by default only if the process
+        does). ``alongside``: other identities' stores in this root are meant to be there. The budget is
+        this store's alone. ``clock_ns`` orders uses; it may jump.
+
+        Raises ``ForeignStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget.
+        """
+        if budget_bytes < 0:
+            raise ValueError(f"a budget of {budget_bytes} bytes")
+        files = files or LocalFiles()
+        # Also the same store under two names must be seen to be the same.
+        path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
+        try:
+            if not alongside:
+                _refuse_others(files, path, identity)
+            files.mkdir(path, parents=True)
+            lock = _StoreLock(path)
+        except OSError as error:
+            raise StoreError("opening the KV store", path, error) from error
+        try:
+            _claim_folder(files, path, identity)
+            store = cls(
+                path,
+                identity,
+                budget_bytes=budget_bytes,
+                durable=durable,
+                files=files,
+                clock_ns=clock_ns,
+                lock=lock,
+            )
+            store._find_blocks()
+        except BaseException as error:
+            lock.release()
+            if isinstance(error, OSError):
+                raise StoreError("opening the KV store", path, error) from error
+            raise
+        return store
+
+    def close(self) -> None:
+        """Let another process have it, once the calls under way are done. No call but this may follow."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._busy)
+        self._store_lock.release()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put(self, key: bytes, buffers: Sequence[Buffer]) -> Outcome:
+        """Store ``buffers``, one after the other, as the block of ``key``; to be put again is a use.
+
+        Together they must have ``identity.block_bytes`` bytes, and not change until the call returns.
+        Raises ``StoreError``, after which nothing is left of the block, and ``ValueError``.
+        """
+        path = self._path(key)
+        payload = self._payload(buffers, writable=False)
+        with self._turn(key):
+            if self.has(key):
+                self._touch(key)
+                return Outcome.ALREADY
+            self._give_up_unusable(key)
+            if not self._reserve():
+                return Outcome.FULL
+            try:
+                self._write(key, path, payload)
+            except BaseException as error:
+                self._erase(key)
+                if not isinstance(error, OSError):
+                    raise
+                if error.errno in _NO_SPACE:
+                    return Outcome.DISK_FULL
+                raise StoreError("writing the KV block", path, error) from error
+            self._touch(key)
+            return Outcome.STORED
+
+    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+        """Fill ``buffers``, one after the other, with the block of ``key``. put may have cut it otherwise.
+
+        Only when it returns are they good: after any exception their content is undefined. Raises
+        ``BlockMissing``; ``BlockCorrupt``, and the file is gone; ``StoreError`` for one that cannot be read,
+        which is then no longer ``has``, but is looked for again when the store is next opened, unless its
+        room was needed; ``ValueError`` as ``put``, also for buffers that cannot be written.
+        """
+        path = self._path(key)
+        payload = self._payload(buffers, writable=True)
+        with self._turn(key):
+            if not self.has(key):
+                raise BlockMissing(key)
+            try:
+                read_block(self._files, path, key, self._digest, payload)
+            except BlockCorrupt:
+                self._forget(key)
+                self._erase(key)
+                raise
+            except FileNotFoundError as error:  # somebody tidied up behind our back
+                self._forget(key)
+                self._erase(key)
+                raise BlockMissing(key) from error
+            except OSError as error:
+                if error.errno not in _NOT_THE_FILE:
+                    self._forget(key)
+                    with self._changed:
+                        self._unusable[key] = None
+                raise StoreError("reading the KV block", path, error) from error
+            self._touch(key)
+
+    def drop(self, key: bytes) -> bool:
+        """Remove the block of ``key``; whether there was one. Waits for a read or write of it.
+
+        Raises ``StoreError`` where the file cannot be removed; it is no longer ``has`` all the same, and
+        keeps counting against the budget.
+        """
+        path = self._path(key)
+        with self._turn(key):
+            if self.has(key):
+                self._forget(key)
+            elif not self._take_unusable(key):
+                return False
+            error = self._erase(key)
+            if error is not None:
+                raise StoreError("removing the KV block", path, error) from error
+            return True
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a block of ``key``; not a use."""
+        with self._changed:
+            return key in self._index
+
+    def oldest(self, count: int) -> list[bytes]:
+        """Up to ``count`` keys, the least recently used first."""
+        with self._changed:
+            return list(islice(self._index, max(0, count)))
+
+    def keys(self) -> list[bytes]:
+        """All keys, the least recently used first."""
+        with self._changed:
+            return list(self._index)
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files of blocks, those being written and those that cannot be read included."""
+        with self._changed:
+            return self._used_bytes
+
+    def _path(self, key: bytes) -> Path:
+        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+        name = key.hex()
+        return self.path / name[:2] / f"{name}.kv"
+
+    def _payload(self, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
+        views = byte_views(buffers, writable=writable)
+        found = sum(view.nbytes for view in views)
+        if found != self.identity.block_bytes:
+            raise ValueError(f"buffers of {found} bytes for blocks of {self.identity.block_bytes}")
+        return views
+
+    @contextlib.contextmanager
+    def _turn(self, key: bytes) -> Iterator[None]:
+        """While it lasts no other thread touches the files of ``key`` or its place in the index."""
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._busy)
+            if self._closed:
+                raise ValueError(f"the KV store {self.path} is closed")
+            self._busy.add(key)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(key)
+                self._changed.notify_all()
+
+    def _write(self, key: bytes, path: Path, payload: list[memoryview]) -> None:
+        partial = path.with_suffix(".partial")
+        try:
+            write_block(self._files, path, partial, key, self._digest, payload, durable=self._durable)
+        except FileNotFoundError:  # the first block of its folder
+            self._files.mkdir(path.parent, parents=False)
+            if self._durable:
+                sync_folder(self._files, self.path)
+            write_block(self._files, path, partial, key, self._digest, payload, durable=self._durable)
+
+    def _touch(self, key: bytes) -> None:
+        """Make it the last used, also for the next who opens the store."""
+        with self._changed:
+            self._index[key] = None
+            self._index.move_to_end(key)
+            # The kernel's own times have a grain of milliseconds, and clocks jump: neither may reorder uses.
+            self._last_use_ns = now_ns = max(self._clock_ns(), self._last_use_ns + 1)
+        with contextlib.suppress(OSError):  # a wrong order after a restart costs little
+            self._files.set_mtime(self._path(key), now_ns)
+
+    def _forget(self, key: bytes) -> None:
+        with self._changed:
+            del self._index[key]
+
+    def _take_unusable(self, key: bytes) -> bool:
+        with self._changed:
+            if key not in self._unusable:
+                return False
+            del self._unusable[key]
+            return True
+
+    def _give_up_unusable(self, key: bytes) -> None:
+        """Before ``key`` is written anew. A file that won't go fails the put: it could not be replaced."""
+        if self._take_unusable(key):
+            error = self._erase(key)
+            if error is not None:
+                raise StoreError("removing the KV block", self._path(key), error) from error
+
+    def _reserve(self) -> bool:
+        """Count one more file, if the budget has room or an unusable file can make some."""
+        while True:
+            with self._changed:
+                if self._used_bytes + self.file_bytes <= self.budget_bytes:
+                    self._used_bytes += self.file_bytes
+                    return True
+                # Not one whose turn somebody has: two who wait for each other's keys would wait for ever.
+                victim = next((key for key in self._unusable if key not in self._busy), None)
+                if victim is None:
+                    return False
+                del self._unusable[victim]
+                self._busy.add(victim)
+            try:
+                if self._erase(victim) is not None:
+                    return False
+            finally:
+                with self._changed:
+                    self._busy.discard(victim)
+                    self._changed.notify_all()
+
+    def _erase(self, key: bytes) -> OSError | None:
+        """Remove what there is of a key that is counted but not indexed; the error, where that fails."""
+        path = self._path(key)
+        for name in (path.with_suffix(".partial"), path):
+            try:
+                self._files.unlink(name)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                with self._changed:
+                    self._unusable[key] = None
+                return error
+        with self._changed:
+            self._used_bytes -= self.file_bytes
+        return None
+
+    def _find_blocks(self) -> None:
+        """Rebuild the index from names, sizes and times; remove what is no block, and what is too much."""
+        found: list[tuple[int, bytes]] = []
+        torn: set[bytes] = set()
+        for folder in self._files.scan(self.path):
+            if not (folder.is_folder and _FANOUT.fullmatch(folder.name)):
+                continue
+            for file in self._files.scan(self.path / folder.name):
+                match = _BLOCK.fullmatch(file.name)
+                if match is None or not file.is_file or not file.name.startswith(folder.name):
+                    continue
+                key = bytes.fromhex(match[1])
+                if match[2] == "kv" and file.size == self.file_bytes:
+                    found.append((file.mtime_ns, key))
+                else:
+                    torn.add(key)
+        # A block may have been put over a partial file that could not be removed: that goes, the block stays.
+        for key in torn - {key for _, key in found}:
+            self._used_bytes += self.file_bytes
+            self._erase(key)
+        for mtime_ns, key in sorted(found):
+            self._index[key] = None
+            self._used_bytes += self.file_bytes
+            self._last_use_ns = max(self._last_use_ns, mtime_ns)
+            if key in torn:
+                with contextlib.suppress(OSError):
+                    self._files.unlink(self._path(key).with_suffix(".partial"))
+        while self._used_bytes > self.budget_bytes and self._index:
+            key, _ = self._index.popitem(last=False)
+            self._erase(key)
+
+
+class _StoreLock:
+    """One opener at a time. The system lets go of it when the process dies, however it dies."""
+
+    # POSIX locks and not flock's: these belong to the process, so a child that it forked and that outlives
+    # it does not keep the store locked. Within one process they exclude nobody; that is what _held is for.
+    _guard = threading.Lock()
+    _held: dict[Path, int] = {}  # noqa: RUF012
+    """Store → the process that holds it: a forked child inherits the table, but not the locks."""
+
+    def __init__(self, store: Path) -> None:
+        """Raises ``StoreInUse`` and ``OSError``."""
+        self._store = store
+        with self._guard:
+            if self._held.get(store) == os.getpid():
+                raise StoreInUse(_in_use(store, "this process itself"))
+            self._fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._take()
+            except BaseException:
+                os.close(self._fd)
+                raise
+            self._held[store] = os.getpid()
+
+    def release(self) -> None:
+        """Let go; nothing happens the second time. The file stays: to remove it would race with an opener."""
+        with self._guard:
+            if self._held.get(self._store) == os.getpid() and self._fd >= 0:
+                del self._held[self._store]
+                os.close(self._fd)
+                self._fd = -1
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            holder = os.read(self._fd, 20).decode("ascii", "replace").strip()
+            raise StoreInUse(_in_use(self._store, f"process {holder or 'unknown'}")) from error
+        with contextlib.suppress(OSError):  # on a full disk the next one refused learns no number
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, f"{os.getpid()}\n".encode())
+
+
+def _in_use(store: Path, holder: str) -> str:
+    return (
+        f"the KV store {store} is in use by {holder}. One process writes a store: "
+        "give each engine a directory of its own, or end the other one first"
+    )
+
+
+def _refuse_others(files: FileSystem, path: Path, identity: KvIdentity) -> None:
+    """Raise ``ForeignStore`` if the root has stores, but none for ``identity`` or another rank of it."""
+    try:
+        folders = sorted(entry.name for entry in files.scan(path.parent) if entry.is_folder)
+    except FileNotFoundError:
+        return
+    others: list[tuple[list[Difference], Path]] = []
+    for name in filter(_STORE.fullmatch, folders):
+        try:
+            differences = _differences(files, path.parent / name, identity)
+        except OSError as error:  # another user's, say
+            differences = [Difference(MANIFEST, error.strerror, "one that can be read")]
+        if differences is None:
+            continue
+        if name == path.name or all(difference.field == "tp_rank" for difference in differences):
+            return  # if the one of our name is not ours, _claim_folder will say so
+        others.append((differences, path.parent / name))
+    if others:
+        differences, nearest = min(others, key=lambda other: len(other[0]))
+        advice = "Name another directory, or delete that store if its blocks are no longer wanted"
+        raise ForeignStore(nearest, differences, f"{advice}, or say that both may lie side by side.")
+
+
+def _claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
+    """Check the manifest, or give an empty folder one. Raises ``ForeignStore`` and ``OSError``."""
+    advice = "Name another directory, or delete this one if what it holds is no longer wanted."
+    partial = path / f"{MANIFEST}.partial"
+    differences = _differences(files, path, identity)
+    if differences:
+        raise ForeignStore(path, differences, advice)
+    names = {entry.name for entry in files.scan(path)} - {_LOCK, partial.name}
+    if differences is None:
+        if names:
+            raise ForeignStore(path, [Difference(MANIFEST, "none", "one beside the blocks")], advice)
+        content = json.dumps(_manifest(identity), indent=2).encode() + b"\n"
+        try:
+            write_file(files, partial, [memoryview(content)], fsync=True)
+            files.replace(partial, path / MANIFEST)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.unlink(partial)
+            raise
+        sync_folder(files, path)
+
+
+def _differences(files: FileSystem, path: Path, identity: KvIdentity) -> list[Difference] | None:
+    """Where the manifest in ``path`` differs from that of ``identity``; ``None`` where there is none.
+
+    Raises ``OSError``.
+    """
+    expected = _manifest(identity)
+    try:
+        content = read_file(files, path / MANIFEST, _MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != _KIND:
+        return [Difference(MANIFEST, content[:40].decode("utf-8", "replace"), f"that of a {_KIND}")]
+    fields = [*expected, *sorted(found.keys() - expected.keys())]
+    return [
+        Difference(name, found.get(name), expected.get(name))
+        for name in fields
+        if found.get(name) != expected.get(name)
+    ]
+
+
+def _manifest(identity: KvIdentity) -> dict[str, Any]:
+    return {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}

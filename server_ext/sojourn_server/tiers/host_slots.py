@@ -1,0 +1,178 @@
+"""Which blocks' content is in which slot of host memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .jobs import Key
+
+Rank = int
+"""Slots of the lowest rank are reused first; within one, the longest unused."""
+
+
+@dataclass(slots=True, eq=False)
+class HostEntry:
+    """One block's place in host memory."""
+
+    key: Key
+    slot: int
+    rank: Rank
+    job: int | None
+    """The job that fills it; ``None``: it is filled."""
+    on_disk: bool
+    pins: int = 0
+    """Who reads it, or is about to. It is reused by nobody meanwhile."""
+    doomed: bool = False
+    """Not to be found any more; its slot is free once nobody reads or fills it."""
+
+
+class HostSlots:
+    """The slots of one engine's host memory, and the order in which they are reused. All O(1) a block."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._entries: dict[Key, HostEntry] = {}
+        self._by_slot: dict[int, HostEntry] = {}
+        self._idle: dict[Rank, OrderedDict[Key, HostEntry]] = {}
+        """Filled, unpinned entries: the only ones that may be reused."""
+        self._dirty: dict[Rank, OrderedDict[Key, HostEntry]] = {}
+        """Those of them that are not on disk."""
+        self.idle_on_disk = 0
+        """Idle entries that are on disk too: reusing their slots loses nothing."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[HostEntry]:
+        return iter(self._entries.values())
+
+    def get(self, key: Key) -> HostEntry | None:
+        """The entry of a block's content, filled or being filled."""
+        return self._entries.get(key)
+
+    def in_slot(self, slot: int) -> HostEntry | None:
+        """Whose content is, or will be, in a slot."""
+        return self._by_slot.get(slot)
+
+    @property
+    def free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    def begin(self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False) -> HostEntry | None:
+        """A slot for a block that is not here, or ``None`` where none may be reused: call ``reuse`` first."""
+        if not self._free:
+            return None
+        entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
+        self._entries[key] = entry
+        self._by_slot[entry.slot] = entry
+        self._settle(entry)
+        return entry
+
+    def reuse(self, *, only_on_disk: bool = False) -> HostEntry | None:
+        """Free the slot whose turn it is; ``None``: all are pinned or being filled."""
+        for rank in sorted(self._idle):
+            for entry in self._idle[rank].values():
+                if only_on_disk and not entry.on_disk:
+                    break
+                self.remove(entry)
+                return entry
+        return None
+
+    def filled(self, entry: HostEntry) -> None:
+        """Its job is done."""
+        entry.job = None
+        self._settle(entry)
+
+    def pin(self, entry: HostEntry) -> None:
+        """Somebody reads it, or is about to."""
+        if self._is_idle(entry):
+            self._unsettle(entry)
+        entry.pins += 1
+
+    def unpin(self, entry: HostEntry) -> None:
+        """One reader is through; the last one's is its newest use."""
+        entry.pins -= 1
+        self._settle(entry)
+
+    def touch(self, entry: HostEntry) -> None:
+        """It was used, or would have been."""
+        if self._is_idle(entry):
+            self._unsettle(entry)
+            self._settle(entry)
+
+    def set_rank(self, entry: HostEntry, rank: Rank) -> None:
+        """It is reused with those of another rank, after them."""
+        if entry.rank == rank:
+            return
+        idle = self._is_idle(entry)
+        if idle:
+            self._unsettle(entry)
+        entry.rank = rank
+        if idle:
+            self._settle(entry)
+
+    def set_on_disk(self, entry: HostEntry, on_disk: bool) -> None:
+        """A copy of it is on disk now, or no longer."""
+        if entry.on_disk == on_disk:
+            return
+        idle = self._is_idle(entry)
+        entry.on_disk = on_disk
+        if idle and on_disk:
+            self._drop(self._dirty, entry)
+            self.idle_on_disk += 1
+        elif idle:
+            self._dirty.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+            self.idle_on_disk -= 1
+
+    def first_not_on_disk(self, most: int) -> list[HostEntry]:
+        """Idle entries that a reuse would lose, the next to be reused first."""
+        found: list[HostEntry] = []
+        for rank in sorted(self._dirty):
+            for entry in self._dirty[rank].values():
+                if len(found) >= most:
+                    return found
+                found.append(entry)
+        return found
+
+    def remove(self, entry: HostEntry) -> None:
+        """It is found no more; its slot is free now, or once nobody reads or fills it."""
+        if entry.doomed:
+            return
+        if self._is_idle(entry):
+            self._unsettle(entry)
+        entry.doomed = True
+        del self._entries[entry.key]
+        self._settle(entry)
+
+    def _is_idle(self, entry: HostEntry) -> bool:
+        return not entry.pins and entry.job is None and not entry.doomed
+
+    def _settle(self, entry: HostEntry) -> None:
+        if entry.doomed and not entry.pins and entry.job is None:
+            del self._by_slot[entry.slot]
+            self._free.append(entry.slot)
+        if not self._is_idle(entry):
+            return
+        self._idle.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+        if entry.on_disk:
+            self.idle_on_disk += 1
+        else:
+            self._dirty.setdefault(entry.rank, OrderedDict())[entry.key] = entry
+
+    def _unsettle(self, entry: HostEntry) -> None:
+        self._drop(self._idle, entry)
+        if entry.on_disk:
+            self.idle_on_disk -= 1
+        else:
+            self._drop(self._dirty, entry)
+
+    @staticmethod
+    def _drop(classes: dict[Rank, OrderedDict[Key, HostEntry]], entry: HostEntry) -> None:
+        members = classes[entry.rank]
+        del members[entry.key]
+        if not members:
+            del classes[entry.rank]

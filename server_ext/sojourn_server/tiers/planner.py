@@ -1,0 +1,458 @@
+"""Where content of KV blocks is below the device, and what is to move: no vLLM, no tensors, no clock.
+
+One planner goes with one engine's scheduler. It is told what the device is about
+to lose (``evicted``) or may spare (``store``), asked what it still has
+(``lookup``), and writes the orders of each step (``take_jobs``); what became of
+them comes back by ``take_results``. It keeps three promises: content is found
+only where it is, or will be by the time it is read, given that the mover carries
+out orders in their order; a slot that is read or written by one job is touched by
+no other; and what a failed copy left behind is forgotten, so the worst that
+happens is that something is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from .host_slots import HostEntry, HostSlots, Rank
+from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
+
+IDLE_RANK: Rank = 1
+"""Of content about whose program nothing else is known."""
+ENDED_RANK: Rank = 0
+"""Of content that nobody is known to come back for: reused before all else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    """What bounds the planner. Times in seconds."""
+
+    host_slots: int
+    disk_blocks: int = 0
+    """0: no disk."""
+    spill_below: float = 0.25
+    """Spill while less than this share of host memory is free or on disk too."""
+    max_spilling: int = 256
+    """Blocks on their way to disk at once: a slow disk is not given more than it takes."""
+    max_staging: int = 4096
+    """Blocks on their way from disk at once."""
+    max_stage_wait_s: float = 10.0
+    """A request waits no longer for the disk; it computes the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class _Staging:
+    """A request that waits for blocks from disk."""
+
+    since_s: float
+    missing: int
+    entries: list[HostEntry] = field(default_factory=list)
+    """Pinned for it: what was brought for it must still be there when it is asked again."""
+    given_up: bool = False
+
+
+class Pause:
+    """After a disk has failed it is left alone for a while, for longer each time."""
+
+    LONGEST_STEPS = 4096
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._left = 0
+
+    def failed(self) -> None:
+        self._steps = min(self.LONGEST_STEPS, max(16, 2 * self._steps))
+        self._left = self._steps
+
+    def worked(self) -> None:
+        self._steps = 0
+
+    def over(self) -> bool:
+        """Whether it may be tried again; asked once a step."""
+        self._left = max(0, self._left - 1)
+        return not self._left
+
+
+class TierPlanner:
+    """The tiers below one engine's device. Times are the engine's monotonic seconds."""
+
+    def __init__(self, limits: TierLimits) -> None:
+        self.limits = limits
+        self.host = HostSlots(limits.host_slots)
+        self.counts: Counter[str] = Counter()
+        """Blocks by what became of them; names in ``docs/tiers.md``."""
+        self._disk: OrderedDict[Key, None] = OrderedDict()
+        """What is on disk, the longest unused first."""
+        self._disk_known = False
+        """Whether the mover has said what an earlier engine left there."""
+        self._forgotten = False
+        """What was left there was computed before a reset."""
+        self._disk_room = limits.disk_blocks
+        """Less where the disk itself was full before that."""
+        self._pause = Pause()
+        self._storing: dict[int, tuple[list[HostEntry], list[Copy]]] = {}
+        self._spilling: dict[int, list[HostEntry]] = {}
+        self._being_spilled: set[Key] = set()
+        self._staged_by: dict[int, list[HostEntry]] = {}
+        self._being_staged: dict[Key, list[_Staging]] = {}
+        """Of each block on its way from disk, the requests that wait for it."""
+        self._staging: dict[str, _Staging] = {}
+        self._looked_up: dict[str, list[HostEntry]] = {}
+        """Found for requests in this step, pinned until it is planned."""
+        self._loading: list[HostEntry] = []
+        """Pinned until the step that reads them was carried out; orders of later steps come after it."""
+        self._jobs = TierJobs()
+        self._last_job = 0
+
+    # -- the device loses something ---------------------------------------------
+
+    def evicted(self, key: Key, block_id: int, rank: Rank = IDLE_RANK) -> bool:
+        """This step writes something else into a block: save what is in it. False: no room, or not needed."""
+        entry = self.host.get(key)
+        if entry is not None:
+            if entry.job is not None and entry.job in self._storing:
+                # A copy of just this may be under way: it must be over before the step writes.
+                self._await_store(entry.job)
+            self.host.touch(entry)
+            self.counts["kept"] += 1
+            return True
+        entry = self._begin(key, rank, None)
+        if entry is None:
+            return False
+        self._jobs.saves.append(Copy(block_id, entry.slot))
+        self.counts["saved"] += 1
+        return True
+
+    def store(self, blocks: Iterable[tuple[Key, int]], rank: Rank = IDLE_RANK) -> int:
+        """Copy cached blocks ahead of their eviction; returns how many. They stay where they are.
+
+        Each must stay as it is until the store is over, or be reported ``evicted``.
+        """
+        self._last_job += 1
+        job, entries, copies = self._last_job, [], []
+        for key, block_id in blocks:
+            entry = self.host.get(key)
+            if entry is not None:
+                self.host.touch(entry)
+                self.host.set_rank(entry, rank)
+                continue
+            entry = self._begin(key, rank, job)
+            if entry is None:
+                break  # what follows is worth nothing without it
+            entries.append(entry)
+            copies.append(Copy(block_id, entry.slot))
+        if copies:
+            self._storing[job] = entries, copies
+            self._jobs.stores[job] = copies
+            self.counts["stored"] += len(copies)
+        return len(copies)
+
+    def set_rank(self, keys: Iterable[Key], rank: Rank) -> None:
+        """Content of these is reused with that of another rank from now on."""
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is not None:
+                self.host.set_rank(entry, rank)
+
+    # -- somebody asks for something -------------------------------------------------
+
+    def lookup(self, request_id: str, keys: Sequence[Key], now: float) -> int | None:
+        """How many of the leading ``keys`` can be loaded now; ``None``: ask again, the disk is being read.
+
+        What is found is pinned until the next ``take_jobs``. Asked again while the disk is read it answers
+        in O(1).
+        """
+        waiting = self._staging.get(request_id)
+        if waiting is not None and waiting.missing and not waiting.given_up:
+            if now - waiting.since_s < self.limits.max_stage_wait_s:
+                return None
+            waiting.given_up = True
+            self.counts["gave_up"] += waiting.missing
+        found = self._found(keys)
+        if waiting is None and len(found) < len(keys) and self._stage(request_id, keys, len(found), now):
+            return None
+        for entry in found:
+            self.host.pin(entry)
+        self._release(self._looked_up.pop(request_id, ()))
+        self._looked_up[request_id] = found
+        return len(found)
+
+    def load(self, request_id: str, keys: Sequence[Key], block_ids: Sequence[int]) -> None:
+        """The request has been given device blocks: fill them with the content of these keys, all of which
+        ``lookup`` has found in this step. Raises ``KeyError`` for one that it has not."""
+        self._end_staging(request_id)
+        if not keys:
+            return
+        copies = self._jobs.loads.setdefault(request_id, [])
+        pinned = {entry.key for entry in self._looked_up.get(request_id, ())}
+        for key, block_id in zip(keys, block_ids, strict=True):
+            entry = self.host.get(key)
+            if entry is None or key not in pinned:
+                raise KeyError(f"request {request_id}: block {key.hex()} was not found by its last lookup")
+            self.host.pin(entry)
+            self._loading.append(entry)
+            copies.append(Copy(block_id, entry.slot))
+        self.counts["loaded"] += len(copies)
+
+    def abandon(self, request_id: str) -> None:
+        """The request has finished, or will not be asked for again."""
+        self._end_staging(request_id)
+        self._release(self._looked_up.pop(request_id, ()))
+
+    def fetch(self, keys: Sequence[Key]) -> int:
+        """Bring leading ``keys`` from disk to host memory, ahead of need; returns how many are coming."""
+        found = len(self._found(keys))
+        return self._order_stage(keys[found:], None)
+
+    # -- steps ----------------------------------------------------------------------
+
+    def take_jobs(self) -> TierJobs:
+        """The orders of the step that was just planned."""
+        for entries in self._looked_up.values():
+            self._release(entries)
+        self._looked_up.clear()
+        # The mover is through with a step's loads before it begins with the next step's orders.
+        self._release(self._loading)
+        self._loading = []
+        self._spill()
+        jobs, self._jobs = self._jobs, TierJobs()
+        return jobs
+
+    def take_results(self, results: TierResults) -> None:
+        """What became of earlier orders."""
+        if results.on_disk is not None:
+            self._take_in_disk(results.on_disk)
+        for slot in results.lost_slots:
+            entry = self.host.in_slot(slot)
+            if entry is not None:
+                self.counts["failed"] += 1
+                self.host.remove(entry)
+        for job, fate in results.stored.items():
+            for entry in self._storing.pop(job, ((), ()))[0]:
+                self._end_fill(entry, fate)
+        for job, fates in results.spilled.items():
+            self._spilled(job, fates)
+        for job, fates in results.staged.items():
+            self._staged(job, fates)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether something waits to be carried out by a step."""
+        return bool(self._jobs)
+
+    @property
+    def under_way(self) -> int:
+        """Jobs whose results are still to come."""
+        return len(self._storing) + len(self._spilling) + len(self._staged_by)
+
+    def on_disk(self, key: Key) -> bool:
+        """Whether the content is on disk."""
+        return key in self._disk
+
+    @property
+    def disk_blocks(self) -> int:
+        """Blocks on disk."""
+        return len(self._disk)
+
+    def forget(self) -> None:
+        """The engine's cache was reset, as after new weights: nothing computed before may be found.
+
+        Jobs under way end as they would, and their results are thrown away.
+        """
+        for request_id in list(self._staging):
+            self._end_staging(request_id)
+        for entry in list(self.host):
+            self.host.remove(entry)
+        self._jobs.drops += self._disk
+        self._disk.clear()
+        self._forgotten = True
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _found(self, keys: Sequence[Key]) -> list[HostEntry]:
+        found: list[HostEntry] = []
+        get = self.host.get
+        for key in keys:
+            entry = get(key)
+            if entry is None:
+                break
+            if entry.job is not None:
+                if entry.job not in self._storing:
+                    break
+                self._await_store(entry.job)
+            found.append(entry)
+        return found
+
+    def _await_store(self, job: int) -> None:
+        """The store is over before this step's forward pass and its loads: its slots count as filled."""
+        entries, copies = self._storing.pop(job)
+        if self._jobs.stores.pop(job, None) is None:
+            self._jobs.awaited[job] = copies
+        else:  # not even begun
+            self._jobs.saves += copies
+        for entry in entries:
+            self.host.filled(entry)
+
+    def _begin(self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False) -> HostEntry | None:
+        if not self.host.free:
+            reused = self.host.reuse()
+            if reused is None:
+                self.counts["no_room"] += 1
+                return None
+            self.counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
+        return self.host.begin(key, rank, job, on_disk=on_disk or key in self._disk)
+
+    def _release(self, entries: Iterable[HostEntry]) -> None:
+        for entry in entries:
+            self.host.unpin(entry)
+
+    def _end_fill(self, entry: HostEntry, fate: Fate) -> None:
+        if fate is not Fate.MOVED:
+            self.counts["failed"] += 1
+            self.host.remove(entry)
+        self.host.filled(entry)
+
+    # disk
+
+    def _take_in_disk(self, keys: Sequence[Key]) -> None:
+        self._disk_known = True
+        if self._forgotten:
+            self._jobs.drops += keys
+            return
+        for key in keys:
+            self._disk[key] = None
+        self._make_disk_room(0)
+
+    def _make_disk_room(self, blocks: int) -> None:
+        """Drop the longest unused files until so many more fit; what is being read stays."""
+        excess = len(self._disk) + len(self._being_spilled) + blocks - self._disk_room
+        if excess <= 0:
+            return
+        unread = (key for key in self._disk if key not in self._being_staged)
+        for key in list(islice(unread, excess)):
+            self._disk_lost(key)
+            self._jobs.drops.append(key)
+            self.counts["disk_dropped"] += 1
+
+    def _disk_lost(self, key: Key) -> None:
+        self._disk.pop(key, None)
+        entry = self.host.get(key)
+        if entry is not None:
+            self.host.set_on_disk(entry, False)
+
+    def _spill(self) -> None:
+        """Keep a part of host memory reusable without loss, a batch at a time."""
+        limits = self.limits
+        if not self._disk_room or not self._disk_known or not self._pause.over():
+            return
+        room = limits.max_spilling - len(self._being_spilled)
+        spare = self.host.free + self.host.idle_on_disk + len(self._being_spilled)
+        wanted = int(limits.spill_below * limits.host_slots) - spare
+        if room <= 0 or wanted <= 0:
+            return
+        self.spill(self.host.first_not_on_disk(min(room, wanted)))
+
+    def spill(self, entries: Sequence[HostEntry]) -> int:
+        """Write idle entries to disk; they stay in host memory too. Returns how many."""
+        entries = [entry for entry in entries if not entry.on_disk and entry.key not in self._being_spilled]
+        entries = entries[: self._disk_room]
+        if not entries:
+            return 0
+        self._make_disk_room(len(entries))
+        self._last_job += 1
+        for entry in entries:
+            self.host.pin(entry)
+            self._being_spilled.add(entry.key)
+        self._spilling[self._last_job] = list(entries)
+        self._jobs.spills[self._last_job] = [FileCopy(entry.slot, entry.key) for entry in entries]
+        return len(entries)
+
+    def _spilled(self, job: int, fates: Mapping[Key, Fate]) -> None:
+        for entry in self._spilling.pop(job, ()):
+            self._being_spilled.discard(entry.key)
+            fate = fates.get(entry.key, Fate.FAILED)
+            if fate is not Fate.MOVED:
+                self.counts[f"spill_{fate.value}"] += 1
+            elif entry.doomed:  # forgotten meanwhile
+                self._jobs.drops.append(entry.key)
+            else:
+                self.counts["spilled"] += 1
+                self._disk[entry.key] = None
+                self.host.set_on_disk(entry, True)
+            if fate is Fate.FULL:
+                # Somebody else fills the disk too: from now on what we have there is all we may have.
+                self._disk_room = min(self._disk_room, len(self._disk))
+            elif fate is Fate.FAILED:
+                self._pause.failed()
+            elif fate is Fate.MOVED:
+                self._pause.worked()
+            self.host.unpin(entry)
+
+    def _stage(self, request_id: str, keys: Sequence[Key], found: int, now: float) -> bool:
+        """Have the disk read what follows the first ``found`` keys. False: it has nothing of it."""
+        waiting = _Staging(since_s=now, missing=0)
+        # What is found already must not make way for the rest.
+        for entry in self._found(keys[:found]):
+            self.host.pin(entry)
+            waiting.entries.append(entry)
+        if not self._order_stage(keys[found:], waiting):
+            self._release(waiting.entries)
+            return False
+        self._staging[request_id] = waiting
+        return True
+
+    def _order_stage(self, keys: Sequence[Key], waiting: _Staging | None) -> int:
+        """Have leading ``keys`` read, as far as the disk has them; returns how many are on their way."""
+        self._last_job += 1
+        ordered: list[HostEntry] = []
+        here: list[HostEntry] = []
+        missing = 0
+        room = self.limits.max_staging - len(self._being_staged)
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is None:
+                if key not in self._disk or len(ordered) >= room:
+                    break
+                entry = self._begin(key, IDLE_RANK, self._last_job, on_disk=True)
+                if entry is None:
+                    break
+                self._disk.move_to_end(key)
+                self._being_staged[key] = []
+                ordered.append(entry)
+            if key in self._being_staged:
+                missing += 1
+                if waiting is not None:
+                    self._being_staged[key].append(waiting)
+            self.host.pin(entry)  # the next one must not take its slot
+            here.append(entry)
+        if ordered:
+            self._staged_by[self._last_job] = ordered
+            self._jobs.stages[self._last_job] = [FileCopy(entry.slot, entry.key) for entry in ordered]
+        if waiting is None or not missing:
+            self._release(here)
+        else:
+            waiting.missing = missing
+            waiting.entries += here
+        return missing
+
+    def _staged(self, job: int, fates: Mapping[Key, Fate]) -> None:
+        for entry in self._staged_by.pop(job, ()):
+            fate = fates.get(entry.key, Fate.FAILED)
+            for waiting in self._being_staged.pop(entry.key, ()):
+                waiting.missing -= 1
+            if fate is Fate.MOVED:
+                self.counts["staged"] += 1
+            else:
+                self.counts[f"stage_{fate.value}"] += 1
+                self._disk.pop(entry.key, None)
+                self._jobs.drops.append(entry.key)
+                self.host.remove(entry)
+            self.host.filled(entry)
+
+    def _end_staging(self, request_id: str) -> None:
+        waiting = self._staging.pop(request_id, None)
+        if waiting is not None:
+            self._release(waiting.entries)

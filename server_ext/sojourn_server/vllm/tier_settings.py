@@ -1,0 +1,139 @@
+"""What the operator sets of the tiers below the device: ``kv_connector_extra_config`` of our connector."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..tiers.disk_store import DiskStore
+from ..tiers.full_block import KvIdentity
+from ..tiers.planner import TierLimits
+from .settings import SettingsError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_KNOWN = {"host_bytes", "disk", "disk_bytes", "max_stage_wait_s"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Everything about the tiers of one engine, worked out when it starts."""
+
+    blocks: int
+    """On the device, with vLLM's null block."""
+    block_tokens: int
+    block_bytes: int
+    host_slots: int
+    disk: str | None
+    disk_bytes: int
+    max_stage_wait_s: float
+    model: str
+    kv_dtype: str
+    hash_scheme: str
+
+    @classmethod
+    def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> TierSettings:
+        """Raises ``SettingsError`` for what is wrong or cannot be served, with what was expected."""
+        given = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        for key in given:
+            if key not in _KNOWN:
+                raise SettingsError(f"unknown tier setting {key!r}; expected {', '.join(sorted(_KNOWN))}")
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise SettingsError(
+                f"this model has {len(kv_cache_config.kv_cache_groups)} groups of KV caches, as for sliding "
+                "windows or state-space layers; tiers below the device serve models with one"
+            )
+        workers = vllm_config.parallel_config.world_size
+        if workers != 1:
+            raise SettingsError(f"{workers} workers share this model; tiers below the device serve one")
+        blocks = kv_cache_config.num_blocks
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // blocks
+        if not block_bytes:  # the lab's scheduler has no tensors, but knows what one would take
+            block_bytes = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+        host_bytes = _bytes(given, "host_bytes", 0)
+        if host_bytes < block_bytes:
+            raise SettingsError(f"host_bytes is {host_bytes}; expected at least a block, {block_bytes}")
+        disk = given.get("disk")
+        if disk is not None and not isinstance(disk, str):
+            raise SettingsError(f"disk is {disk!r}; expected a directory")
+        cache = vllm_config.cache_config
+        seed = os.environ.get("PYTHONHASHSEED")
+        if disk is not None and seed in (None, "random"):
+            raise SettingsError(
+                "blocks on disk are found by hashes that differ from start to start unless PYTHONHASHSEED is "
+                "set: set it to 0, as `sojourn serve --kv-disk` does"
+            )
+        disk_bytes = _bytes(given, "disk_bytes", 0)
+        if disk is not None and disk_bytes < block_bytes:
+            raise SettingsError(f"disk_bytes is {disk_bytes}; expected at least a block, {block_bytes}")
+        wait_s = given.get("max_stage_wait_s", TierLimits.__dataclass_fields__["max_stage_wait_s"].default)
+        if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
+            raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
+        model = vllm_config.model_config
+        rope = getattr(model.hf_config, "rope_parameters", None)
+        return cls(
+            blocks=blocks,
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            host_slots=host_bytes // block_bytes,
+            disk=disk,
+            disk_bytes=disk_bytes,
+            max_stage_wait_s=float(wait_s),
+            model=f"{_fingerprint(model)} {model.dtype} rope={rope}",
+            kv_dtype=str(cache.cache_dtype if cache.cache_dtype != "auto" else model.dtype),
+            hash_scheme=f"{cache.prefix_caching_hash_algo}/seed={seed}/{block_tokens}",
+        )
+
+    @property
+    def disk_blocks(self) -> int:
+        """How many blocks' files fit into ``disk_bytes``."""
+        from ..tiers.full_block import HEADER_BYTES
+
+        return self.disk_bytes // (self.block_bytes + HEADER_BYTES) if self.disk is not None else 0
+
+    def limits(self) -> TierLimits:
+        """For the planner."""
+        return TierLimits(
+            host_slots=self.host_slots,
+            disk_blocks=self.disk_blocks,
+            max_stage_wait_s=self.max_stage_wait_s,
+        )
+
+    def open_disk(self, block_bytes: int, layers: int) -> DiskStore | None:
+        """The store on disk. Raises ``TierError`` where it is another model's, or another process's."""
+        if self.disk is None:
+            return None
+        import vllm
+
+        identity = KvIdentity(
+            model=self.model,
+            kv_dtype=self.kv_dtype,
+            block_tokens=self.block_tokens,
+            block_bytes=block_bytes,
+            layers=layers,
+            hash_scheme=self.hash_scheme,
+            vllm_version=str(vllm.__version__),
+        )
+        return DiskStore.open(self.disk, identity, budget_bytes=self.disk_bytes)
+
+
+def _bytes(given: dict[str, Any], name: str, default: int) -> int:
+    value = given.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise SettingsError(f"{name} is {value!r}; expected a whole number of bytes")
+    return value
+
+
+def _fingerprint(model: Any) -> str:
+    """The weights' name and revision; of a directory also its files' sizes and dates."""
+    path = Path(model.model)
+    if not path.is_dir():
+        return f"{model.model}@{model.revision}"
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return f"{path.resolve()} {stats}"

@@ -1,0 +1,101 @@
+"""Programs of several turns on a real engine in this process, in float32 at temperature 0."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any
+
+PROGRAMS = 8
+TURNS = 3
+OUTPUT_TOKENS = 48
+FIRST_PROMPT_TOKENS = 200
+LATER_PROMPT_TOKENS = 40
+BLOCKS = 36
+"""Of 32 tokens: about two and a half of the eight contexts."""
+
+
+def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
+    """An engine for one arm."""
+    from vllm import LLM
+
+    if sojourn is not None:
+        settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
+        settings["additional_config"] = {"sojourn": {"strict": True, **sojourn}}
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        block_size=32,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        num_gpu_blocks_override=BLOCKS + 1,
+        enforce_eager=True,
+        seed=0,
+        disable_log_stats=True,
+        **settings,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+
+
+def generate(
+    model: str,
+    sojourn: dict[str, Any] | None,
+    *,
+    hints: bool,
+    programs: int = PROGRAMS,
+    turns: int = TURNS,
+    **settings: Any,
+) -> tuple[list[list[int]], Any]:
+    """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
+
+    ``settings`` are the engine's, besides what all arms have.
+    """
+    from vllm import SamplingParams
+
+    arms = arm(model, sojourn, **settings)
+    llm = next(arms)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    # Real words spread over the vocabulary: the model must have something to continue.
+    contexts = [
+        [1 + (7919 * (n + 1) * (i + 3)) % 40_000 for i in range(FIRST_PROMPT_TOKENS)] for n in range(programs)
+    ]
+    produced: list[list[int]] = [[] for _ in range(programs)]
+    for turn in range(turns):
+        params = []
+        for n in range(programs):
+            hint = {"program_id": f"P{n}", "kv_retention_ttl_seconds": 120}
+            extra = {"agentic_context": json.dumps(hint)} if hints else None
+            params.append(
+                SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, extra_args=extra)
+            )
+        prompts = [{"prompt_token_ids": context} for context in contexts]
+        for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+            tokens = list(output.outputs[0].token_ids)
+            produced[n].extend(tokens)
+            more = [
+                1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % 40_000 for i in range(LATER_PROMPT_TOKENS)
+            ]
+            contexts[n] = [*contexts[n], *tokens, *more]
+    report = None
+    if sojourn is not None:
+        report = {
+            "stats": json.loads(scheduler.sojourn_call("stats", "")),
+            "decisions": json.loads(scheduler.sojourn_call("decisions", '{"limit": 5000}'))["decisions"],
+            "ledger": [
+                row
+                for n in range(programs)
+                for row in json.loads(scheduler.sojourn_call("program", f'{{"program_id": "P{n}"}}'))[
+                    "ledger"
+                ]
+            ]
+            if hints
+            else [],
+        }
+    for _ in arms:
+        pass
+    return produced, report
