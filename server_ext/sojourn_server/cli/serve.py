@@ -35,12 +35,17 @@ def serve(
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
     sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease a hint may ask for, seconds"),
+    kv_host_gib: float | None = typer.Option(None, help="Host memory for KV that the device loses, GiB"),
+    kv_disk: Path | None = typer.Option(None, help="Directory for KV that host memory loses"),
+    kv_disk_gib: float | None = typer.Option(None, help="How much the directory may hold, GiB"),
+    tier_backend: str = typer.Option("sojourn", help="Whose code moves it: sojourn (CPU), vllm (CUDA)"),
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:
     """Start the server; does not return."""
     from sojourn_server.launch.command import BadOption, ServeOptions, build_command
     from sojourn_server.launch.facts import engine_facts
+    from sojourn_server.launch.tiers import TierOptions
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     if model.startswith("-"):
@@ -64,6 +69,12 @@ def serve(
                 lease_budget_fraction=sojourn_lease_budget,
                 max_ttl_s=sojourn_max_ttl_s,
                 extra=_settings(sojourn_option),
+                tiers=TierOptions(
+                    host_gib=kv_host_gib,
+                    disk=_path(kv_disk),
+                    disk_gib=kv_disk_gib,
+                    backend=tier_backend,
+                ),
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
                 engine_args=tuple(context.args),
             ),

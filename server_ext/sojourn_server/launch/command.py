@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import BadOption as BadOption
 from .redaction import redacted
+from .tiers import TierOptions, hash_seed, transfer_config
 
 STOCK = "stock"
 """The policy that is plain vLLM: none of our code is loaded."""
@@ -31,10 +33,6 @@ CPU_BATCHED_TOKENS = 1024
 """Tokens a step. Events wait for the current step; a small CPU prefills about 500 tokens a second."""
 
 DEFAULT_PORT = 8000
-
-
-class BadOption(ValueError):
-    """An option that cannot be used as given; the text says what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +66,7 @@ class ServeOptions:
     """The longest lease a client's hint may ask for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``additional_config.sojourn``."""
+    tiers: TierOptions = field(default_factory=TierOptions)
     chat_template: str | None = None
     """Given for the models that are made here: they also get tool calling and a served name."""
     engine_args: tuple[str, ...] = ()
@@ -121,6 +120,15 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
         added += ["--additional-config", json.dumps(merged)]
     elif _sojourn_config(options, {}) != {"policy": STOCK}:
         raise BadOption("policy stock is plain vLLM and takes no --sojourn options")
+    if options.tiers.any:
+        if flags.has("--kv-transfer-config"):
+            raise BadOption(
+                "--kv-transfer-config is how tiers are installed; give it or --kv-host-gib, not both"
+            )
+        stock = options.policy == STOCK
+        config = transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
+        added += ["--kv-transfer-config", json.dumps(config)]
+        env.update(hash_seed(options.tiers, environ))
     env["VLLM_PLUGINS"] = _plugins(options.policy, facts, environ)
     # A report, not a behaviour: without it an answer does not say how much of the prompt was reused.
     default("--enable-prompt-tokens-details")
