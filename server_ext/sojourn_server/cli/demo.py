@@ -47,6 +47,9 @@ def demo(
     url: str | None = typer.Option(
         None, "--url", help="Use this server in place of one of our own; one arm only."
     ),
+    kv_host_gib: float | None = typer.Option(
+        None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
+    ),
     keep: bool = typer.Option(
         False,
         "--keep",
@@ -65,7 +68,9 @@ def demo(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     try:
-        records, facts = _run(chosen, programs, policy, model, seed, url, directory, max_num_seqs)
+        records, facts = _run(
+            chosen, programs, policy, model, seed, url, directory, max_num_seqs, kv_host_gib
+        )
         result = report.document(records, facts)
         console.print(report.table(result))
         for arm in records:
@@ -100,6 +105,7 @@ def _run(
     url: str | None,
     directory: Path,
     max_num_seqs: int,
+    kv_host_gib: float | None,
 ) -> tuple[list[Any], dict[str, Any]]:
     from sojourn_server.demo import arm as arms_room
     from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
@@ -132,12 +138,16 @@ def _run(
         "policy": policy,
         "model": model,
         "serve_args": list(flags) if url is None else None,
+        "kv_host_gib": kv_host_gib,
         "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         "versions": _versions(),
         "command": command_line(),
     }
     console.print(f"{programs} programs; pool: {facts['pool']}", highlight=False, soft_wrap=True)
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds, which belong to no arm
+
+    def below(name: str) -> tuple[str, ...]:
+        return () if name == arms_room.STOCK or kv_host_gib is None else ("--kv-host-gib", str(kv_host_gib))
 
     records = []
     for name in arms:
@@ -146,7 +156,7 @@ def _run(
         records.append(
             _attached_arm(name, tasks, url, model, tokenizer, seed, place)
             if url is not None
-            else _served_arm(name, tasks, policy, model, tokenizer, seed, place, flags)
+            else _served_arm(name, tasks, policy, model, tokenizer, seed, place, (*flags, *below(name)))
         )
     return records, facts
 

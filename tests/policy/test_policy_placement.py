@@ -1,0 +1,537 @@
+"""Placement by relative idleness: the paper's rules on examples worked out by hand (M2–M6, M8, M9)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sojourn.ids import ProgramId
+from sojourn_server.policy.placement import (
+    LOOKAHEAD,
+    Label,
+    Move,
+    MoveReason,
+    RelativeIdleness,
+    Stay,
+    When,
+    device_eviction_key,
+    host_eviction_key,
+    label,
+    service_rank,
+)
+from sojourn_server.policy.placement_views import (
+    Activity,
+    Occasion,
+    PlacedProgram,
+    PlacementView,
+    Tier,
+    TierState,
+)
+from sojourn_server.program.idleness import Counting, Idleness
+
+NOW = 1000.0
+DEVICE, HOST, DISK, WAITING = Tier
+REASONING, READY, ACTING = Activity
+PAPER = RelativeIdleness(
+    size_by="context", patience_s=math.inf, standstill_s=math.inf, exchange_margin=math.inf
+)
+
+
+def program(
+    name: str, tier: Tier, activity: Activity, idleness: float = 0.5, blocks: int = 10, **other: Any
+) -> PlacedProgram:
+    """One of constant idleness. A ready one has waited for a second."""
+    made: dict[str, Any] = {
+        "context_blocks": blocks,
+        "wants_blocks": blocks if activity is READY else 0,
+        "resident_blocks": blocks if tier is DEVICE else 0,
+        "waiting_since_s": NOW - 1.0,
+        "last_active_s": NOW - 1.0,
+        "returning": True,
+    }
+    shown = Idleness(1.0 - idleness, idleness)
+    return PlacedProgram(
+        program_id=ProgramId(name), tier=tier, activity=activity, idleness=shown, **{**made, **other}
+    )
+
+
+def newcomer(name: str, blocks: int = 10, **other: Any) -> PlacedProgram:
+    return program(name, WAITING, READY, 0.0, 0, **{"wants_blocks": blocks, "returning": False, **other})
+
+
+def view(*programs: PlacedProgram, device: int = 100, host: int = 100, disk: int = 0) -> PlacementView:
+    groups: dict[Tier, list[PlacedProgram]] = {tier: [] for tier in Tier}
+    for each in programs:
+        groups[each.tier].append(each)
+    return PlacementView(
+        why=Occasion.TICK,
+        device=TierState(capacity_blocks=device),
+        host=TierState(capacity_blocks=host),
+        disk=TierState(capacity_blocks=disk),
+        on_device=groups[DEVICE],
+        on_host=groups[HOST],
+        on_disk=groups[DISK],
+        waiting=groups[WAITING],
+    )
+
+
+def moved(policy: RelativeIdleness, seen: PlacementView, now: float = NOW) -> dict[str, Tier]:
+    """What moves at once, and where to."""
+    return {move.program_id: move.to for move in policy.moves(seen, now) if move.when is When.NOW}
+
+
+def lazily(policy: RelativeIdleness, seen: PlacementView, now: float = NOW) -> list[str]:
+    return [move.program_id for move in policy.moves(seen, now) if move.when is When.AFTER_TURN]
+
+
+# -- demotion (M3, §4.3.1) -------------------------------------------------------------------
+
+
+def test_acting_programs_leave_before_reasoning_ones_the_most_idle_first() -> None:
+    """Five of 30 blocks on a device of 100: two must go. Acting ones, though a reasoning one is more idle."""
+    seen = view(
+        program("reasoning, very idle", DEVICE, REASONING, 0.99, 30),
+        program("reasoning, busy", DEVICE, REASONING, 0.05, 30),
+        program("acting, idle", DEVICE, ACTING, 0.8, 30),
+        program("acting, idler", DEVICE, ACTING, 0.9, 30),
+        program("acting, busy", DEVICE, ACTING, 0.1, 30),
+    )
+    assert moved(PAPER, seen) == {"acting, idler": HOST, "acting, idle": HOST}
+    assert [move.reason for move in PAPER.moves(seen, NOW)] == [MoveReason.OVER_CAPACITY] * 2
+    assert lazily(PAPER, seen) == []
+
+
+def test_no_more_leave_than_have_to() -> None:
+    seen = view(
+        program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, ACTING, 0.8, 30),
+        program("c", DEVICE, REASONING, 0.1, 11),
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"a": HOST}
+    assert PAPER.moves(replace(seen, device=TierState(capacity_blocks=101)), NOW) == ()
+
+
+def test_a_reasoning_victim_finishes_its_turn() -> None:
+    """§4.3.1: "If only Reasoning programs remain, … the victim finishes its current inference step"."""
+    a, b = program("a", DEVICE, REASONING, 0.7, 60), program("b", DEVICE, REASONING, 0.2, 60)
+    assert PAPER.moves(view(a, b), NOW) == (
+        Move(ProgramId("a"), HOST, When.AFTER_TURN, MoveReason.OVER_CAPACITY),
+    )
+    told = replace(a, pending=True)
+    assert PAPER.moves(view(told, b), NOW) == (), "said once"
+    over = replace(told, activity=ACTING)
+    assert moved(PAPER, view(over, b)) == {"a": HOST}
+    returned = replace(told, activity=READY)
+    assert moved(PAPER, view(returned, b)) == {"a": HOST}, "its next request came in the meantime, and waits"
+
+
+def test_it_stays_if_there_is_room_again_by_then() -> None:
+    told = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
+    for activity in (REASONING, ACTING, READY):
+        answer = PAPER.moves(view(replace(told, activity=activity)), NOW)
+        assert answer == (Move(ProgramId("a"), DEVICE, When.NOW, MoveReason.KEPT),)
+
+
+def test_one_that_begins_to_act_goes_in_place_of_one_that_was_told_to() -> None:
+    told = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
+    acting = program("b", DEVICE, ACTING, 0.2, 60)
+    assert moved(PAPER, view(told, acting)) == {"b": HOST, "a": DEVICE}
+
+
+def test_whoever_is_about_to_run_is_not_told_to_leave() -> None:
+    a, b = program("a", DEVICE, READY, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60)
+    assert lazily(PAPER, view(a, b)) == ["b"]
+    assert PAPER.moves(view(a, replace(b, activity=READY)), NOW) == ()
+
+
+def test_the_idleness_is_the_one_of_now() -> None:
+    """One that has acted for long overtakes one that was more idle: §4.2, responsive."""
+    a = replace(
+        program("a", DEVICE, ACTING, blocks=60), idleness=Idleness(10.0, 0.0, Counting.ACTING, since_s=NOW)
+    )
+    b = program("b", DEVICE, ACTING, 0.5, 60)
+    assert moved(PAPER, view(a, b), NOW + 1.0) == {"b": HOST}
+    assert moved(PAPER, view(a, b), NOW + 11.0) == {"a": HOST}
+
+
+def test_ties_go_to_whoever_was_active_least_recently() -> None:
+    a, b = program("a", DEVICE, ACTING, blocks=60), program("b", DEVICE, ACTING, blocks=60)
+    assert moved(PAPER, view(a, b)) == moved(PAPER, view(b, a)) == {"a": HOST}
+    assert moved(PAPER, view(a, replace(b, last_active_s=NOW - 9.0))) == {"b": HOST}
+
+
+@pytest.mark.parametrize(("host", "to"), [(60, HOST), (59, WAITING), (0, WAITING)])
+def test_who_does_not_fit_host_memory_loses_its_kv(host: int, to: Tier) -> None:
+    """M6; §3.4: "Programs that cannot be admitted to either tier must be evicted entirely"."""
+    seen = view(program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60), host=host)
+    assert moved(PAPER, seen) == {"a": to}
+
+
+def test_host_memory_that_holds_too_much_drops_the_most_idle_first() -> None:
+    """§4.1: "A CPU memory capacity constraint is enforced analogously"."""
+    seen = view(
+        program("busy", HOST, ACTING, 0.2, 30), program("idle", HOST, ACTING, 0.9, 30),
+        program("ready", HOST, READY, 0.95, 30), program("there", DEVICE, REASONING, 0.1, 100),
+        host=60,
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"idle": WAITING}
+    assert moved(PAPER, replace(seen, disk=TierState(capacity_blocks=30))) == {"idle": DISK}
+
+
+# -- promotion (M4, §4.3.1) ------------------------------------------------------------------
+
+
+def test_promotion_goes_host_then_returning_then_new_each_in_its_order() -> None:
+    line = [
+        program("host, busy", HOST, READY, 0.1),
+        program("host, idle", HOST, READY, 0.9),
+        program("disk, busy", DISK, READY, 0.0),
+        program("returning, busy", WAITING, READY, 0.05),
+        program("returning, idle", WAITING, READY, 0.5),
+        newcomer("new, small", 10),
+        newcomer("new, large", 20),
+    ]
+    for room in range(1, 8):
+        seen = view(*reversed(line), device=10 * room, disk=10)
+        assert list(moved(PAPER, seen)) == [each.program_id for each in line[:room]][:6]
+    assert len(moved(PAPER, view(*line, device=80, disk=10))) == 7
+
+
+def test_whose_tool_still_runs_is_not_promoted() -> None:
+    """Neither from host memory nor from the Waiting queue: only who waits for inference."""
+    assert PAPER.moves(view(program("a", HOST, ACTING), program("b", WAITING, ACTING)), NOW) == ()
+    assert PAPER.moves(view(program("a", HOST, ACTING)), NOW) == ()
+
+
+def test_among_new_ones_the_smallest_goes_first_then_who_came_first() -> None:
+    a, b = newcomer("a", 30), newcomer("b", 20)
+    c = newcomer("c", 20, waiting_since_s=NOW - 5.0)
+    assert list(moved(PAPER, view(a, b, c))) == ["c", "b", "a"]
+
+
+def test_who_does_not_fit_is_gone_past() -> None:
+    """And nobody is promoted into room that is not there (M6)."""
+    there = program("there", DEVICE, REASONING, 0.5, 70)
+    seen = view(there, program("large", HOST, READY, 0.1, 31), program("small", HOST, READY, 0.9, 30))
+    assert moved(PAPER, seen) == {"small": DEVICE}
+
+
+def test_room_that_strangers_take_is_not_there() -> None:
+    seen = view(program("there", DEVICE, REASONING, 0.5, 50), program("a", HOST, READY, 0.5, 40))
+    assert moved(PAPER, seen) == {"a": DEVICE}
+    assert PAPER.moves(replace(seen, device=TierState(capacity_blocks=100, others_blocks=11)), NOW) == ()
+
+
+def test_what_demotion_frees_is_filled_in_the_same_answer() -> None:
+    seen = view(
+        program("grown", DEVICE, REASONING, 0.1, 50), program("idle", DEVICE, ACTING, 0.9, 60),
+        program("a", HOST, READY, 0.2, 50), program("b", HOST, READY, 0.3, 5),
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"idle": WAITING, "a": DEVICE}, (
+        "host memory has 45 left when the idle one goes"
+    )
+
+
+def test_size_is_the_predicted_peak_unless_the_paper_s_context_is_asked_for() -> None:
+    there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
+    ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
+    peak = replace(PAPER, size_by="peak")
+    assert peak.moves(view(there, ready), NOW) == ()
+    assert moved(peak, view(there, replace(ready, peak_blocks=20))) == {"ready": DEVICE}
+    assert moved(PAPER, view(there, ready)) == {"ready": DEVICE}
+    assert moved(peak, view(there, replace(ready, peak_blocks=0))) == {"ready": DEVICE}, "nothing predicted"
+    assert peak.device_blocks(replace(there, context_blocks=90)) == 90, "a prediction it has outgrown"
+    assert PAPER.device_blocks(replace(ready, wants_blocks=17)) == 17, (
+        "its answer and tool output come on top"
+    )
+    assert PAPER.device_blocks(replace(there, resident_blocks=25)) == 25, "branches side by side"
+    assert peak.device_blocks(newcomer("new", 0)) == 1
+
+
+def test_below_the_device_a_context_counts_and_not_a_peak() -> None:
+    idle = program("idle", DEVICE, ACTING, 0.9, 20, peak_blocks=90)
+    grown = program("grown", DEVICE, REASONING, 0.1, 20, peak_blocks=20)
+    assert moved(RelativeIdleness(), view(idle, grown, host=20)) == {"idle": HOST}
+
+
+# -- stickiness (M8, §4.3) -------------------------------------------------------------------
+
+
+def test_without_a_violation_or_room_nothing_moves() -> None:
+    """§1: "until a capacity violation forces a demotion or idle capacity … allows promotion"."""
+    seen = view(
+        program("idle", DEVICE, ACTING, 1.0, 60),
+        program("reasoning", DEVICE, REASONING, 0.9, 40),
+        program("busy, ready", HOST, READY, 0.0, 60),
+        program("returning", WAITING, READY, 0.0, 60),
+        newcomer("new"),
+    )
+    assert PAPER.moves(seen, NOW) == ()
+    assert PAPER.moves(seen, NOW + 50.0) == ()
+    assert PAPER.moves(view(), NOW) == ()
+
+
+def test_with_a_margin_a_busier_ready_program_takes_the_place_of_a_more_idle_acting_one() -> None:
+    """§4.3: "a busy program whose KV cache is sitting idle on CPU, or an idle program occupying GPU HBM"."""
+    idle, other = program("idle", DEVICE, ACTING, 0.8, 50), program("other", DEVICE, REASONING, 1.0, 50)
+    ready = program("ready", HOST, READY, 0.5, 50)
+    exchanging = replace(PAPER, exchange_margin=0.25)
+    seen = view(idle, other, ready, host=50)
+    assert exchanging.moves(seen, NOW) == (
+        Move(ProgramId("ready"), DEVICE, When.NOW, MoveReason.EXCHANGE),
+        Move(ProgramId("idle"), HOST, When.NOW, MoveReason.EXCHANGE),
+    )
+    assert replace(PAPER, exchange_margin=0.3).moves(seen, NOW) == (), "more by more than the margin"
+    assert exchanging.moves(view(idle, other, replace(ready, context_blocks=49), host=49), NOW) == (), (
+        "the idle one's KV would be lost"
+    )
+    assert exchanging.moves(view(idle, other, newcomer("new")), NOW) == (), "nobody leaves for a new one"
+
+
+# -- disk (M9, §7.1) -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("idleness", "host", "disk", "to"),
+    [
+        (0.95, 60, 60, DISK),
+        (0.89, 60, 60, HOST),
+        (0.95, 60, 59, HOST),
+        (0.89, 59, 60, DISK),
+        (0.95, 59, 59, WAITING),
+    ],
+)
+def test_the_most_idle_go_to_disk(idleness: float, host: int, disk: int, to: Tier) -> None:
+    seen = view(
+        program("a", DEVICE, ACTING, idleness, 60), program("b", DEVICE, REASONING, 0.1, 60),
+        host=host, disk=disk,
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"a": to}
+
+
+def test_the_idle_leave_host_memory_for_the_busier() -> None:
+    victim, grown = program("victim", DEVICE, ACTING, 0.5, 60), program("grown", DEVICE, REASONING, 0.1, 60)
+    below = [program("idlest", HOST, ACTING, 0.97, 40), program("idle", HOST, ACTING, 0.93, 40)]
+    assert moved(PAPER, view(victim, grown, *below, disk=100)) == {
+        "idlest": DISK, "victim": HOST,
+    }, "one of them is enough"  # fmt: skip
+    assert moved(PAPER, view(victim, grown, *below, disk=39)) == {"victim": WAITING}
+    assert moved(PAPER, view(victim, grown, *below, host=99, disk=39)) == {"victim": WAITING}
+    busy = [replace(each, idleness=Idleness(0.2, 0.8)) for each in below]
+    assert moved(PAPER, view(victim, grown, *busy, disk=100)) == {"victim": DISK}
+    ready = [replace(each, activity=READY, wants_blocks=41) for each in below]
+    assert moved(PAPER, view(victim, grown, *ready, device=100, disk=100))["victim"] is DISK
+
+
+# -- nobody starves --------------------------------------------------------------------------
+
+OURS = RelativeIdleness(size_by="context", patience_s=120.0, standstill_s=2.0)
+
+
+def test_into_an_empty_device_goes_whoever_is_first_whatever_its_size() -> None:
+    giant = program("giant", HOST, READY, 0.5, 500)
+    assert moved(PAPER, view(giant, newcomer("new", 1), host=500)) == {"giant": DEVICE}
+    alone = replace(giant, tier=DEVICE, resident_blocks=500)
+    for activity in (READY, REASONING, ACTING):
+        there = replace(alone, activity=activity)
+        assert PAPER.moves(view(there), NOW) == (), "alone it may stay"
+        assert PAPER.moves(view(there, newcomer("new", 1)), NOW) == (), "and stays alone"
+    assert lazily(PAPER, view(replace(alone, activity=REASONING), program("b", DEVICE, READY))) == ["giant"]
+
+
+def test_one_that_outgrew_the_device_is_alone_there_at_last() -> None:
+    giant = program("giant", DEVICE, REASONING, 0.1, 120)
+    others = [program(f"p{i}", DEVICE, ACTING, 0.5, 10) for i in range(3)]
+    assert moved(PAPER, view(giant, *others)) == {"p0": HOST, "p1": HOST, "p2": HOST}
+
+
+def test_the_device_does_not_stand_still_for_long() -> None:
+    """A parent that fills the device waits for a sub-agent that is new and cannot enter: rule 3."""
+    parent = program("parent", DEVICE, ACTING, 0.9, 95, last_active_s=NOW)
+    child = newcomer("child", 20)
+    assert OURS.moves(view(parent, child), NOW + 1.9) == ()
+    assert OURS.moves(view(parent, child), NOW + 2.0) == (
+        Move(ProgramId("child"), DEVICE, When.NOW, MoveReason.STANDSTILL),
+        Move(ProgramId("parent"), HOST, When.NOW, MoveReason.STANDSTILL),
+    )
+    assert PAPER.moves(view(parent, child), NOW + 1e6) == (), "as the paper has it"
+    running = program("running", DEVICE, REASONING, 0.1, 5)
+    assert OURS.moves(view(parent, running, child), NOW + 60.0) == (), "somebody runs"
+    assert OURS.moves(view(parent, replace(running, activity=READY), child), NOW + 60.0) == (), (
+        "or is about to"
+    )
+    assert OURS.moves(view(parent), NOW + 60.0) == (), "nobody is ready"
+
+
+def test_at_a_standstill_only_as_many_leave_as_the_first_in_line_needs() -> None:
+    there = [program(f"p{i}", DEVICE, ACTING, i / 10, 25, last_active_s=NOW) for i in range(4)]
+    ready = program("ready", HOST, READY, 0.5, 30)
+    assert moved(OURS, view(*there, ready), NOW + 5.0) == {"ready": DEVICE, "p3": HOST, "p2": HOST}
+
+
+def test_the_overdue_get_room_from_acting_ones_however_busy() -> None:
+    there = [program("acting", DEVICE, ACTING, 0.1, 50), program("reasoning", DEVICE, REASONING, 0.9, 50)]
+    waits = program("waits", HOST, READY, 0.9, 40)
+    assert OURS.moves(view(*there, waits), NOW + 118.0) == ()
+    assert OURS.moves(view(*there, waits), NOW + 119.0) == (
+        Move(ProgramId("waits"), DEVICE, When.NOW, MoveReason.OVERDUE),
+        Move(ProgramId("acting"), HOST, When.NOW, MoveReason.OVERDUE),
+    )
+    assert PAPER.moves(view(*there, waits), NOW + 1e6) == ()
+
+
+def test_the_overdue_wait_for_turns_to_end_and_nobody_goes_past_them() -> None:
+    a, b = program("a", DEVICE, REASONING, 0.1, 45), program("b", DEVICE, REASONING, 0.2, 45)
+    waits = program("waits", WAITING, READY, 0.9, 50)
+    small = program("small", HOST, READY, 0.0, 10, waiting_since_s=NOW + 119.0)
+    assert OURS.moves(view(a, b, waits, small), NOW + 120.0) == (
+        Move(ProgramId("b"), HOST, When.AFTER_TURN, MoveReason.OVERDUE),
+    ), "the 10 free blocks are kept for it"
+    b = replace(b, pending=True)
+    assert OURS.moves(view(a, b, waits, small), NOW + 121.0) == ()
+    b = replace(b, activity=ACTING)
+    assert moved(OURS, view(a, b, waits, small), NOW + 130.0) == {"waits": DEVICE, "b": HOST}
+
+
+def test_of_the_overdue_the_longest_waiting_is_first() -> None:
+    there = program("there", DEVICE, REASONING, 0.1, 60)
+    first = program("first", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 300.0)
+    second = program("second", HOST, READY, 0.0, 40, waiting_since_s=NOW - 299.0)
+    assert moved(OURS, view(there, first, second)) == {"first": DEVICE}
+    assert lazily(OURS, view(there, first, second)) == ["there"], "and the second is already prepared for"
+
+
+def test_an_overdue_new_program_is_not_gone_past_by_other_new_ones_and_nobody_leaves_for_it() -> None:
+    there = program("there", DEVICE, ACTING, 0.9, 80)
+    large, small = newcomer("large", 40, waiting_since_s=NOW - 200.0), newcomer("small", 10)
+    ready = program("ready", HOST, READY, 0.5, 10)
+    running = program("running", DEVICE, REASONING, 0.5, 1)
+    assert moved(PAPER, view(there, running, large, small)) == {"small": DEVICE}
+    assert OURS.moves(view(there, running, large, small), NOW) == ()
+    assert moved(OURS, view(there, running, large, small, ready)) == {"ready": DEVICE}, (
+        "one that ran before may"
+    )
+    assert list(moved(OURS, view(running, large, small))) == ["large", "small"]
+
+
+def test_a_clock_that_jumped_back_keeps_nobody_waiting() -> None:
+    there = program("there", DEVICE, ACTING, 0.9, 90)
+    assert moved(OURS, view(there, newcomer("new", 50)), NOW - 500.0) == {"new": DEVICE, "there": HOST}
+    waits = program("waits", HOST, READY, 0.9, 40)
+    assert "waits" in moved(OURS, view(there, program("x", DEVICE, REASONING, 0.1, 5), waits), NOW - 500.0)
+    assert PAPER.moves(view(there, waits), -math.inf) == ()
+
+
+# -- many programs ---------------------------------------------------------------------------
+
+
+def test_a_line_in_order_gives_the_answer_of_one_out_of_order() -> None:
+    policy = RelativeIdleness()
+    line = [
+        program(
+            f"p{i}", WAITING, READY, (i * 7 % 11) / 11, 5 + i % 9,
+            returning=i % 3 > 0, waiting_since_s=NOW - (i * 37 % 300),
+        )
+        for i in range(200)
+    ]  # fmt: skip
+    there = program("there", DEVICE, REASONING, 0.5, 50)
+    unordered = view(there, *line, device=400)
+    ordered = replace(
+        unordered,
+        waiting=sorted(line, key=lambda each: policy.waiting_key(each, NOW)),
+        waiting_ordered=True,
+    )
+    answer = policy.moves(unordered, NOW)
+    assert len(answer) > 10
+    assert policy.moves(ordered, NOW) == answer
+    for each in line:
+        before, at = policy.waiting_key(each, NOW), policy.overdue_s(each)
+        if at > NOW:
+            assert policy.waiting_key(each, math.nextafter(at, 0.0)) == before
+            assert policy.waiting_key(each, at) < before
+
+
+def test_of_the_waiting_only_the_first_few_are_gone_past() -> None:
+    there = program("there", DEVICE, REASONING, 0.5, 95)
+    large = [program(f"l{i:02}", WAITING, READY, 0.1, 50) for i in range(LOOKAHEAD)]
+    small = newcomer("small", 5)
+    assert PAPER.moves(view(there, *large, small), NOW) == ()
+    assert moved(PAPER, view(there, *large[1:], small)) == {"small": DEVICE}
+
+
+def test_ten_thousand_waiting_are_not_looked_at_one_by_one() -> None:
+    """A line in order is a sequence of which only the front is read."""
+
+    class Counted(list[PlacedProgram]):
+        read = 0
+
+        def __iter__(self) -> Any:
+            for each in list.__iter__(self):
+                Counted.read += 1
+                yield each
+
+    line = Counted([newcomer(f"n{i:05}", 50) for i in range(10_000)])
+    there = [program(f"p{i}", DEVICE, REASONING, 0.5, 1) for i in range(80)]
+    seen = replace(view(*there), waiting=line, waiting_ordered=True)
+    assert RelativeIdleness().moves(seen, NOW) == ()
+    assert Counted.read <= 2 * LOOKAHEAD
+
+
+# -- labels (M5, §4.3.2) ---------------------------------------------------------------------
+
+
+def test_labels_follow_the_queue() -> None:
+    labels = [label(program("p", tier, ACTING)) for tier in Tier]
+    assert labels == [Label.BUSY, Label.IDLE, Label.IDLE, Label.INACTIVE]
+
+
+def test_the_two_orders_are_reversed_but_for_inactive_and_lru_breaks_ties() -> None:
+    """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"; "CPU DRAM: … then busy, then idle"."""
+    blocks = [(marked, used_s) for marked in Label for used_s in (9.0, 1.0)]
+    busy, idle, inactive = Label
+    assert sorted(blocks, key=lambda block: device_eviction_key(*block)) == [
+        (inactive, 1.0), (inactive, 9.0), (idle, 1.0), (idle, 9.0), (busy, 1.0), (busy, 9.0),
+    ]  # fmt: skip
+    assert sorted(blocks, key=lambda block: host_eviction_key(*block)) == [
+        (inactive, 1.0), (inactive, 9.0), (busy, 1.0), (busy, 9.0), (idle, 1.0), (idle, 9.0),
+    ]  # fmt: skip
+    assert sorted(Label, key=service_rank) == [busy, idle, inactive]
+
+
+# -- settings --------------------------------------------------------------------------------
+
+
+def test_who_stays_never_moves() -> None:
+    crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
+    assert Stay().moves(crowded, NOW) == ()
+    assert not Stay().places
+    assert Stay().overdue_s(newcomer("new")) == math.inf
+    assert Stay().waiting_key(newcomer("b"), NOW) < Stay().waiting_key(newcomer("c"), NOW + 9.0)
+
+
+def test_defaults_are_the_papers_where_it_has_them() -> None:
+    policy = RelativeIdleness()
+    assert (policy.k, policy.tick_s, policy.size_by) == (5, 5.0, "peak")
+    assert policy.exchange_margin == math.inf
+    assert policy == RelativeIdleness()
+    assert hash(policy) == hash(RelativeIdleness())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"k": 0}, "k is 0; expected"),
+        ({"k": 2.5}, "k is 2.5; expected"),
+        ({"tick_s": 0.0}, "tick_s is 0.0; expected"),
+        ({"tick_s": math.inf}, "tick_s is inf; expected"),
+        ({"size_by": "most"}, "size_by is 'most'; expected \"peak\""),
+        ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
+        ({"patience_s": -1.0}, "patience_s is -1.0; expected"),
+        ({"standstill_s": math.nan}, "standstill_s is nan; expected"),
+        ({"exchange_margin": -0.1}, "exchange_margin is -0.1; expected"),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RelativeIdleness(**options)
