@@ -12,6 +12,7 @@ from sojourn_server.lab.host_cache import HostCache
 from sojourn_server.lab.lives import RunLog
 from sojourn_server.lab.policies import LabPolicy, Limit, find_policy
 from sojourn_server.lab.simulation import Simulation, SimulationOptions
+from sojourn_server.lab.tier_copies import TierCopies
 
 POOL_BLOCKS = 100
 
@@ -46,6 +47,7 @@ class SmallRun:
                 max_num_batched_tokens=256,
                 max_model_len=(blocks - 1) * BLOCK,
                 host_blocks=host_blocks,
+                own_tiers=chosen.own_tiers,
                 sojourn=None if settings is None else {**settings, "strict": True},
             ),
             self.clock,
@@ -57,7 +59,8 @@ class SmallRun:
         )  # fmt: skip
         door = chosen.door()
         self._watch_door(door)
-        copies = HostCache(latency, 0 if chosen.limit is Limit.FREE_IO else 64) if host_blocks else None
+        make = TierCopies if chosen.own_tiers else HostCache
+        copies = make(latency, 0 if chosen.limit is Limit.FREE_IO else 64) if host_blocks else None
         self.recorder = AccessRecorder(blocks - 1, BLOCK) if record else None
         Simulation(
             self.engine,

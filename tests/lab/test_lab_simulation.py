@@ -18,7 +18,7 @@ from lab_small_world import BLOCK, SmallLoop, copied, small_world
 from sojourn_server.lab.hints import UNSENT_FOR_S
 from sojourn_server.lab.limits.compare import compare
 from sojourn_server.lab.lives import RunLog, TurnLife
-from sojourn_server.lab.policies import Limit, find_policy, policy_names
+from sojourn_server.lab.policies import Limit, PolicyError, find_policy, policy_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -165,8 +165,30 @@ def test_copies_to_and_from_host_memory_take_their_time():
     assert min(waited) > 0
 
 
-def test_samples_tell_what_lies_in_host_memory():
-    run = SmallRun("lru-offload", small_world(seed=12), samples=50, until_s=30.0)
+@pytest.mark.parametrize("preset", ["continuum", "saga", "observe"])
+def test_our_own_tiers_save_what_the_device_loses_and_load_it_again(preset):
+    loop = small_world(seed=7)
+    alone, below = SmallRun(preset, loop), SmallRun(f"{preset}+host", loop)
+    assert below.log.copied_to_host_bytes > below.log.copied_to_device_bytes > 0
+    found = sum(turn.host_tokens for turn in turns(below.log))
+    assert found > 0
+    assert below.log.hook_failures == 0
+    again = [sum(turn.regenerated_tokens for turn in turns(run.log)) for run in (alone, below)]
+    assert again[1] < again[0]
+    if not sum(turn.preemptions for turn in turns(below.log)):
+        assert below.engine.scheduler.sojourn.steward.ledger.totals.host_tokens == found
+    planner = below.engine.scheduler.connector.planner
+    assert not any(entry.pins for entry in planner.host)
+
+
+def test_host_memory_below_something_that_is_no_preset_is_refused():
+    with pytest.raises(PolicyError, match="unknown policy 'stock\\+host'"):
+        find_policy("stock+host")
+
+
+@pytest.mark.parametrize("policy", ["lru-offload", "observe+host"])
+def test_samples_tell_what_lies_in_host_memory(policy):
+    run = SmallRun(policy, small_world(seed=12), samples=50, until_s=30.0)
     hosts = [sample.host for sample in run.log.occupancy]
     assert 0 < max(hosts) <= 200
     assert hosts == sorted(hosts)  # it fills, and what it drops it replaces

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 from faulty_files import BLOCK_BYTES, FILE_BYTES, FaultyFiles, files_below, identity, key, payload
-from sojourn_server.tiers.disk_store import (
-    MANIFEST,
-    BlockMissing,
-    DiskStore,
-    ForeignStore,
-    Outcome,
-    StoreError,
-    StoreInUse,
-)
+from sojourn_server.tiers.disk_store import BlockMissing, DiskStore, Outcome, StoreError
 from sojourn_server.tiers.full_block import FORMAT_VERSION, BlockCorrupt, Flaw
+from sojourn_server.tiers.store_folder import MANIFEST, ForeignStore, StoreInUse
 
 KEYS = [key(number) for number in range(10)]
 

@@ -27,7 +27,8 @@ from faulty_files import (
     key,
     payload,
 )
-from sojourn_server.tiers.disk_store import BlockMissing, DiskStore, Outcome, StoreError, StoreInUse
+from sojourn_server.tiers.disk_store import BlockMissing, DiskStore, Outcome, StoreError
+from sojourn_server.tiers.store_folder import StoreInUse
 
 KEYS = [key(number) for number in range(10)]
 

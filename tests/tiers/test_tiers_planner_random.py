@@ -269,7 +269,8 @@ class TierLife:
     def pins_are_those_of_somebody(self) -> None:
         planner = self.planner
         expected: Counter[int] = Counter()
-        for entries in [*planner._looked_up.values(), planner._loading, *planner._spilling.values()]:
+        found = [lookup.found for lookup in planner._looked_up.values()]
+        for entries in [*found, planner._loading, *planner._spilling.values()]:
             expected.update(entry.slot for entry in entries)
         for waiting in planner._staging.values():
             expected.update(entry.slot for entry in waiting.entries)

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from .host_cache import transfer_config
+from . import host_cache, tier_copies
 
 MADE_UP_TOKEN = 7
 STOP_TOKEN = 2
@@ -69,7 +76,9 @@ class BareEngineOptions:
     asynchronous: bool = False
     scheduling_policy: str = "fcfs"
     host_blocks: int = 0
-    """Blocks that the engine's own connector may keep in host memory; 0: no connector."""
+    """Blocks that a connector may keep in host memory; 0: no connector."""
+    own_tiers: bool = False
+    """The connector is ours; by default the engine's own."""
     sojourn: dict[str, Any] | None = None
     """Sojourn's settings; None is the engine's untouched scheduler class, and nothing of ours is loaded."""
 
@@ -243,11 +252,18 @@ def _config(options: BareEngineOptions, page_bytes: int) -> VllmConfig:
         ),
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=transfer_config(options.host_blocks, page_bytes) if options.host_blocks else None,
+        kv_transfer_config=_transfer_config(options, page_bytes),
         additional_config={"sojourn": options.sojourn} if options.sojourn is not None else {},
     )
     cache.num_gpu_blocks = options.blocks
     return config
+
+
+def _transfer_config(options: BareEngineOptions, page_bytes: int) -> KVTransferConfig | None:
+    if not options.host_blocks:
+        return None
+    make = tier_copies.transfer_config if options.own_tiers else host_cache.transfer_config
+    return make(options.host_blocks, page_bytes)
 
 
 @cache

@@ -49,6 +49,14 @@ class HostCache:
         self.to_host_bytes = 0
         self.to_device_bytes = 0
 
+    def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
+        """Requests that load something in this step, and how many blocks."""
+        return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
+
+    def step_over_s(self, began_s: float, took_s: float) -> float:
+        """When a step that computes for so long is over: requests that load are in no step."""
+        return began_s + took_s
+
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
         """Start the copies a step asks for. Returns when the step may begin: it waits for stores of
         blocks that it, or a load, is about to overwrite."""

@@ -49,6 +49,8 @@ def host_blocks(engine: BareEngine) -> int:
     connector = engine.scheduler.connector
     if connector is None:
         return 0
+    if engine.options.own_tiers:
+        return len(connector.planner.host)
     # vLLM has no public count: chunks handed out so far, less those given back (kv_offload/cpu/manager.py).
     manager = connector.scheduler.manager
     return int(manager._num_allocated_chunks - len(manager._free_list))

@@ -43,7 +43,9 @@ class LabPolicy:
     """A TOML file in its place."""
     door: type[Door] = OpenDoor
     host_cache: bool = False
-    """The engine's own offloading connector is on."""
+    """The engine has host memory below the device, by its own offloading connector or by ours."""
+    own_tiers: bool = False
+    """Ours."""
     limit: Limit | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -80,13 +82,18 @@ LIMITS = {
 }
 
 
+BELOW = "+host"
+"""After a preset's name: with our tiers below the device."""
+
+
 def policy_names() -> list[str]:
     """All names that ``find_policy`` knows, baselines first."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in Limit)]))
 
 
 def find_policy(name: str) -> LabPolicy:
-    """Raises ``PolicyError`` for an unknown name. The path of a preset, a TOML file, is a name too."""
+    """Raises ``PolicyError`` for an unknown name. The path of a preset, a TOML file, is a name too, and so is
+    that of a preset with ``+host`` behind it."""
     if name.endswith(".toml"):
         return _from_file(name)
     if name in BASELINES:
@@ -104,6 +111,9 @@ def find_policy(name: str) -> LabPolicy:
     for limit in Limit:
         if name == limit.value:
             return LabPolicy(name=name, limit=limit, host_cache=limit is Limit.FREE_IO, paper=LIMITS[limit])
+    if name.endswith(BELOW) and name.removesuffix(BELOW) in preset_names():
+        preset = name.removesuffix(BELOW)
+        return LabPolicy(name=name, preset=preset, host_cache=True, own_tiers=True)
     near = difflib.get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")

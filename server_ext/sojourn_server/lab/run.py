@@ -232,6 +232,7 @@ def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareE
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_model_len=shape.max_context_tokens,
             host_blocks=host_blocks,
+            own_tiers=policy.own_tiers,
             sojourn=policy.settings,
         ),
         clock,
@@ -253,6 +254,7 @@ def _simulate(
     from .access_recorder import AccessRecorder
     from .host_cache import HostCache
     from .simulation import Simulation, SimulationOptions
+    from .tier_copies import TierCopies
 
     blocks = engine.options.blocks
     log = RunLog(
@@ -272,7 +274,7 @@ def _simulate(
     if host_blocks:
         free = policy.limit is Limit.FREE_IO
         block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
-        host = HostCache(latency, block_bytes)
+        host = (TierCopies if policy.own_tiers else HostCache)(latency, block_bytes)
         adapter = getattr(engine.scheduler, "sojourn", None)
         if adapter is not None:
             # What an engine would take from its profile: how soon a token comes back from host memory.

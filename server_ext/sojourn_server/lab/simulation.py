@@ -25,6 +25,7 @@ from .host_cache import HostCache
 from .latency.work import LatencyModel
 from .lives import RunLog
 from .occupancy import look
+from .tier_copies import TierCopies
 from .workloads.loops import Loop
 
 POLL_S = 0.05
@@ -62,7 +63,7 @@ class Simulation:
         options: SimulationOptions,
         *,
         door: Door,
-        host: HostCache | None = None,
+        host: HostCache | TierCopies | None = None,
         recorder: AccessRecorder | None = None,
         with_hints: bool = False,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
@@ -140,18 +141,23 @@ class Simulation:
         log.scheduler_s += time.perf_counter() - entered
         if planned.preempted_req_ids:
             log.preemption_steps.extend([log.steps] * len(planned.preempted_req_ids))
+        orders: Any = planned.kv_connector_metadata
+        if self._host is not None and orders is not None:
+            for request_id, blocks in self._host.loads(orders):
+                self._account.loading(request_id, blocks)
         work, first = self._account.step(planned, requests, clock.now_s)
         if self._recorder is not None:
             self._recorder.step(planned, requests)
-        if self._host is not None and planned.kv_connector_metadata is not None:
-            for job in planned.kv_connector_metadata.load_jobs.values():
-                self._account.loading(job.req_id, len(job.dst_spec.block_ids))
-            clock.advance_to(self._host.begin_step(planned.kv_connector_metadata, clock.now_s))
+        if self._host is not None and orders is not None:
+            clock.advance_to(self._host.begin_step(orders, clock.now_s))
         if work.tokens:
             took_s = self._latency.step_s(work)
             log.steps += 1
             log.busy_s += took_s
-            clock.advance_to(clock.now_s + took_s)
+            over_s = clock.now_s + took_s
+            if self._host is not None:
+                over_s = self._host.step_over_s(clock.now_s, took_s)
+            clock.advance_to(over_s)
         for turn in first:
             turn.life.first_token_s = clock.now_s
         # Clients and routers do not wait for a step's end: what was due meanwhile came before its results.

@@ -12,9 +12,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
-from .disk_store import BlockCorrupt, BlockMissing, DiskStore, Outcome, StoreError
+from .disk_store import BlockMissing, DiskStore, Outcome, StoreError
+from .full_block import BlockCorrupt
 from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
 from .lane import Lane
 
@@ -61,6 +63,8 @@ class Mover:
         self._loaded: list[threading.Event] = []
         """Of this step's loads, each layer."""
         self._invalid: set[int] = set()
+        self._lost: set[int] = set()
+        """Slots that could not be filled and not since: the next step was planned before that was known."""
         self._lock = threading.Lock()
         self._results = TierResults(on_disk=disk.keys() if disk is not None else [])
         self._waited_s = 0.0
@@ -71,19 +75,22 @@ class Mover:
         """Before the forward pass: what must be over is over when it returns, the rest is on its way."""
         began = time.perf_counter()
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
-        lost = self._save([copy for copies in awaited for copy in copies])
-        lost |= self._save(jobs.saves)
+        self._save([copy for copies in awaited for copy in copies])
+        self._save(jobs.saves)
         if jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
-        self._load([copy for copies in jobs.loads.values() for copy in copies], lost)
+        self._load([copy for copies in jobs.loads.values() for copy in copies])
         for job, copies in jobs.stores.items():
             self._store(job, copies)
-        for job, files in jobs.spills.items():
-            self._to_disk.give(lambda job=job, files=files: self._spill(job, files))
+        # Drops come first: spills need their room, and may be of the same keys with other content.
         for key in jobs.drops:
-            self._to_disk.give(lambda key=key: self._drop(key))
+            self._to_disk.give(partial(self._drop, key))
+        for job, files in jobs.spills.items():
+            lost = frozenset(file.slot for file in files if file.slot in self._lost)
+            self._to_disk.give(partial(self._spill, job, files, lost))
         for job, files in jobs.stages.items():
-            self._from_disk.give(lambda job=job, files=files: self._stage(job, files))
+            self._lost.difference_update(file.slot for file in files)
+            self._from_disk.give(partial(self._stage, job, files))
 
     def wait_for_layer(self, name: str) -> None:
         """The forward pass has come to a layer: returns once what this step loads of it is there."""
@@ -141,22 +148,22 @@ class Mover:
         store.over.wait()
         return () if store.fate is Fate.MOVED else copies
 
-    def _save(self, copies: Sequence[Copy]) -> set[int]:
-        """Returns slots whose content is nothing."""
+    def _save(self, copies: Sequence[Copy]) -> None:
         if not copies:
-            return set()
+            return
+        slots = {copy.slot for copy in copies}
         try:
             self._device.to_host(copies)
         except Exception:
-            lost = {copy.slot for copy in copies}
+            self._lost |= slots
             with self._lock:
-                self._results.lost_slots += sorted(lost)
-            return lost
-        return set()
+                self._results.lost_slots += sorted(slots)
+        else:
+            self._lost -= slots
 
-    def _load(self, copies: Sequence[Copy], lost: set[int]) -> None:
-        self._invalid = {copy.block_id for copy in copies if copy.slot in lost}
-        copies = [copy for copy in copies if copy.slot not in lost]
+    def _load(self, copies: Sequence[Copy]) -> None:
+        self._invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
+        copies = [copy for copy in copies if copy.slot not in self._lost]
         if not copies:
             return
         events = self._loaded = [threading.Event() for _ in self._device.layers]
@@ -175,6 +182,7 @@ class Mover:
 
     def _store(self, job: int, copies: Sequence[Copy]) -> None:
         store = self._stores[job] = _Store(copies)
+        self._lost.difference_update(copy.slot for copy in copies)
 
         def copy() -> int:
             try:
@@ -186,10 +194,14 @@ class Mover:
 
         self._to_host.give(copy)
 
-    def _spill(self, job: int, files: Sequence[FileCopy]) -> int:
-        fates = {file.key: self._put(file) for file in files}
-        with self._lock:
-            self._results.spilled[job] = fates
+    def _spill(self, job: int, files: Sequence[FileCopy], lost: frozenset[int]) -> int:
+        fates: dict[Key, Fate] = {}
+        try:
+            for file in files:
+                fates[file.key] = Fate.MISSING if file.slot in lost else self._put(file)
+        finally:  # whatever happens the job is answered; what is not in the answer has failed
+            with self._lock:
+                self._results.spilled[job] = fates
         return sum(fate is Fate.MOVED for fate in fates.values()) * self._device.block_bytes
 
     def _put(self, file: FileCopy) -> Fate:
@@ -207,9 +219,13 @@ class Mover:
         return 0
 
     def _stage(self, job: int, files: Sequence[FileCopy]) -> int:
-        fates = {file.key: self._get(file) for file in files}
-        with self._lock:
-            self._results.staged[job] = fates
+        fates: dict[Key, Fate] = {}
+        try:
+            for file in files:
+                fates[file.key] = self._get(file)
+        finally:
+            with self._lock:
+                self._results.staged[job] = fates
         return sum(fate is Fate.MOVED for fate in fates.values()) * self._device.block_bytes
 
     def _get(self, file: FileCopy) -> Fate:

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from .host_slots import HostEntry, HostSlots, Rank
 from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
@@ -52,6 +53,14 @@ class _Staging:
     entries: list[HostEntry] = field(default_factory=list)
     """Pinned for it: what was brought for it must still be there when it is asked again."""
     given_up: bool = False
+
+
+class _Lookup(NamedTuple):
+    """What a request was told."""
+
+    of: tuple[int, Key]
+    """How many keys it asked for, and the first: a chain hash, so all others are the same too."""
+    found: list[HostEntry]
 
 
 class Pause:
@@ -100,8 +109,11 @@ class TierPlanner:
         self._being_staged: dict[Key, list[_Staging]] = {}
         """Of each block on its way from disk, the requests that wait for it."""
         self._staging: dict[str, _Staging] = {}
-        self._looked_up: dict[str, list[HostEntry]] = {}
-        """Found for requests in this step, pinned until it is planned."""
+        self._looked_up: dict[str, _Lookup] = {}
+        """What was found for requests, pinned."""
+        self._last_asked: str | None = None
+        self._lost = False
+        """Something has been found in this step that is not there any more."""
         self._loading: list[HostEntry] = []
         """Pinned until the step that reads them was carried out; orders of later steps come after it."""
         self._jobs = TierJobs()
@@ -162,45 +174,57 @@ class TierPlanner:
     def lookup(self, request_id: str, keys: Sequence[Key], now: float) -> int | None:
         """How many of the leading ``keys`` can be loaded now; ``None``: ask again, the disk is being read.
 
-        What is found is pinned until the next ``take_jobs``. Asked again while the disk is read it answers
-        in O(1).
+        What is found is pinned until the next ``take_jobs``, and that of the last one who asked until
+        somebody else does: whoever is next in line is asked every step. Asked again so, or while the disk is
+        read, it answers in O(1).
         """
+        if not keys:
+            self._drop_lookup(request_id)
+            return 0
         waiting = self._staging.get(request_id)
         if waiting is not None and waiting.missing and not waiting.given_up:
             if now - waiting.since_s < self.limits.max_stage_wait_s:
                 return None
             waiting.given_up = True
             self.counts["gave_up"] += waiting.missing
+        before = self._looked_up.get(request_id)
+        if before is not None and before.of == (len(keys), keys[0]) and not self._lost:
+            self._last_asked = request_id
+            return len(before.found)
         found = self._found(keys)
         if waiting is None and len(found) < len(keys) and self._stage(request_id, keys, len(found), now):
             return None
         for entry in found:
             self.host.pin(entry)
-        self._release(self._looked_up.pop(request_id, ()))
-        self._looked_up[request_id] = found
+        self._drop_lookup(request_id)
+        self._looked_up[request_id] = _Lookup((len(keys), keys[0]), found)
+        self._last_asked = request_id
         return len(found)
 
     def load(self, request_id: str, keys: Sequence[Key], block_ids: Sequence[int]) -> None:
         """The request has been given device blocks: fill them with the content of these keys, all of which
         ``lookup`` has found in this step. Raises ``KeyError`` for one that it has not."""
         self._end_staging(request_id)
+        before = self._looked_up.pop(request_id, None)
+        found = before.found if before is not None else []
+        if [entry.key for entry in found[: len(keys)]] != list(keys):
+            self._release(found)
+            raise KeyError(
+                f"request {request_id}: these {len(keys)} blocks are not what its last lookup found"
+            )
+        self._release(found[len(keys) :])
         if not keys:
             return
-        copies = self._jobs.loads.setdefault(request_id, [])
-        pinned = {entry.key for entry in self._looked_up.get(request_id, ())}
-        for key, block_id in zip(keys, block_ids, strict=True):
-            entry = self.host.get(key)
-            if entry is None or key not in pinned:
-                raise KeyError(f"request {request_id}: block {key.hex()} was not found by its last lookup")
-            self.host.pin(entry)
-            self._loading.append(entry)
-            copies.append(Copy(block_id, entry.slot))
-        self.counts["loaded"] += len(copies)
+        self._loading += found[: len(keys)]
+        self._jobs.loads.setdefault(request_id, []).extend(
+            Copy(block_id, entry.slot) for entry, block_id in zip(found, block_ids, strict=False)
+        )
+        self.counts["loaded"] += len(keys)
 
     def abandon(self, request_id: str) -> None:
         """The request has finished, or will not be asked for again."""
         self._end_staging(request_id)
-        self._release(self._looked_up.pop(request_id, ()))
+        self._drop_lookup(request_id)
 
     def fetch(self, keys: Sequence[Key]) -> int:
         """Bring leading ``keys`` from disk to host memory, ahead of need; returns how many are coming."""
@@ -211,9 +235,9 @@ class TierPlanner:
 
     def take_jobs(self) -> TierJobs:
         """The orders of the step that was just planned."""
-        for entries in self._looked_up.values():
-            self._release(entries)
-        self._looked_up.clear()
+        for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
+            self._drop_lookup(request_id)
+        self._lost = False
         # The mover is through with a step's loads before it begins with the next step's orders.
         self._release(self._loading)
         self._loading = []
@@ -229,6 +253,7 @@ class TierPlanner:
             entry = self.host.in_slot(slot)
             if entry is not None:
                 self.counts["failed"] += 1
+                self._lost = True
                 self.host.remove(entry)
         for job, fate in results.stored.items():
             for entry in self._storing.pop(job, ((), ()))[0]:
@@ -262,8 +287,8 @@ class TierPlanner:
 
         Jobs under way end as they would, and their results are thrown away.
         """
-        for request_id in list(self._staging):
-            self._end_staging(request_id)
+        for request_id in [*self._staging, *self._looked_up]:
+            self.abandon(request_id)
         for entry in list(self.host):
             self.host.remove(entry)
         self._jobs.drops += self._disk
@@ -304,6 +329,11 @@ class TierPlanner:
                 return None
             self.counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
         return self.host.begin(key, rank, job, on_disk=on_disk or key in self._disk)
+
+    def _drop_lookup(self, request_id: str) -> None:
+        before = self._looked_up.pop(request_id, None)
+        if before is not None:
+            self._release(before.found)
 
     def _release(self, entries: Iterable[HostEntry]) -> None:
         for entry in entries:
@@ -350,7 +380,8 @@ class TierPlanner:
             return
         room = limits.max_spilling - len(self._being_spilled)
         spare = self.host.free + self.host.idle_on_disk + len(self._being_spilled)
-        wanted = int(limits.spill_below * limits.host_slots) - spare
+        # More than the disk takes would push out what was written just before, for ever.
+        wanted = min(int(limits.spill_below * limits.host_slots), self._disk_room) - spare
         if room <= 0 or wanted <= 0:
             return
         self.spill(self.host.first_not_on_disk(min(room, wanted)))
@@ -358,10 +389,12 @@ class TierPlanner:
     def spill(self, entries: Sequence[HostEntry]) -> int:
         """Write idle entries to disk; they stay in host memory too. Returns how many."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self._being_spilled]
-        entries = entries[: self._disk_room]
+        self._make_disk_room(min(len(entries), self._disk_room))
+        # Files that are being written or read make no room.
+        fits = self._disk_room - len(self._disk) - len(self._being_spilled)
+        entries = entries[: max(0, fits)]
         if not entries:
             return 0
-        self._make_disk_room(len(entries))
         self._last_job += 1
         for entry in entries:
             self.host.pin(entry)
@@ -371,9 +404,11 @@ class TierPlanner:
         return len(entries)
 
     def _spilled(self, job: int, fates: Mapping[Key, Fate]) -> None:
+        seen: set[Fate] = set()
         for entry in self._spilling.pop(job, ()):
             self._being_spilled.discard(entry.key)
             fate = fates.get(entry.key, Fate.FAILED)
+            seen.add(fate)
             if fate is not Fate.MOVED:
                 self.counts[f"spill_{fate.value}"] += 1
             elif entry.doomed:  # forgotten meanwhile
@@ -385,11 +420,12 @@ class TierPlanner:
             if fate is Fate.FULL:
                 # Somebody else fills the disk too: from now on what we have there is all we may have.
                 self._disk_room = min(self._disk_room, len(self._disk))
-            elif fate is Fate.FAILED:
-                self._pause.failed()
-            elif fate is Fate.MOVED:
-                self._pause.worked()
             self.host.unpin(entry)
+        # Once a job: a batch that fails is one failure.
+        if Fate.FAILED in seen:
+            self._pause.failed()
+        elif Fate.MOVED in seen:
+            self._pause.worked()
 
     def _stage(self, request_id: str, keys: Sequence[Key], found: int, now: float) -> bool:
         """Have the disk read what follows the first ``found`` keys. False: it has nothing of it."""

@@ -90,9 +90,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         first = num_computed_tokens // self._block_size
         # One token at least is computed: its logits are asked for.
-        keys = [
-            bytes(key) for key in request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
-        ]
+        keys: list[Key] = request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
         if not keys:
             return 0, False
         found = self.planner.lookup(request_id, keys, self.clock())
