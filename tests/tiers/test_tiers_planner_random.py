@@ -59,14 +59,14 @@ class FakeMover:
         for copies in jobs.stores.values():
             for copy in copies:
                 self.host[copy.slot] = GARBAGE  # half written
+        for key in jobs.drops:
+            self.file_jobs.append(("drop", 0, key))
         for job, files in jobs.spills.items():
             self.file_jobs.append(("spill", job, files))
         for job, files in jobs.stages.items():
             for file in files:
                 self.host[file.slot] = GARBAGE
             self.file_jobs.append(("stage", job, files))
-        for key in jobs.drops:
-            self.file_jobs.append(("drop", 0, key))
 
     def finish_store(self, job: int) -> None:
         copies = self.stores.pop(job)

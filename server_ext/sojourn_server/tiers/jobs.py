@@ -57,12 +57,12 @@ class TierJobs:
     """Host to device, of each request: each layer before this step's forward pass comes to it."""
     stores: dict[int, list[Copy]] = field(default_factory=dict)
     """Device to host, beside the computing."""
+    drops: list[Key] = field(default_factory=list)
+    """To be deleted from disk, before anything is written: what is written may be of the same key."""
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Host to disk."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Disk to host; first come, first served."""
-    drops: list[Key] = field(default_factory=list)
-    """To be deleted from disk."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -103,4 +103,5 @@ class TierResults:
             or self.staged
             or self.lost_slots
             or self.moved_bytes
+            or self.waited_s
         )

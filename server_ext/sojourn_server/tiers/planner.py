@@ -188,7 +188,9 @@ class TierPlanner:
             waiting.given_up = True
             self.counts["gave_up"] += waiting.missing
         before = self._looked_up.get(request_id)
-        if before is not None and before.of == (len(keys), keys[0]) and not self._lost:
+        asked_before = before is not None and before.of == (len(keys), keys[0])
+        # Who gave up on the disk may find more by and by.
+        if before is not None and asked_before and waiting is None and not self._lost:
             self._last_asked = request_id
             return len(before.found)
         found = self._found(keys)
