@@ -45,6 +45,11 @@ def test_what_the_device_loses_is_saved_and_loaded_again(engine: Any, program: s
         assert tokens["device"] + tokens["host"] == 480
         assert tokens["lost"] == {}
     assert not planner(engine)._loading
+    tiers = engine.ask("stats")["tiers"]
+    assert tiers["host"]["used"] == len(planner(engine).host) > 0
+    assert tiers["moves"]["loaded"] == len(loads["a2"])
+    told = engine.ask("drain_metrics")
+    assert [{"tier": "host", "state": "used"}, tiers["host"]["used"]] in told["gauges"]["sojourn_tier_blocks"]
 
 
 def test_what_an_ended_program_left_is_the_first_that_host_memory_reuses(make_engine: Any) -> None:

@@ -43,7 +43,8 @@ class Service:
     """Answers ``events, capabilities, programs, program, graphs, graph, stats, decisions, drain_metrics``.
 
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
-    ``engine`` describes the engine in capabilities.
+    ``engine`` describes the engine in capabilities; ``tier_state`` tells of each tier below the device its
+    blocks ``used`` and ``free``, and under ``moves`` what became of blocks so far.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Service:
         engine: dict[str, str],
         pool_state: Callable[[], dict[str, int]],
         desk: Desk | None = None,
+        tier_state: Callable[[], dict[str, dict[str, int]]] = dict,
     ) -> None:
         self._steward = steward
+        self._tier_state = tier_state
+        self._counted_moves: dict[str, int] = {}
         self._desk = desk if desk is not None else Desk(steward)
         self._engine = engine
         self._pool_state = pool_state
@@ -176,6 +180,7 @@ class Service:
                 "budget_blocks": steward.leases.budget_blocks,
             },
             "pool": {"block_size": steward.pool.block_size, **self._pool_state()},
+            "tiers": self._tier_state(),
             "ledger": msgspec.to_builtins(steward.ledger.totals),
             "tombstones": len(steward.keeper.graveyard),
             "history": {
@@ -220,6 +225,18 @@ class Service:
                 for name, blocks in parts.items()
             ],
         }
+        tiers = self._tier_state()
+        moves = tiers.pop("moves", {})
+        for what, blocks in moves.items():
+            steward.recorder.count(
+                "sojourn_tier_moves_total", blocks - self._counted_moves.get(what, 0), what=what
+            )
+        self._counted_moves = moves
+        gauges["sojourn_tier_blocks"] = [
+            ({"tier": tier, "state": state}, blocks)
+            for tier, states in tiers.items()
+            for state, blocks in states.items()
+        ]
         return steward.recorder.drain(gauges)
 
     def _summary(self, program: Program, now: float) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
     if options.backend not in BACKENDS:
         raise BadOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
-        raise BadOption("a disk is filled from host memory, and that has no size: give --kv-host-gib too")
+        raise BadOption(
+            "host memory below the device has no size, and a disk is filled from it: give --kv-host-gib"
+        )
     _check_size("--kv-host-gib", options.host_gib)
     if (options.disk is None) != (options.disk_gib is None):
         raise BadOption("--kv-disk and --kv-disk-gib go together: the directory, and how much it may hold")

@@ -75,6 +75,14 @@ class MetricSpec:
 
 
 TIERS = frozenset({"device"})
+LOWER_TIERS = frozenset({"host", "disk"})
+TIER_STATES = frozenset({"used", "free"})
+TIER_MOVES = frozenset(
+    {"saved", "stored", "kept", "no_room", "loaded", "failed", "dropped", "dropped_on_disk", "disk_dropped"}
+    | {"spilled", "spill_full", "spill_failed", "spill_missing"}
+    | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
+)
+"""What became of blocks below the device; ``docs/tiers.md`` says what each means."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
@@ -131,6 +139,12 @@ _ALL = (
     ),
     _gauge("sojourn_kv_blocks", "KV blocks by what holds them.", tier=TIERS, state=KV_STATES),
     _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
+    _gauge("sojourn_tier_blocks", "Blocks below the device.", tier=LOWER_TIERS, state=TIER_STATES),
+    _counter(
+        "sojourn_tier_moves_total",
+        "Blocks moved or lost below the device, by what became of them.",
+        what=TIER_MOVES,
+    ),
     _counter(
         "sojourn_prompt_tokens_total",
         "Prompt tokens of programs' turns: reused on the device or from host memory, new, in the last "

@@ -93,10 +93,15 @@ class HostSlots:
             self._unsettle(entry)
         entry.pins += 1
 
-    def unpin(self, entry: HostEntry) -> None:
-        """One reader is through; the last one's is its newest use."""
+    def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
+        """One reader is through; that was its newest use, unless it was only copied on (``used=False``):
+        then it is as old as the oldest of its rank."""
         entry.pins -= 1
         self._settle(entry)
+        if not used and self._is_idle(entry):
+            self._idle[entry.rank].move_to_end(entry.key, last=False)
+            if not entry.on_disk:
+                self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def touch(self, entry: HostEntry) -> None:
         """It was used, or would have been."""

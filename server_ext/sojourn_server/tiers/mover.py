@@ -127,6 +127,11 @@ class Mover:
         return results
 
     @property
+    def on_disk(self) -> int:
+        """Blocks on disk now."""
+        return len(self._disk) if self._disk is not None else 0
+
+    @property
     def busy(self) -> bool:
         """Whether a store is still to be reported."""
         return bool(self._stores)

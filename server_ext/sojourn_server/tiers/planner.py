@@ -23,6 +23,9 @@ from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
 
 IDLE_RANK: Rank = 1
 """Of content about whose program nothing else is known."""
+ASK_STEPS = 100
+"""Steps after which nobody waits any more for a mover to say what is on disk."""
+
 ENDED_RANK: Rank = 0
 """Of content that nobody is known to come back for: reused before all else."""
 
@@ -111,6 +114,7 @@ class TierPlanner:
         self._staging: dict[str, _Staging] = {}
         self._looked_up: dict[str, _Lookup] = {}
         """What was found for requests, pinned."""
+        self._steps = 0
         self._last_asked: str | None = None
         self._lost = False
         """Something has been found in this step that is not there any more."""
@@ -243,6 +247,7 @@ class TierPlanner:
         # The mover is through with a step's loads before it begins with the next step's orders.
         self._release(self._loading)
         self._loading = []
+        self._steps += 1
         self._spill()
         jobs, self._jobs = self._jobs, TierJobs()
         return jobs
@@ -267,8 +272,19 @@ class TierPlanner:
 
     @property
     def has_orders(self) -> bool:
-        """Whether something waits to be carried out by a step."""
-        return bool(self._jobs)
+        """Whether a step is needed though no request asks for one: orders wait, or it is not known yet what
+        an earlier engine left on disk."""
+        unknown = self.limits.disk_blocks > 0 and not self._disk_known
+        return bool(self._jobs) or (unknown and self._steps < ASK_STEPS)
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """Blocks below the device by tier, and what became of blocks so far."""
+        host = len(self.host)
+        state = {"host": {"used": host, "free": self.host.slots - host}}
+        if self.limits.disk_blocks:
+            used = len(self._disk)
+            state["disk"] = {"used": used, "free": max(0, self._disk_room - used)}
+        return {**state, "moves": dict(self.counts)}
 
     @property
     def under_way(self) -> int:
@@ -407,7 +423,7 @@ class TierPlanner:
 
     def _spilled(self, job: int, fates: Mapping[Key, Fate]) -> None:
         seen: set[Fate] = set()
-        for entry in self._spilling.pop(job, ()):
+        for entry in reversed(self._spilling.pop(job, ())):
             self._being_spilled.discard(entry.key)
             fate = fates.get(entry.key, Fate.FAILED)
             seen.add(fate)
@@ -422,7 +438,7 @@ class TierPlanner:
             if fate is Fate.FULL:
                 # Somebody else fills the disk too: from now on what we have there is all we may have.
                 self._disk_room = min(self._disk_room, len(self._disk))
-            self.host.unpin(entry)
+            self.host.unpin(entry, used=False)
         # Once a job: a batch that fails is one failure.
         if Fate.FAILED in seen:
             self._pause.failed()

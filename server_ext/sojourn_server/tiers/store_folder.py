@@ -127,8 +127,8 @@ def refuse_others(files: FileSystem, path: Path, identity: KvIdentity) -> None:
         others.append((differences, path.parent / name))
     if others:
         differences, nearest = min(others, key=lambda other: len(other[0]))
-        advice = "Name another directory, or delete that store if its blocks are no longer wanted"
-        raise ForeignStore(nearest, differences, f"{advice}, or say that both may lie side by side.")
+        advice = "Name another directory, or delete that store if its blocks are no longer wanted."
+        raise ForeignStore(nearest, differences, advice)
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:

@@ -94,6 +94,7 @@ class SchedulerAdapter:
             engine=_described(scheduler),
             pool_state=self.pool_state,
             desk=desk,
+            tier_state=self._state_below,
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
@@ -481,6 +482,9 @@ class SchedulerAdapter:
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
         self.guarded(self._evicted, block, owner, score)
+
+    def _state_below(self) -> dict[str, dict[str, int]]:
+        return self._below.planner.state() if self._below is not None else {}
 
     def _lost_order(self, error: Exception) -> None:
         if self._below is not None:

@@ -159,12 +159,15 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = self.settings
         memory = HostMemory(kv_caches, settings.blocks, settings.host_slots)
         self._mover = Mover(memory, settings.open_disk(memory.block_bytes, len(kv_caches)))
+        disk = "no disk"
+        if settings.disk:
+            disk = (
+                f"for {settings.disk_blocks} in {settings.disk}, where {self._mover.on_disk} are from before"
+            )
         logger.info(
-            "sojourn: %d blocks of %d bytes in host memory, %s",
-            settings.host_slots,
-            memory.block_bytes,
-            f"{settings.disk_blocks} on disk in {settings.disk}" if settings.disk else "no disk",
-        )
+            "sojourn: room for %d blocks of %d bytes in host memory, %s",
+            settings.host_slots, memory.block_bytes, disk,
+        )  # fmt: skip
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass writes anything."""

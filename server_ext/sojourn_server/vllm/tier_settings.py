@@ -57,7 +57,15 @@ class TierSettings:
             block_bytes = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
         host_bytes = _bytes(given, "host_bytes", 0)
         if host_bytes < block_bytes:
-            raise SettingsError(f"host_bytes is {host_bytes}; expected at least a block, {block_bytes}")
+            raise SettingsError(
+                f"host_bytes (--kv-host-gib) is {host_bytes}; expected at least a block of this model, "
+                f"{block_bytes}"
+            )
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if kv_cache_config.kv_cache_tensors and host_bytes > memory:  # the lab's host memory is made up
+            raise SettingsError(
+                f"host_bytes (--kv-host-gib) is {host_bytes}; expected less than this machine has, {memory}"
+            )
         disk = given.get("disk")
         if disk is not None and not isinstance(disk, str):
             raise SettingsError(f"disk is {disk!r}; expected a directory")
@@ -70,7 +78,10 @@ class TierSettings:
             )
         disk_bytes = _bytes(given, "disk_bytes", 0)
         if disk is not None and disk_bytes < block_bytes:
-            raise SettingsError(f"disk_bytes is {disk_bytes}; expected at least a block, {block_bytes}")
+            raise SettingsError(
+                f"disk_bytes (--kv-disk-gib) is {disk_bytes}; expected at least a block of this model, "
+                f"{block_bytes}"
+            )
         wait_s = given.get("max_stage_wait_s", TierLimits.__dataclass_fields__["max_stage_wait_s"].default)
         if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
