@@ -30,6 +30,15 @@ def test_what_a_failed_program_left_is_kept_and_named(places: Path) -> None:
     assert f"repositories and logs: {kept}" in answer.output
 
 
+def test_host_memory_for_somebody_elses_server_is_refused(places: Path) -> None:
+    from sojourn_server.cli.console import CliError
+
+    line = ["demo", "--arms", "sojourn", "--url", "http://127.0.0.1:1", "--kv-host-gib", "1"]
+    answer = CliRunner().invoke(build_app(), line)
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "--kv-host-gib 1.0 is for a server of our own" in str(answer.exception)
+
+
 def test_nothing_is_left_of_a_demo_that_went_well(places: Path) -> None:
     with EchoEngine() as engine:
         answer = CliRunner().invoke(

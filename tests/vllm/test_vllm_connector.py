@@ -77,10 +77,12 @@ def test_a_request_that_does_not_fit_leaves_no_pins_behind(engine: Any) -> None:
     assert not any(entry.pins for entry in planner(engine).host)
 
 
-def test_a_reset_forgets_what_is_below_the_device(engine: Any) -> None:
+@pytest.mark.parametrize("said", [{}, {"reset_connector": True}])
+def test_a_reset_forgets_what_is_below_the_device(engine: Any, said: dict[str, bool]) -> None:
+    """Also where vLLM would clear the device alone: new weights are the reason for either."""
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.reset_prefix_cache(**said)
     assert len(planner(engine).host) == 0
     assert not turn(engine, "a2", prompt(1, 480), "A")[0].loads
 
@@ -91,10 +93,65 @@ def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> Non
     )
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
-    engine.scheduler.sojourn._queue.owners.taken = None  # the next block that is taken fails
-    turn(engine, "c1", prompt(3, 480), "C")
+    queue = engine.scheduler.sojourn._queue
+    queue.owners.taken = None  # the next block that is taken fails: in the midst of an admission with hits
+    loads = turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")[0].loads
+    assert queue.broken
+    assert len(loads["a2"]) > 10, "what was found before that was true"
     assert engine.scheduler.connector.off
-    assert not turn(engine, "a2", prompt(1, 480), "A")[0].loads
+    turn(engine, "c1", prompt(3, 480), "C")
+    assert not turn(engine, "b2", prompt(2, 480), "B")[0].loads
+
+
+def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    planned = engine.plan()
+    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a2")[0]
+    assert len(planned.kv_connector_metadata.jobs.loads["a2"]) > 10
+    wrong = planned.kv_connector_metadata.jobs.loads["a2"][3].block_id
+    first = block_ids.index(wrong)
+    engine.take_in(planned, KVConnectorOutput(invalid_block_ids={wrong}))
+    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids]
+    assert not any(named[first:])
+    assert all(named[:first])
+    engine.run()
+    assert not engine.scheduler.requests
+
+
+HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_fails_is_not_the_engines_failure(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    from sojourn_server.tiers.jobs import TierResults
+    from sojourn_server.vllm.connector import StepReport
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine = make_engine(
+        "continuum", settings={"strict": False}, blocks=41, host_blocks=60, own_tiers=True, max_model_len=640
+    )
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(planner(engine), hook, broken)
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    report = KVConnectorOutput(kv_connector_worker_meta=StepReport(TierResults()))
+    not_filled: set[int] = set()
+    while engine.scheduler.has_unfinished_requests():
+        planned = engine.plan()
+        not_filled |= planned.kv_connector_metadata.not_filled
+        engine.take_in(planned, report)
+    assert engine.scheduler.connector.off
+    assert bool(not_filled) == (hook == "load"), "blocks that are counted on and not filled must be told"
 
 
 @pytest.mark.parametrize(

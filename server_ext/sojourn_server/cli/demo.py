@@ -58,6 +58,11 @@ def demo(
 ) -> None:
     """Exit code 0 only if every program of every arm ended and fixed its repository."""
     chosen = _checked_arms(arms, url)
+    if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
+        raise CliError(
+            f"--kv-host-gib {kv_host_gib} is for a server of our own, and a size in GiB, more than 0",
+            "drop --url, or give the server at that URL its host memory by sojourn serve --kv-host-gib",
+        )
     _check_policy(policy)
     _check_installed(plot)
     from sojourn_server.demo import report
@@ -87,6 +92,9 @@ def demo(
 
             draw(result, plot)
             console.print(f"plot: {plot}", highlight=False)
+    except Exception:
+        keep = True  # the log is what tells why
+        raise
     finally:
         if keep:
             console.print(f"repositories and logs: {directory}", highlight=False, soft_wrap=True)

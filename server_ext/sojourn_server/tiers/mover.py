@@ -97,7 +97,8 @@ class Mover:
         loaded = self._loaded
         if not loaded:
             return
-        event = loaded[self._layer_index[name]]
+        # Of a layer that has no KV of its own it is not known which it reads.
+        event = loaded[self._layer_index.get(name, -1)]
         if not event.is_set():
             began = time.perf_counter()
             event.wait()

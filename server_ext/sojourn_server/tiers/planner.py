@@ -26,6 +26,9 @@ IDLE_RANK: Rank = 1
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
 
+MAX_PINNED = 0.5
+"""Share of host memory that may be held for requests that wait for the disk, if they are several."""
+
 ENDED_RANK: Rank = 0
 """Of content that nobody is known to come back for: reused before all else."""
 
@@ -62,7 +65,7 @@ class _Lookup(NamedTuple):
     """What a request was told."""
 
     of: tuple[int, Key]
-    """How many keys it asked for, and the first: a chain hash, so all others are the same too."""
+    """How many keys it asked for, and the first: a request's tokens only grow, so all others are the same."""
     found: list[HostEntry]
 
 
@@ -103,7 +106,7 @@ class TierPlanner:
         self._forgotten = False
         """What was left there was computed before a reset."""
         self._disk_room = limits.disk_blocks
-        """Less where the disk itself was full before that."""
+        """Less for a while where the disk itself was full before that."""
         self._pause = Pause()
         self._storing: dict[int, tuple[list[HostEntry], list[Copy]]] = {}
         self._spilling: dict[int, list[HostEntry]] = {}
@@ -133,6 +136,7 @@ class TierPlanner:
                 # A copy of just this may be under way: it must be over before the step writes.
                 self._await_store(entry.job)
             self.host.touch(entry)
+            self.host.set_rank(entry, rank)
             self.counts["kept"] += 1
             return True
         entry = self._begin(key, rank, None)
@@ -394,7 +398,10 @@ class TierPlanner:
     def _spill(self) -> None:
         """Keep a part of host memory reusable without loss, a batch at a time."""
         limits = self.limits
-        if not self._disk_room or not self._disk_known or not self._pause.over():
+        if not self._disk_known or not self._pause.over():
+            return
+        self._disk_room = limits.disk_blocks
+        if not self._disk_room:
             return
         room = limits.max_spilling - len(self._being_spilled)
         spare = self.host.free + self.host.idle_on_disk + len(self._being_spilled)
@@ -436,11 +443,11 @@ class TierPlanner:
                 self._disk[entry.key] = None
                 self.host.set_on_disk(entry, True)
             if fate is Fate.FULL:
-                # Somebody else fills the disk too: from now on what we have there is all we may have.
+                # Somebody else fills the disk too: for a while what we have there is all we may have.
                 self._disk_room = min(self._disk_room, len(self._disk))
             self.host.unpin(entry, used=False)
         # Once a job: a batch that fails is one failure.
-        if Fate.FAILED in seen:
+        if Fate.FAILED in seen or Fate.FULL in seen:
             self._pause.failed()
         elif Fate.MOVED in seen:
             self._pause.worked()
@@ -464,7 +471,11 @@ class TierPlanner:
         ordered: list[HostEntry] = []
         here: list[HostEntry] = []
         missing = 0
+        # What requests wait for is pinned, and running ones must find room for what they lose.
+        pinned = sum(len(waiting.entries) for waiting in self._staging.values())
         room = self.limits.max_staging - len(self._being_staged)
+        if pinned:
+            room = min(room, int(MAX_PINNED * self.limits.host_slots) - pinned)
         for key in keys:
             entry = self.host.get(key)
             if entry is None:

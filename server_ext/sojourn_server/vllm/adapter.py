@@ -101,7 +101,7 @@ class SchedulerAdapter:
         self._below = connector if isinstance(connector, SojournConnector) else None
         """The tiers below the device, where they are ours."""
         if self._below is not None:
-            self._below.clock = clock
+            self._below.clock, self._below.strict = clock, settings.strict
         self._order = BlockOrder(
             self.steward,
             self._pool.free_block_queue,
@@ -266,10 +266,29 @@ class SchedulerAdapter:
     def preempted(self, request: Request) -> None:
         """Before a running request is preempted."""
         self._shortage.restore_victim()
+        self._unname_uncomputed(request)
         ticket = self.steward.tickets.get(request.request_id)
         if ticket is not None and ticket.program is not None:
             self._queue.own(self._cached_blocks(request), ticket.program.id)
         self.steward.preempted(request.request_id, self._clock())
+
+    def _unname_uncomputed(self, request: Request) -> None:
+        """The engine names blocks by what they will hold when it plans the step that computes them. A victim
+        that was planned already is not computed: its blocks must not be found by that name."""
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        computed = request.num_computed_tokens // self._scheduler.block_size
+        self._pool.evict_blocks(set(block_ids[computed:]))
+
+    def not_filled(self, block_ids: set[int]) -> None:
+        """Before the scheduler hears that blocks were not filled: neither they nor what was computed upon
+        them may be found again."""
+        manager = self._scheduler.kv_cache_manager
+        for request in self._scheduler.running:
+            blocks = manager.get_block_ids(request.request_id)[0]
+            first = next((place for place, block_id in enumerate(blocks) if block_id in block_ids), None)
+            if first is not None:
+                block_ids = block_ids | set(blocks[first:])
+        self._pool.evict_blocks(block_ids)
 
     def cache_reset(self) -> None:
         """Before the prefix cache is cleared: nothing may be held."""
@@ -280,6 +299,8 @@ class SchedulerAdapter:
     def cache_was_reset(self) -> None:
         """After the prefix cache was cleared: no block belongs to anybody any more."""
         self._queue.forget_all()
+        if self._below is not None:  # by default vLLM clears what is on the device only
+            self._below.reset_cache()
 
     def call(self, operation: str, payload: str) -> str:
         """One operation asked for over HTTP, between two steps."""
@@ -392,11 +413,11 @@ class SchedulerAdapter:
         self.steward.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
+        below = self._below.loaded_tokens.pop(request_id, 0) if self._below is not None else 0
         ticket = self.steward.tickets.get(request_id)
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
-        below = self._below.loaded_tokens.pop(request_id, 0) if self._below is not None else 0
         self.steward.admitted(
             Admission(
                 request_id=request_id,

@@ -44,6 +44,8 @@ class StepOrders(KVConnectorMetadata):
     """What goes to the worker with a step."""
 
     jobs: TierJobs = field(default_factory=TierJobs)
+    not_filled: set[int] = field(default_factory=set)
+    """Blocks that a request counts on and that no job fills."""
 
 
 @dataclass
@@ -70,34 +72,44 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.planner = TierPlanner(self.settings.limits())
             self.off = False
             """Nothing is saved and nothing found any more."""
+            self.strict = False
+            """Raise our own errors. For tests."""
             self.clock = time.monotonic
+            self._not_filled: set[int] = set()
             self._asked: dict[str, tuple[int, list[Key]]] = {}
             """Of a request, the number of blocks the device had and the keys that were found."""
             self.loaded_tokens: dict[str, int] = {}
             """Of requests admitted in this step, what they had from below the device."""
         else:
             self._mover: Mover | None = None
+            self._not_filled_now: set[int] = set()
 
     # -- beside the scheduler -----------------------------------------------------
+    # vLLM calls these where an error would end the engine.
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded behind those on the device; ``None``: the disk is being read."""
+        try:
+            return self._find(request, num_computed_tokens), False
+        except Exception as error:
+            self._fail(error)
+            return 0, False
+
+    def _find(self, request: Request, num_computed_tokens: int) -> int | None:
         request_id = request.request_id
         self._asked.pop(request_id, None)
-        if self.off:
-            return 0, False
+        if self.off or request.skip_reading_prefix_cache:
+            return 0
         first = num_computed_tokens // self._block_size
         # One token at least is computed: its logits are asked for.
         keys: list[Key] = request.block_hashes[first : (request.num_tokens - 1) // self._block_size]
-        if not keys:
-            return 0, False
         found = self.planner.lookup(request_id, keys, self.clock())
         if found is None:
-            return None, False
+            return None
         self._asked[request_id] = first, keys[:found]
-        return found * self._block_size, False
+        return found * self._block_size
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -106,25 +118,41 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first, keys = self._asked.pop(request.request_id, (0, []))
         count = num_external_tokens // self._block_size
         block_ids = blocks.get_block_ids()[0][first : first + count]
-        self.planner.load(request.request_id, keys[:count], block_ids)
-        if count:
-            self.loaded_tokens[request.request_id] = num_external_tokens
+        try:
+            self.planner.load(request.request_id, keys[:count], block_ids)
+            if count:
+                self.loaded_tokens[request.request_id] = num_external_tokens
+        except Exception as error:
+            self._not_filled.update(block_ids)
+            self._fail(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of the step just planned."""
         self._asked.clear()
-        return StepOrders(self.planner.take_jobs())
+        not_filled, self._not_filled = self._not_filled, set()
+        try:
+            return StepOrders(self.planner.take_jobs(), not_filled)
+        except Exception as error:
+            self._fail(error)
+            return StepOrders(TierJobs(), not_filled)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What came of earlier orders."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            self.planner.take_results(report.results)
+            try:
+                self.planner.take_results(report.results)
+            except Exception as error:
+                self._fail(error)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing holds its blocks: what is worth saving is saved when they are reused, or by order."""
-        self.planner.abandon(request.request_id)
         self._asked.pop(request.request_id, None)
+        self.loaded_tokens.pop(request.request_id, None)
+        try:
+            self.planner.abandon(request.request_id)
+        except Exception as error:
+            self._fail(error)
         return False, None
 
     def request_finished_all_groups(
@@ -135,19 +163,30 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Orders wait for a step, though no request does."""
-        return self.planner.has_orders
+        return not self.off and self.planner.has_orders
 
     def reset_cache(self) -> bool:
         """Nothing that was computed so far is to be found any more."""
-        self.planner.forget()
+        try:
+            self.planner.forget()
+        except Exception as error:
+            self._fail(error)
         return True
 
     def turn_off(self, why: str) -> None:
-        """What the device loses is not told any more: nothing below it can be trusted to be saved."""
+        """What the device loses is not told any more, or cannot be believed: nothing below it is found again.
+
+        What was found for a request that is just being admitted is loaded all the same: it was true.
+        """
         if not self.off:
             self.off = True
-            self.planner.forget()
             logger.error("sojourn: tiers below the device are off: %s", why)
+
+    def _fail(self, error: Exception) -> None:
+        if self.strict:
+            raise error
+        logger.error("sojourn: a hook of the connector failed; the engine goes on", exc_info=error)
+        self.turn_off("an error of ours")
 
     # -- beside the model -------------------------------------------------------------
 
@@ -172,8 +211,15 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
-        if self._mover is not None:
+        self._not_filled_now = set(kv_connector_metadata.not_filled)
+        if self._mover is None:
+            return
+        try:
             self._mover.begin_step(kv_connector_metadata.jobs)
+        except Exception:
+            logger.exception("sojourn: the mover failed to begin a step; what it was to load is computed")
+            for copies in kv_connector_metadata.jobs.loads.values():
+                self._not_filled_now.update(copy.block_id for copy in copies)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads have begun in ``handle_preemptions``, after what must be saved before them."""
@@ -193,7 +239,8 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of this step that were not filled. Nothing is being loaded any more when it returns."""
-        return self._mover.end_step() if self._mover is not None else set()
+        not_filled, self._not_filled_now = self._not_filled_now, set()
+        return not_filled | (self._mover.end_step() if self._mover is not None else set())
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """What has come to its end."""

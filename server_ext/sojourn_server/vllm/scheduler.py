@@ -54,6 +54,9 @@ class SojournMixin:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         self.sojourn.guarded(self.sojourn.before_results, scheduler_output)
+        copies = getattr(args[0] if args else None, "kv_connector_output", None)
+        if copies is not None and copies.invalid_block_ids:
+            self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
         return result

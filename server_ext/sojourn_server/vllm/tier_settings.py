@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,9 @@ class TierSettings:
         if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
         model = vllm_config.model_config
-        rope = getattr(model.hf_config, "rope_parameters", None)
+        shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
+        load = vllm_config.load_config.load_format
+        how = f"{model.quantization} {f'{load} seed={model.seed}' if load == 'dummy' else load}"
         return cls(
             blocks=blocks,
             block_tokens=block_tokens,
@@ -95,7 +98,7 @@ class TierSettings:
             disk=disk,
             disk_bytes=disk_bytes,
             max_stage_wait_s=float(wait_s),
-            model=f"{_fingerprint(model)} {model.dtype} rope={rope}",
+            model=f"{_fingerprint(model)} {model.dtype} {shape} {how}",
             kv_dtype=str(cache.cache_dtype if cache.cache_dtype != "auto" else model.dtype),
             hash_scheme=f"{cache.prefix_caching_hash_algo}/seed={seed}/{block_tokens}",
         )
@@ -143,8 +146,10 @@ def _bytes(given: dict[str, Any], name: str, default: int) -> int:
 def _fingerprint(model: Any) -> str:
     """The weights' name and revision; of a directory also its files' sizes and dates."""
     path = Path(model.model)
+    if path.is_file():
+        return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     if not path.is_dir():
         return f"{model.model}@{model.revision}"
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+    files = sorted(file for file in path.iterdir() if file.suffix not in (".json", ".txt", ".md"))
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return f"{path.resolve()} {stats}"
