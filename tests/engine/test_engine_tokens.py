@@ -72,13 +72,11 @@ def test_what_was_on_disk_gives_the_tokens_of_stock_also_to_a_later_engine(
 ):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     settings = tiers(host_bytes=30 * MIB, disk=str(tmp_path), disk_bytes=1024 * MIB)
-    expected = [tokens[: 2 * OUTPUT_TOKENS] for tokens in stock[:5]]
+    expected = [tokens[: 2 * OUTPUT_TOKENS] for tokens in stock]
     for engine in ("first", "later"):
-        tokens, report = generate(
-            smol_model, {"policy": "continuum"}, hints=True, programs=5, turns=2, **settings
-        )
+        tokens, report = generate(smol_model, {"policy": "continuum"}, hints=True, turns=2, **settings)
         assert tokens == expected
         from_below = [row["tokens"]["host"] for row in report["ledger"] if row["turn"] == 1]
-        assert len(from_below) == 5
+        assert len(from_below) == PROGRAMS
         assert any(from_below) == (engine == "later"), "only a disk can have what no turn has computed yet"
     assert list(tmp_path.glob("*/*/*.kv"))

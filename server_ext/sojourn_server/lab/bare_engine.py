@@ -33,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from . import host_cache, tier_copies
+from . import host_cache
 
 MADE_UP_TOKEN = 7
 STOP_TOKEN = 2
@@ -262,8 +262,11 @@ def _config(options: BareEngineOptions, page_bytes: int) -> VllmConfig:
 def _transfer_config(options: BareEngineOptions, page_bytes: int) -> KVTransferConfig | None:
     if not options.host_blocks:
         return None
-    make = tier_copies.transfer_config if options.own_tiers else host_cache.transfer_config
-    return make(options.host_blocks, page_bytes)
+    if not options.own_tiers:
+        return host_cache.transfer_config(options.host_blocks, page_bytes)
+    from . import tier_copies
+
+    return tier_copies.transfer_config(options.host_blocks, page_bytes)
 
 
 @cache

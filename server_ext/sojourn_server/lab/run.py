@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.schema import TraceError
 
@@ -254,7 +254,6 @@ def _simulate(
     from .access_recorder import AccessRecorder
     from .host_cache import HostCache
     from .simulation import Simulation, SimulationOptions
-    from .tier_copies import TierCopies
 
     blocks = engine.options.blocks
     log = RunLog(
@@ -270,11 +269,16 @@ def _simulate(
         host_blocks=host_blocks,
         block_size=shape.block_size,
     )
-    host = None
+    host: Any = None
     if host_blocks:
         free = policy.limit is Limit.FREE_IO
         block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
-        host = (TierCopies if policy.own_tiers else HostCache)(latency, block_bytes)
+        if policy.own_tiers:
+            from .tier_copies import TierCopies
+
+            host = TierCopies(latency, block_bytes)
+        else:
+            host = HostCache(latency, block_bytes)
         adapter = getattr(engine.scheduler, "sojourn", None)
         if adapter is not None:
             # What an engine would take from its profile: how soon a token comes back from host memory.

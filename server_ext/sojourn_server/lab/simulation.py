@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .access_recorder import AccessRecorder
 from .account import Account, explain_losses
@@ -25,8 +25,10 @@ from .host_cache import HostCache
 from .latency.work import LatencyModel
 from .lives import RunLog
 from .occupancy import look
-from .tier_copies import TierCopies
 from .workloads.loops import Loop
+
+if TYPE_CHECKING:  # of ours, and the stock scheduler's process has nothing of ours in it
+    from .tier_copies import TierCopies
 
 POLL_S = 0.05
 """How long the engine waits where it has requests and can run none of them: something must first happen."""

@@ -61,7 +61,7 @@ SHAPES: dict[str, Shape] = {
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
         "a request got its blocks",
-        ("request", "cached_tokens", "tokens", "resumed", "chain"),
+        ("request", "cached_tokens", "host_tokens", "tokens", "resumed", "chain"),
         ("device", "new", "tail", "lost", "evictor", "recomputed_after_preemption"),
     ),
     "token": Shape("a request's first token exists", ("request",)),
@@ -156,14 +156,15 @@ def read_event(document: Any) -> AnyEvent:
 
 
 def admission_facts(number: int | str, fact: Admission, chain: tuple[int, bytes]) -> tuple[Any, ...]:
-    return number, fact.cached_tokens, fact.tokens, fact.resumed, chain
+    return number, fact.cached_tokens, fact.host_tokens, fact.tokens, fact.resumed, chain
 
 
 def read_admission(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]) -> Admission:
-    cached_tokens, tokens, resumed = facts
+    cached_tokens, host_tokens, tokens, resumed = facts
     return Admission(
         request_id=request_id,
         cached_tokens=cached_tokens,
+        host_tokens=host_tokens,
         tokens=tokens,
         block_hashes=hashes,
         resumed=resumed,
