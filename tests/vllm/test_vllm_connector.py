@@ -122,7 +122,7 @@ def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine:
     assert not engine.scheduler.requests
 
 
-HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon"]
+HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon", "evicted"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -139,7 +139,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     turn(engine, "a1", prompt(1, 480), "A")
     turn(engine, "b1", prompt(2, 480), "B")
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(planner(engine), hook, broken)
@@ -151,6 +151,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
         not_filled |= planned.kv_connector_metadata.not_filled
         engine.take_in(planned, report)
     assert engine.scheduler.connector.off
+    assert not engine.scheduler.sojourn._queue.broken, "the order of reuse has not failed"
     assert bool(not_filled) == (hook == "load"), "blocks that are counted on and not filled must be told"
 
 

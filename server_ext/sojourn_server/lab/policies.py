@@ -92,8 +92,8 @@ def policy_names() -> list[str]:
 
 
 def find_policy(name: str) -> LabPolicy:
-    """Raises ``PolicyError`` for an unknown name. The path of a preset, a TOML file, is a name too, and so is
-    that of a preset with ``+host`` behind it."""
+    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host`` behind it is one too, and so
+    is the path of a preset, a TOML file."""
     if name.endswith(".toml"):
         return _from_file(name)
     if name in BASELINES:

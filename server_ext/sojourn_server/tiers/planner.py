@@ -243,8 +243,8 @@ class TierPlanner:
 
     # -- steps ----------------------------------------------------------------------
 
-    def take_jobs(self) -> TierJobs:
-        """The orders of the step that was just planned."""
+    def take_jobs(self, *, spill: bool = True) -> TierJobs:
+        """The orders of the step that was just planned. ``spill``: host memory may be written to disk."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = False
@@ -252,7 +252,8 @@ class TierPlanner:
         self._release(self._loading)
         self._loading = []
         self._steps += 1
-        self._spill()
+        if spill:
+            self._spill()
         jobs, self._jobs = self._jobs, TierJobs()
         return jobs
 

@@ -516,10 +516,13 @@ class SchedulerAdapter:
         below = self._below
         if below is None or below.off:
             return
-        for block in blocks:
-            if block.block_hash is not None:
-                rank = ENDED_RANK if block.block_id in owners.orphans else IDLE_RANK
-                below.planner.evicted(chain_hash(block), block.block_id, rank)
+        try:
+            for block in blocks:
+                if block.block_hash is not None:
+                    rank = ENDED_RANK if block.block_id in owners.orphans else IDLE_RANK
+                    below.planner.evicted(chain_hash(block), block.block_id, rank)
+        except Exception as error:  # the tiers' failure, and not that of the order of reuse
+            below.failed(error)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating

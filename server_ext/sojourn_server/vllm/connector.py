@@ -94,7 +94,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             return self._find(request, num_computed_tokens), False
         except Exception as error:
-            self._fail(error)
+            self.failed(error)
             return 0, False
 
     def _find(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -124,16 +124,16 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self.loaded_tokens[request.request_id] = num_external_tokens
         except Exception as error:
             self._not_filled.update(block_ids)
-            self._fail(error)
+            self.failed(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of the step just planned."""
         self._asked.clear()
         not_filled, self._not_filled = self._not_filled, set()
         try:
-            return StepOrders(self.planner.take_jobs(), not_filled)
+            return StepOrders(self.planner.take_jobs(spill=not self.off), not_filled)
         except Exception as error:
-            self._fail(error)
+            self.failed(error)
             return StepOrders(TierJobs(), not_filled)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -143,7 +143,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             try:
                 self.planner.take_results(report.results)
             except Exception as error:
-                self._fail(error)
+                self.failed(error)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing holds its blocks: what is worth saving is saved when they are reused, or by order."""
@@ -152,7 +152,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self.planner.abandon(request.request_id)
         except Exception as error:
-            self._fail(error)
+            self.failed(error)
         return False, None
 
     def request_finished_all_groups(
@@ -170,7 +170,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self.planner.forget()
         except Exception as error:
-            self._fail(error)
+            self.failed(error)
         return True
 
     def turn_off(self, why: str) -> None:
@@ -182,7 +182,8 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.off = True
             logger.error("sojourn: tiers below the device are off: %s", why)
 
-    def _fail(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
+        """An error of ours: the tiers are off from now on. Raises it where ``strict``."""
         if self.strict:
             raise error
         logger.error("sojourn: a hook of the connector failed; the engine goes on", exc_info=error)
