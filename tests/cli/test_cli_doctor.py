@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
@@ -116,6 +117,7 @@ def test_the_environment(monkeypatch):
     assert checks["vllm"].ok is True
     assert checks["entry point vllm.general_plugins"].ok is True
     assert checks["sojourn"].ok is True
+    assert re.match(r"\d+\.\d\d GiB available of the \d+\.\d\d GiB that ", checks["memory"].detail)
 
 
 def test_an_untested_engine_and_a_broken_one(monkeypatch):

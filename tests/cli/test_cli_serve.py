@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 
@@ -152,3 +153,66 @@ def test_says_in_one_line_what_the_cpu_build_ignores(monkeypatch):
         dry_run("tiny", "--api-server-count", "2")
     (line,) = said.get().splitlines()
     assert "--api-server-count" in line
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    monkeypatch.setattr(serve_command, "_make_model", lambda model: None)
+    monkeypatch.setattr(serve_command, "_check_port", lambda args: None)
+    monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
+
+
+def tiers(disk, host_gib="0.001"):
+    return ["--kv-host-gib", host_gib, "--kv-disk", str(disk), "--kv-disk-gib", "0.001"]
+
+
+def test_a_disk_that_cannot_be_fails_before_anything_is_loaded(tmp_path, nothing_starts, monkeypatch):
+    (tmp_path / "file").write_text("")
+    error = failure("tiny", *tiers(tmp_path / "file"))
+    assert "file is not a directory" in error.message
+    assert "--kv-disk" in error.next_step
+    assert error.exit_code == failure("tiny", "--sojourn-lease-budget", "2").exit_code == 2
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path / "file") in failure("tiny", *tiers("file")).message
+    dry_run("tiny", *tiers(tmp_path / "file"))
+
+
+def test_more_host_memory_than_there_is_fails_before_anything_is_loaded(tmp_path, nothing_starts):
+    assert "--kv-host-gib is 1e+07" in failure("tiny", *tiers(tmp_path, host_gib="1e7")).message
+
+
+def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts, monkeypatch):
+    model = tmp_path / "[model]"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    known = {
+        "model": f"{model} [] torch.float32",
+        "vllm_version": versions.TESTED_VLLM[-1],
+        "block_tokens": 32,
+    }
+    store = tmp_path / "kv" / "0123456789abcdef"
+    store.mkdir(parents=True)
+
+    def lies_there(**changed):
+        manifest = {"kind": "sojourn KV store", "format": 1, **known, **changed}
+        (store / "manifest.json").write_text(json.dumps(manifest))
+
+    lies_there(vllm_version="0.1")
+    assert "vllm_version: found '0.1'" in failure(str(model), *tiers(tmp_path / "kv")).message
+    lies_there(model="other")
+    assert "model: found 'other'" in failure(str(model), *tiers(tmp_path / "kv")).message
+    lies_there()
+    became = []
+    monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.append(argv))
+    for block_size, notes in (("32", 0), ("64", 1)):
+        with serve_command.console.capture() as said:
+            invoke(str(model), *tiers(tmp_path / "kv"), "--block-size", block_size)
+        assert said.get().count("note:") == notes, said.get()
+        assert f"--block-size is {block_size}" in said.get() or not notes
+    (tmp_path / "[b]").mkdir()
+    (tmp_path / "[b]" / "c").mkdir()
+    with serve_command.console.capture() as said:
+        invoke("hub/id", *tiers(tmp_path / "[b]"))
+    assert f"--kv-disk {tmp_path}/[b] has no KV store, but other things: c" in said.get()
+    assert len(became) == 3

@@ -222,6 +222,35 @@ def test_an_end_ends_running_tools() -> None:
     assert late.outcome.value == "missing"
 
 
+def given_up() -> VirtualEngine:
+    """An engine that has not heard of program ``p`` for half an hour, in which a tool of it has run."""
+    engine = known()
+    post(engine, START)
+    engine.wait(1801.0)
+    assert engine.program("p").status is ProgramStatus.EXPIRED
+    return engine
+
+
+def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
+    engine = given_up()
+    [late] = post(engine, {**STOP, "seq": 1, "duration_s": 1801.0})
+    assert (late.outcome.value, late.reason) == ("applied", "")
+    assert engine.program("p").status is ProgramStatus.ACTING
+    assert engine.program("p").tools == {}
+    engine.turn("p", prompt(44))
+    assert list(engine.steward.histories.tools.durations("bash")) == [1801.0], "told, and not guessed again"
+    assert engine.steward.histories.tools.count() == 1
+
+
+def test_an_end_or_a_request_after_silence_ends_running_tools() -> None:
+    engine = given_up()
+    post(engine, {**BEAT, "type": "program_end", "seq": 1})
+    assert engine.program("p").tools == {}
+    engine = given_up()
+    engine.arrive("p", prompt(44))
+    assert engine.program("p").tools == {}
+
+
 @pytest.mark.parametrize("status", ["ok", "error", "cancelled", "on fire", ""])
 def test_a_programs_end_is_counted_under_a_known_word(status: str) -> None:
     engine = known()

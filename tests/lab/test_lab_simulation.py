@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from lab_crowded_world import CROWDED_BLOCKS, crowded_world
 from lab_small_runs import SmallRun
 from lab_small_world import BLOCK, SmallLoop, copied, small_world
+from sojourn_server.engine.state import StewardLimits
 from sojourn_server.lab.hints import UNSENT_FOR_S
 from sojourn_server.lab.limits.compare import compare
 from sojourn_server.lab.lives import RunLog, TurnLife
@@ -121,6 +122,17 @@ def test_a_request_that_leaves_when_an_event_does_does_not_overtake_it(call_s: f
         for turn in program.turns:
             turn.gap_s = UNSENT_FOR_S
     assert SmallRun("continuum", loop, call_s=call_s).log.refused_hints == 0
+
+
+@pytest.mark.parametrize("policy", ["observe", "continuum"])
+def test_the_end_of_a_tool_that_outlasts_the_servers_patience_is_taken(policy: str):
+    loop = small_world(seed=1)
+    loop.programs[0].turns[0].gap_s = StewardLimits().idle_program_s + 200.0
+    run = SmallRun(policy, loop)
+    assert run.log.hook_failures == run.log.refused_hints == 0
+    assert all(program.finished_s is not None for program in run.log.programs)
+    tools = run.engine.scheduler.sojourn.steward.histories.tools
+    assert max(tools.durations()) == loop.programs[0].turns[0].gap_s, "as told, not from request to request"
 
 
 def test_what_is_counted_is_what_the_adapters_ledger_counts():

@@ -386,6 +386,7 @@ def test_the_catalogue_and_the_code_say_the_same_words() -> None:
         Reason.PRESSURE,
         Reason.RESET,
         Reason.SUPERSEDED,
+        Reason.PLACED,
     }
     assert {reason.value for reason in ends} == catalog.LEASE_ENDS
 

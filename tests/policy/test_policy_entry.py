@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sojourn_server.policy.entry import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN, EveryoneEnters, RoomToGrow
+from sojourn_server.policy.entry import EveryoneEnters, RoomToGrow
+from sojourn_server.policy.growth import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
 from sojourn_server.policy.views import EntryView, GrowthView
 
 NEWCOMER = EntryView(

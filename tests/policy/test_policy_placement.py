@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policy.placement import (
-    LOOKAHEAD,
-    Label,
-    Move,
-    MoveReason,
-    RelativeIdleness,
-    Stay,
-    When,
-    device_eviction_key,
-    host_eviction_key,
-    label,
-    service_rank,
-)
+from sojourn_server.policy.eviction import TypedLabels
+from sojourn_server.policy.labels import Label, device_rank, host_rank, label
+from sojourn_server.policy.placement import Move, MoveReason, Stay, When
+from sojourn_server.policy.placement_idleness import RelativeIdleness
+from sojourn_server.policy.placement_plan import LOOKAHEAD
 from sojourn_server.policy.placement_views import (
     Activity,
     Occasion,
@@ -29,6 +21,7 @@ from sojourn_server.policy.placement_views import (
     Tier,
     TierState,
 )
+from sojourn_server.policy.views import OwnerView, Scale
 from sojourn_server.program.idleness import Counting, Idleness
 
 NOW = 1000.0
@@ -482,21 +475,29 @@ def test_ten_thousand_waiting_are_not_looked_at_one_by_one() -> None:
 
 
 def test_labels_follow_the_queue() -> None:
-    labels = [label(program("p", tier, ACTING)) for tier in Tier]
+    labels = [label(tier) for tier in Tier]
     assert labels == [Label.BUSY, Label.IDLE, Label.IDLE, Label.INACTIVE]
 
 
-def test_the_two_orders_are_reversed_but_for_inactive_and_lru_breaks_ties() -> None:
+def test_the_two_orders_are_reversed_but_for_inactive() -> None:
     """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"; "CPU DRAM: … then busy, then idle"."""
-    blocks = [(marked, used_s) for marked in Label for used_s in (9.0, 1.0)]
     busy, idle, inactive = Label
-    assert sorted(blocks, key=lambda block: device_eviction_key(*block)) == [
-        (inactive, 1.0), (inactive, 9.0), (idle, 1.0), (idle, 9.0), (busy, 1.0), (busy, 9.0),
-    ]  # fmt: skip
-    assert sorted(blocks, key=lambda block: host_eviction_key(*block)) == [
-        (inactive, 1.0), (inactive, 9.0), (busy, 1.0), (busy, 9.0), (idle, 1.0), (idle, 9.0),
-    ]  # fmt: skip
-    assert sorted(Label, key=service_rank) == [busy, idle, inactive]
+    assert sorted(Label, key=device_rank) == [inactive, idle, busy]
+    assert sorted(Label, key=host_rank) == [inactive, busy, idle]
+
+
+def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over_is_inactive() -> None:
+    order, scale = TypedLabels(), Scale()
+    owners = {
+        "busy, old": OwnerView(1, False, 1.0, tier=DEVICE),
+        "busy, new": OwnerView(2, False, 9.0, tier=DEVICE),
+        "idle, new": OwnerView(3, False, 9.0, tier=HOST),
+        "idle, on disk": OwnerView(4, False, 5.0, tier=DISK),
+        "gone": OwnerView(5, False, 9.0, tier=WAITING),
+        "over": OwnerView(6, True, 8.0, tier=DEVICE),
+    }
+    ranked = sorted(owners, key=lambda name: order.score(order.standing(owners[name]), scale))
+    assert ranked == ["over", "gone", "idle, on disk", "idle, new", "busy, old", "busy, new"]
 
 
 # -- settings --------------------------------------------------------------------------------
@@ -525,6 +526,7 @@ def test_defaults_are_the_papers_where_it_has_them() -> None:
         ({"k": 2.5}, "k is 2.5; expected"),
         ({"tick_s": 0.0}, "tick_s is 0.0; expected"),
         ({"tick_s": math.inf}, "tick_s is inf; expected"),
+        ({"idle_tick_s": 0.0}, "idle_tick_s is 0.0; expected"),
         ({"size_by": "most"}, "size_by is 'most'; expected \"peak\""),
         ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
         ({"patience_s": -1.0}, "patience_s is -1.0; expected"),

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
-from sojourn_server.policy.placement import Move, MoveReason, RelativeIdleness, When
+from sojourn_server.policy.placement import Move, MoveReason, When
+from sojourn_server.policy.placement_idleness import RelativeIdleness
 from sojourn_server.policy.placement_views import (
     Activity,
     Occasion,

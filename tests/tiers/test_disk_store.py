@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_files import BLOCK_BYTES, FILE_BYTES, FaultyFiles, files_below, identity, key, payload
 from sojourn_server.tiers.disk_store import BlockMissing, DiskStore, Outcome, StoreError
-from sojourn_server.tiers.full_block import FORMAT_VERSION, BlockCorrupt, Flaw
+from sojourn_server.tiers.full_block import FORMAT_VERSION, BlockCorrupt, Flaw, LocalFiles
 from sojourn_server.tiers.store_folder import MANIFEST, ForeignStore, StoreInUse
 
 KEYS = [key(number) for number in range(10)]
@@ -248,6 +249,18 @@ def test_opening_takes_up_whole_blocks_only_and_leaves_what_is_not_ours(tmp_path
         assert left == {
             store.path / MANIFEST, store.path / "lock", block_file(store, KEYS[2]), block_file(store, KEYS[3])
         }  # fmt: skip
+
+
+def test_a_name_that_goes_while_its_folder_is_looked_through_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "goes").mkdir()
+    (tmp_path / "stays").mkdir()
+    with os.scandir(tmp_path) as entries:
+        seen = nullcontext(list(entries))
+    (tmp_path / "goes").rmdir()
+    monkeypatch.setattr(os, "scandir", lambda path: seen)
+    assert [entry.name for entry in LocalFiles().scan(tmp_path)] == ["stays"]
 
 
 def test_opening_reads_no_payload(tmp_path: Path) -> None:

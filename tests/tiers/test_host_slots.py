@@ -20,7 +20,7 @@ def filled(host: HostSlots, *keys: bytes, rank: int = 1, on_disk: bool = False) 
 def order_of_reuse(host: HostSlots) -> list[bytes]:
     """Empties ``host`` of all that may be reused."""
     keys = []
-    while (entry := host.reuse()) is not None:
+    while (entry := host.reuse(at_most=9)) is not None:
         keys.append(entry.key)
     return keys
 
@@ -56,7 +56,7 @@ def test_what_is_full_begins_nothing_and_changes_nothing() -> None:
 def test_no_slots_at_all() -> None:
     host = HostSlots(0)
     assert host.begin(A, 1, None) is None
-    assert host.reuse() is None
+    assert host.reuse(at_most=9) is None
     assert not_on_disk(host) == []
 
 
@@ -78,7 +78,7 @@ def test_what_is_being_filled_is_found_but_not_reused() -> None:
 def test_the_longest_unused_is_reused_first_and_its_slot_is_free() -> None:
     host = HostSlots(3)
     first, *_ = filled(host, A, B, C)
-    assert host.reuse() is first
+    assert host.reuse(at_most=9) is first
     assert host.get(A) is None
     assert host.in_slot(first.slot) is None
     assert host.free == 1
@@ -173,7 +173,7 @@ def test_what_is_being_filled_may_be_pinned_and_stays_when_it_is_filled() -> Non
     assert a is not None
     host.pin(a)
     host.filled(a)
-    assert host.reuse() is None
+    assert host.reuse(at_most=9) is None
     assert host.idle_on_disk == 0
     host.unpin(a)
     assert order_of_reuse(host) == [A]
@@ -185,9 +185,9 @@ def test_what_is_unpinned_while_it_is_being_filled_is_not_reused() -> None:
     assert a is not None
     host.pin(a)
     host.unpin(a)
-    assert host.reuse() is None
+    assert host.reuse(at_most=9) is None
     host.filled(a)
-    assert host.reuse() is a
+    assert host.reuse(at_most=9) is a
 
 
 # -- removal
@@ -215,7 +215,7 @@ def test_a_slot_whose_content_is_removed_is_free_when_its_last_reader_is_through
     host.unpin(a)
     assert host.free == 0
     assert host.in_slot(a.slot) is a
-    assert host.reuse() is None
+    assert host.reuse(at_most=9) is None
     assert not_on_disk(host) == []
     host.unpin(a)
     assert host.free == 1
@@ -286,7 +286,7 @@ def test_idle_entries_that_are_on_disk_are_counted() -> None:
     host.set_on_disk(b, False)
     assert host.idle_on_disk == 1
     assert sorted(not_on_disk(host)) == [A, B]
-    assert host.reuse() is b
+    assert host.reuse(at_most=9) is b
     host.remove(c)
     assert host.idle_on_disk == 0
 
@@ -306,11 +306,11 @@ def test_what_has_lost_its_copy_on_disk_waits_for_its_turn_to_be_written() -> No
     assert not_on_disk(host) == order_of_reuse(host) == [A, B]
 
 
-def test_only_what_is_on_disk_where_that_is_asked_for() -> None:
-    host = HostSlots(3)
-    filled(host, A, rank=0)
-    (b,) = filled(host, B, rank=1, on_disk=True)
-    filled(host, C, rank=2)
-    assert host.reuse(only_on_disk=True) is b
-    assert host.reuse(only_on_disk=True) is None
-    assert len(host) == 2
+def test_what_is_worth_more_does_not_make_way_for_what_is_worth_less() -> None:
+    host = HostSlots(2)
+    (a,) = filled(host, A, rank=1)
+    filled(host, B, rank=2)
+    assert host.reuse(at_most=0) is None
+    assert host.reuse(at_most=1) is a
+    assert host.reuse(at_most=1) is None
+    assert len(host) == 1

@@ -86,6 +86,8 @@ class FakeMover:
         for file in files:
             if self.fault is not None and (kind == "spill" or self.fault is not Fate.FULL):
                 fates[file.key] = self.fault
+            elif kind == "spill" and self.host[file.slot][0] != file.key:
+                fates[file.key] = Fate.FAILED  # the mover knows that it could not fill the slot
             elif kind == "spill":
                 self.disk.setdefault(file.key, self.host[file.slot])
                 fates[file.key] = Fate.MOVED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,3 +175,20 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
     with pytest.raises(SettingsError, match=said):
         TierSettings.read(scheduler.vllm_config, scheduler.kv_cache_config)
+
+
+def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.launch.machine_memory import Memory
+    from sojourn_server.vllm import tier_settings
+    from sojourn_server.vllm.settings import SettingsError
+
+    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
+    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
+    memory = Memory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
+    monkeypatch.setattr(tier_settings, "read_memory", lambda: memory)
+    extra: dict[str, Any] = {"host_bytes": 1 << 20}
+    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
+    assert tier_settings.TierSettings.read(scheduler.vllm_config, caches).host_slots == (1 << 20) // 64
+    extra["host_bytes"] += 1
+    with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
+        tier_settings.TierSettings.read(scheduler.vllm_config, caches)

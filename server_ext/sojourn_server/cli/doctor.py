@@ -91,6 +91,7 @@ def environment_checks() -> Iterator[Check]:
         "" if version else "pip install -e . in the repository",
     )
     yield from _engine_checks()
+    yield _memory_check()
     for name in _COMPANIONS:
         version = _version(name)
         yield Check(name, True if version else None, version or "not installed; only some commands need it")
@@ -137,6 +138,19 @@ def _engine_checks() -> Iterator[Check]:
         if error is None
         else "run make setup again; a torchvision built for another torch is the usual "
         "cause, and text models do not need it: pip uninstall torchvision",
+    )
+
+
+def _memory_check() -> Check:
+    from sojourn_server.launch.machine_memory import read_memory
+
+    memory = read_memory()
+    gib = 1 << 30
+    return Check(
+        "memory",
+        True,
+        f"{memory.available_bytes / gib:.2f} GiB available of the {memory.total_bytes / gib:.2f} GiB that "
+        f"{memory.owner} has, for model, KV cache and --kv-host-gib",
     )
 
 

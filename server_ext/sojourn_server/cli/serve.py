@@ -9,12 +9,17 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.markup import escape
 
 from .console import CliError, console
+
+if TYPE_CHECKING:
+    from sojourn_server.launch.tiers import TierOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -57,11 +62,14 @@ def serve(
         raise CliError(
             f"{model} is not a directory", f"give a model directory, a hub id, or {', '.join(LOCAL_MODELS)}"
         )
+    model_path = str(model_directory(model)) if is_local else model
+    disk = _path(kv_disk)
+    tiers = TierOptions(host_gib=kv_host_gib, disk=disk, disk_gib=kv_disk_gib, backend=tier_backend)
     try:
         command = build_command(
             ServeOptions(
                 model=model,
-                model_path=str(model_directory(model)) if is_local else model,
+                model_path=model_path,
                 policy=policy,
                 policy_file=_path(policy_file, must_exist=True),
                 history_file=_path(sojourn_history),
@@ -69,28 +77,23 @@ def serve(
                 lease_budget_fraction=sojourn_lease_budget,
                 max_ttl_s=sojourn_max_ttl_s,
                 extra=_settings(sojourn_option),
-                tiers=TierOptions(
-                    host_gib=kv_host_gib,
-                    disk=_path(kv_disk),
-                    disk_gib=kv_disk_gib,
-                    backend=tier_backend,
-                ),
+                tiers=tiers,
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
                 engine_args=tuple(context.args),
             ),
             engine_facts(),
             os.environ,
         )
-        for warning in command.warnings:
-            console.print(f"[yellow]note:[/] {warning}", highlight=False, soft_wrap=True)
+        _print_notes(command.warnings)
         if dry_run:
             sys.stdout.write(command.as_shell() + "\n")
             return
+        if tiers.any:
+            _print_notes(_check_tiers(tiers, model_path, command.argv))
         _check_port(context.args)
     except BadOption as error:
-        raise CliError(
-            str(error), "sojourn serve --help lists our options, vllm serve --help vLLM's"
-        ) from None
+        usage = "sojourn serve --help lists our options, vllm serve --help vLLM's"
+        raise CliError(str(error), error.next_step or usage) from None
     if is_local:
         _make_model(model)
     console.print(f"policy {policy}: {command.as_shell()}", highlight=False, soft_wrap=True, markup=False)
@@ -134,6 +137,27 @@ def _check_engine(policy: str) -> None:
     except UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
+
+
+def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str]) -> list[str]:
+    """Fail now rather than after minutes. Raises ``BadOption``; returns notes."""
+    from sojourn_server.launch.command import Flags
+    from sojourn_server.launch.tier_checks import check_tiers
+    from sojourn_server.launch.versions import installed_vllm
+    from sojourn_server.launch.weights import known_weights
+
+    block_size = Flags(tuple(argv)).value("--block-size") or ""
+    return check_tiers(
+        tiers,
+        vllm_version=installed_vllm(),
+        weights=known_weights(model_path),
+        block_tokens=int(block_size) if block_size.isdecimal() else None,
+    )
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
 def _check_port(engine_args: list[str]) -> None:

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import CliError, console, write_json
+from .sweep import given, policies_of, spread, swept_by, swept_runs_of
 
 if TYPE_CHECKING:
     from sojourn_server.lab.lives import RunLog
+    from sojourn_server.lab.report.swept import SweptRuns
     from sojourn_server.lab.run import RunSpec
     from sojourn_server.lab.suite import SuiteResult
+    from sojourn_server.lab.sweep import Sweep
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 _OF_A_RUN = (
     "policy", "hardware", "model", "tp", "cpu_ratio", "programs", "rate", "hours", "seed", "max_gap_s",
-    "human_gaps", "pool_tokens", "max_model_len", "max_context", "jobs",
+    "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
 )  # fmt: skip
 """Parameters that say what is run."""
 NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
@@ -68,6 +71,11 @@ def simulate(
     max_context: int | None = typer.Option(
         None, min=2, help="Programs end before a turn that needs more tokens; else where the engine's ends"
     ),
+    sweep: str | None = typer.Option(
+        None,
+        metavar="NAME=V1,V2,…",
+        help="Every policy at each value of cpu_ratio, pool_tokens, programs, rate_per_s or tp",
+    ),
     jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
     plot: Path | None = typer.Option(None, metavar="DIR", help="Write plots into this folder"),
@@ -84,6 +92,7 @@ def simulate(
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
     _check_outputs(json, plot, save)
+    swept: SweptRuns | None = None
     if load is not None:
         if workload is not None:
             raise CliError(f"--load shows kept runs, and {workload} would be run", "leave out one of them")
@@ -92,31 +101,38 @@ def simulate(
     else:
         if workload is None:
             raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
+        sweeping = swept_by(sweep, context) if sweep is not None else None
+        if sweeping is not None:
+            policy = policies_of(sweeping, policy, context)
         specs = _specs(workload, policy, programs, rate)
         specs = [
             replace(
                 spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, seed=seed,
                 max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens,
-                max_model_len=max_model_len, max_context_tokens=max_context, until_s=_until_s(hours, spec),
+                max_model_len=max_model_len, max_context_tokens=max_context,
             )
             for spec in specs
         ]  # fmt: skip
+        if sweeping is not None:
+            specs = spread(sweeping, specs)
+        specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs)
         if explain is not None or save is not None:
             specs = [replace(spec, record_accesses=True) for spec in specs]  # for what Bélády would have done
         try:
-            result, made = _simulated(specs, jobs, warm_up_s)
+            result, made = _simulated(specs, jobs, warm_up_s, sweeping)
         except KeyboardInterrupt:
             raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
-    _show(result, made, json=json, plot=plot, save=save, explain=explain)
+        if sweeping is not None:
+            swept = swept_runs_of(sweeping, specs, result.rows)
+    _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
 
 
 def _check_unused(context: typer.Context) -> None:
     """Kept runs are shown as they were run: an option that would have changed them must not seem to."""
     for name in _OF_A_RUN:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if given(context, name):
             option = "--" + name.replace("_", "-")
             raise CliError(
                 f"{option} has no effect on kept runs, which --load only shows",
@@ -216,7 +232,9 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
     )
 
 
-def _simulated(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -> tuple[SuiteResult, Any]:
+def _simulated(
+    specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: Sweep | None
+) -> tuple[SuiteResult, Any]:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -246,7 +264,12 @@ def _simulated(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -> tupl
     for note in notes:
         console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
     try:
-        result = run_with_progress(specs, processes=jobs, since_s=warm_up_s)
+        result = run_with_progress(
+            specs,
+            processes=jobs,
+            since_s=warm_up_s,
+            name=sweep.label if sweep is not None else lambda spec: spec.label,
+        )
     except ValueError as error:
         raise CliError(str(error), _next_step(error)) from None
     except WorkerDied as error:
@@ -305,28 +328,33 @@ def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, Any]:
 def _show(
     result: SuiteResult,
     made: Any,
+    swept: SweptRuns | None,
     *,
     json: str | None,
     plot: Path | None,
     save: Path | None,
     explain: str | None,
 ) -> None:
-    from sojourn_server.lab.report.plots import write_plots
+    from sojourn_server.lab.report.plots import write_plots, write_sweep_plot
     from sojourn_server.lab.report.results import document
     from sojourn_server.lab.report.saved_runs import save_runs
+    from sojourn_server.lab.report.sweep_table import render_sweep
     from sojourn_server.lab.report.table import render
 
-    console.print(render(result.rows))
+    console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
     try:
         written: list[Any] = []
         if json is not None:
-            write_json(document(result.rows, made), json)
+            write_json(document(result.rows, made, swept), json)
             written += [json] if json != "-" else []
         if save is not None:
             save_runs(save, result.logs, made, result.rows)
             written.append(save)
         if plot is not None:
-            written += write_plots(result.logs, plot, rows=result.rows)
+            if swept is None:
+                written += write_plots(result.logs, plot, rows=result.rows)
+            else:
+                written += write_sweep_plot(swept, result.rows, plot)
         for path in written:
             console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .console import console
@@ -19,8 +19,9 @@ def run_with_progress(
     processes: int | None = None,
     since_s: float = 0.0,
     kept: KeptRuns | None = None,
+    name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
-    """``lab.suite.run_suite`` with bars. Raises what that raises."""
+    """``lab.suite.run_suite`` with bars, called by ``name``. Raises what that raises."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.lab.suite import plan, run_suite
@@ -39,7 +40,7 @@ def run_with_progress(
         parts: dict[int, float] = {}
 
         def begin(number: int, spec: RunSpec) -> None:
-            bars[number] = progress.add_task(spec.label, total=1.0, finished=0)
+            bars[number] = progress.add_task(name(spec), total=1.0, finished=0)
 
         def move(number: int, now: float, finished: int) -> None:
             spec = planned[number]
@@ -59,6 +60,7 @@ def run_with_progress(
             processes=processes,
             since_s=since_s,
             kept=kept,
+            name=name,
             on_start=begin,
             on_progress=move,
             on_done=end,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sojourn.ids import ProgramId
 
 from ..policy.base import Reason
+from ..policy.placement_views import Tier
 from ..program.toolcalls import ToolCall
 from .identity import Identity
 
@@ -80,6 +81,8 @@ class ActionKind(str, Enum):
     """Hold what is still cached of the program's last turn, then report it with ``pinned``."""
     PREFETCH = "prefetch"
     """Bring back what is no longer on the device of its last turn, then report it with ``prefetched``."""
+    PLACE = "place"
+    """Its KV belongs in ``tier`` from now on, and its waiting requests may be parked there or let go."""
 
 
 class Action(NamedTuple):
@@ -88,3 +91,5 @@ class Action(NamedTuple):
     kind: ActionKind
     program_id: ProgramId
     reason: Reason
+    tier: Tier | None = None
+    """Where to, of a PLACE."""

@@ -181,6 +181,7 @@ class Service:
             },
             "pool": {"block_size": steward.pool.block_size, **self._pool_state()},
             "tiers": self._tier_state(),
+            "placed": {tier.value: count for tier, count in steward.placer.counts().items()},
             "ledger": msgspec.to_builtins(steward.ledger.totals),
             "tombstones": len(steward.keeper.graveyard),
             "history": {
@@ -206,6 +207,9 @@ class Service:
                 ({"state": status.value}, steward.table.counts[status]) for status in ProgramStatus
             ],
             "sojourn_leases": [({}, len(steward.leases))],
+            "sojourn_placed_programs": [
+                ({"tier": tier.value}, count) for tier, count in steward.placer.counts().items()
+            ],
             "sojourn_build_info": [
                 (
                     {
@@ -252,6 +256,7 @@ class Service:
             "turns": program.turns,
             "context_tokens": program.context_tokens,
             "requests": len(program.live_requests),
+            "placed": self._steward.placer.tier(program.id).value if self._steward.placer.places else None,
             "tool": program.tool_now(),
             "tools_running": len(program.tools),
             "age_s": round(now - program.arrived_s, 3),

@@ -25,6 +25,8 @@ class StewardLimits:
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
     """No lease outlives its grant by more, whatever its client reports, unless its policy gave it more."""
+    gate_timeout_s: float = 600.0
+    """A request that placement has kept out for so long is refused with an error."""
     line_patience_s: float = 30.0
     """Strangers go past a program that is kept out for so long; then it holds the line, as in stock vLLM."""
     return_grace_s: float = 2.0
@@ -50,6 +52,10 @@ class Pool:
     """Most tokens that one engine step computes."""
     host_s_per_token: float | None = None
     """Seconds to copy a token's KV back from host memory; None where no host tier is known."""
+    host_blocks: int = 0
+    """Blocks that host memory below the device holds; 0: there is none that we know of."""
+    disk_blocks: int = 0
+    """The same of the disk."""
 
 
 @dataclass(slots=True)

@@ -20,6 +20,9 @@ from ..metrics.ledger import Ledger, Lost, Tombstone, TurnRecord, common_prefix,
 from ..metrics.recorder import Recorder
 from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
+from ..policy.labels import Label, label
+from ..policy.placement import Move, When
+from ..policy.placement_views import Tier
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
 from ..policy.views import LeftBehind, RoomNeed, VictimView, WaitingView
@@ -32,6 +35,7 @@ from .foreseer import Foreseer
 from .gate import EntryGate
 from .keeper import Keeper
 from .leases import Lease
+from .placer import Placer
 from .state import Histories, Pool, StewardLimits, Ticket
 
 MAX_NAME_CHARS = 256
@@ -78,6 +82,9 @@ class Steward:
         self.leases = self.keeper.leases
         self.contexts = self.keeper.contexts
         self.tickets: dict[str, Ticket] = {}
+        self.refused: list[str] = []
+        """Requests that the engine is to end with an error: they were parked for ``gate_timeout_s``. Whoever
+        takes them clears it."""
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
         self.gate = EntryGate(
@@ -89,6 +96,7 @@ class Steward:
             leases=self.leases,
         )
         self.foreseer = Foreseer(preset, pool, histories=self.histories, graphs=self.graphs, table=self.table)
+        self.placer = Placer(preset.placement, pool, histories=self.histories, moved=self._moved)
         self._running_tokens = 0
         """Prompt tokens of all running requests."""
         self._idle_since_s: float | None = None
@@ -135,6 +143,9 @@ class Steward:
         program.pending_tool = None
         program.live_requests.add(fact.request_id)
         self.table.signal(program, Signal.REQUEST_ARRIVED)
+        self.placer.arrived(ticket, now)
+        if self.placer.parked(ticket):
+            self.table.signal(program, Signal.GATE)
         leased = self.leases.set_waiting(program.id, True)
         context = fact.identity.context
         ticket.record = TurnRecord(
@@ -158,8 +169,10 @@ class Steward:
     def stranger_left(self, request_id: str) -> None:
         """A request of no program has left the engine."""
         ticket = self.tickets.pop(request_id, None)
-        if ticket is not None and ticket.running:
-            self._running_tokens -= ticket.prompt_tokens
+        if ticket is not None:
+            self.placer.finished(ticket, self._now_s)
+            if ticket.running:
+                self._running_tokens -= ticket.prompt_tokens
 
     def admitted(self, fact: Admission, now: float) -> None:
         """A request got its blocks: its program's lease has done its work."""
@@ -172,6 +185,7 @@ class Steward:
         ticket.preempted = False
         first = not ticket.admitted
         ticket.admitted = True
+        self.placer.admitted(ticket, now)
         program, record = ticket.program, ticket.record
         if program is None or record is None:
             return
@@ -226,6 +240,7 @@ class Steward:
         if ticket is None:
             return
         self._runs_no_more(ticket, now)
+        self.placer.preempted(ticket, now)
         ticket.preempted = True
         self.gate.holds_none(request_id)
         if ticket.record is not None:
@@ -240,6 +255,7 @@ class Steward:
         if ticket is None:
             return None
         self._runs_no_more(ticket, now)
+        self.placer.finished(ticket, now)
         if ticket.program is None:
             return None
         program = ticket.program
@@ -273,6 +289,7 @@ class Steward:
         program.pending_tool = self._slowest(fact)
         program.hinted_ttl_s = ticket.hinted_ttl_s
         self.contexts.put(program.id, fact.block_hashes[: fact.cached_blocks])
+        self.placer.turn_over(program, fact.cached_blocks, now)
         self.foreseer.turn_over(program, ticket, fact.cached_blocks, now)
         if ticket.record is not None:
             record = ticket.record
@@ -337,6 +354,12 @@ class Steward:
         self.foreseer.idle(now)
         while (program := self.foreseer.due(now)) is not None:
             self.keeper.actions.append(Action(ActionKind.PREFETCH, program.id, Reason.THIS_TOOL))
+        self.placer.tick(now)
+        for ticket in self.placer.parked_for(self.limits.gate_timeout_s, now):
+            self.refused.append(ticket.request_id)
+            self.recorder.count("sojourn_gate_timeouts_total")
+            program_id = ticket.program.id if ticket.program is not None else None
+            self.decisions.add(now, "refuse", program_id, Reason.PLACED.value)
 
     def step_took(self, tokens: int, seconds: float, requests: int) -> None:
         """An engine step of ``tokens`` tokens of ``requests`` requests took so long."""
@@ -376,6 +399,17 @@ class Steward:
         """Whether the entry policy has a say in a waiting request."""
         return self.gate.concerns(ticket)
 
+    def parked(self, ticket: Ticket) -> bool:
+        """Whether a waiting request has to wait on, whatever is free: its program is not on the device."""
+        return self.placer.parked(ticket)
+
+    def label(self, program_id: ProgramId | None) -> Label:
+        """What the program's queue says of its blocks; ``None``: of those of programs that are over."""
+        program = self.table.get(program_id) if program_id is not None else None
+        if program is None or program.status in OVER:
+            return Label.INACTIVE
+        return label(self.placer.tier(program.id))
+
     def holds_the_line(self, ticket: Ticket, now: float) -> bool:
         """Whether a request that is kept out has waited so long that nobody later may go past it."""
         return self.gate.holds_the_line(ticket, now)
@@ -384,7 +418,9 @@ class Steward:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
         if not self.table.signal(program, signal):
             return
-        program.tools.clear()
+        if signal is Signal.END:  # silence is a guess: a tool may outlast it, and its end is still to be told
+            program.tools.clear()
+        self.placer.forget(program.id)
         if program.turns != program.turns_when_over:
             program.turns_when_over = program.turns
             self.histories.turns.observe(program.turns)
@@ -434,7 +470,8 @@ class Steward:
         program = self.table.get(program_id)
         if program is None:
             return None
-        return self.preset.eviction.standing(self.foreseer.owner_view(program, left))
+        view = self.foreseer.owner_view(program, left)
+        return self.preset.eviction.standing(view._replace(tier=self.placer.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
         """The place of a standing in the order in which cached blocks are reused, lowest first.
@@ -446,10 +483,24 @@ class Steward:
             return (-math.inf,)
         return self.preset.eviction.score(standing, self.foreseer.scale(branch_reuse))
 
-    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
+    def prefetched(
+        self,
+        program_id: ProgramId,
+        missing_blocks: int,
+        now: float,
+        *,
+        coming_blocks: int = 0,
+        lost_blocks: int | None = None,
+    ) -> None:
         """The engine was told to bring a program's prefix back: so many of its blocks were not on the device,
-        and no lower tier holds them."""
-        reason = Reason.NO_TIER if missing_blocks else Reason.IN_PLACE
+        of which ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier (``None``: all)."""
+        lost = missing_blocks if lost_blocks is None else lost_blocks
+        if coming_blocks:
+            reason = Reason.FROM_DISK
+        elif not missing_blocks:
+            reason = Reason.IN_PLACE
+        else:
+            reason = Reason.NO_TIER if lost == missing_blocks else Reason.IN_HOST
         self.decisions.add(now, "prefetch", program_id, reason.value, blocks=missing_blocks)
         self.recorder.count("sojourn_prefetches_total", outcome=reason.value)
 
@@ -492,10 +543,12 @@ class Steward:
             self.keeper.end(lease.program_id, Reason.RESET, now)
         for program_id in self.contexts.clear():
             self.keeper.note_let_go(program_id, Reason.RESET)
+        self.placer.cache_reset(now)
 
     def forget(self, programs: Sequence[Program], now: float) -> None:
         """Programs that had to leave the table for others: nothing of them stays, least of all KV."""
         for program in programs:
+            self.placer.forget(program.id)
             self.keeper.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
             self.keeper.let_go.pop(program.id, None)
 
@@ -507,6 +560,23 @@ class Steward:
         return self.preset.order.promoted_s(self.waiting_view(ticket))
 
     # -- inside ---------------------------------------------------------------
+
+    def _moved(self, program: Program, move: Move, now: float) -> None:
+        """The placer has moved a program: log it, and have the engine do its part."""
+        kind = "to_" + move.to.value if move.when is When.NOW else "leaves_after_turn"
+        self.decisions.add(now, kind, program.id, move.reason.value)
+        self.recorder.count(
+            "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
+        )
+        if move.when is When.AFTER_TURN:
+            return
+        self.foreseer.touched(program)
+        parked = move.to is not Tier.DEVICE
+        if parked:
+            self.keeper.end(program.id, Reason.PLACED, now)
+        if program.live_requests:
+            self.table.signal(program, Signal.GATE if parked else Signal.UNGATE)
+        self.keeper.actions.append(Action(ActionKind.PLACE, program.id, Reason.PLACED, move.to))
 
     def _score(self, program_id: ProgramId) -> tuple[float, ...]:
         return self.owner_score(Steward.owner_standing(self, program_id))

@@ -152,8 +152,11 @@ class TapePlayer:
     def pin(self, now: float, program_id: str, blocks: int, options: dict[str, Any]) -> Call:
         return partial(self.steward.pinned, ProgramId(program_id), blocks, now, **options)
 
-    def prefetch(self, now: float, program_id: str, missing_blocks: int) -> Call:
-        return partial(self.steward.prefetched, ProgramId(program_id), missing_blocks, now)
+    def park(self, now: None, request: int) -> Call:
+        return partial(self.steward.parked, self._tickets[request])
+
+    def prefetch(self, now: float, program_id: str, missing_blocks: int, options: dict[str, Any]) -> Call:
+        return partial(self.steward.prefetched, ProgramId(program_id), missing_blocks, now, **options)
 
     def reset(self, now: float) -> Call:
         return partial(self.steward.cache_reset, now)

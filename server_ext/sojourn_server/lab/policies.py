@@ -83,7 +83,7 @@ LIMITS = {
 
 
 BELOW = "+host"
-"""After a preset's name: with our tiers below the device."""
+"""After a preset's name: with our tiers below the device. Presets that place programs in them have them."""
 
 
 def policy_names() -> list[str]:
@@ -107,7 +107,8 @@ def find_policy(name: str) -> LabPolicy:
             leaves_out=known.leaves_out,
         )
     if name in preset_names():
-        return LabPolicy(name=name, preset=name)
+        below = load_preset(name).placement.places
+        return LabPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
     for limit in Limit:
         if name == limit.value:
             return LabPolicy(name=name, limit=limit, host_cache=limit is Limit.FREE_IO, paper=LIMITS[limit])
@@ -127,4 +128,11 @@ def _from_file(name: str) -> LabPolicy:
         raise PolicyError(f"policy file {error}") from error
     if path.stem in policy_names():
         raise PolicyError(f"policy file {name}: {path.stem!r} is the name of a policy; give the file another")
-    return LabPolicy(name=path.stem, preset_file=str(path.resolve()), paper=preset.paper)
+    below = preset.placement.places
+    return LabPolicy(
+        name=path.stem,
+        preset_file=str(path.resolve()),
+        host_cache=below,
+        own_tiers=below,
+        paper=preset.paper,
+    )

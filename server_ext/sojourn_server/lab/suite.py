@@ -70,13 +70,15 @@ def run_suite(
     processes: int | None = None,
     since_s: float = 0.0,
     kept: KeptRuns | None = None,
+    name: Callable[[RunSpec], str] = lambda spec: spec.label,
     on_start: Callable[[int, RunSpec], None] = lambda number, spec: None,
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
     """Run ``plan(specs)`` on ``processes`` processes (default: one a core); numbers are places in that plan.
 
-    With ``kept``, runs found there are not run again, and each is put there when it has ended.
+    With ``kept``, runs found there are not run again, and each is put there when it has ended. ``name`` is
+    what errors call a run.
     Raises what ``run`` raises, and ``WorkerDied``; the other runs are then given up.
     """
     planned = plan(specs)
@@ -100,7 +102,7 @@ def run_suite(
         _work,
         [planned[number] for number in numbers],
         processes or os.cpu_count() or 1,
-        name=lambda spec: spec.label,
+        name=name,
         on_start=lambda place, spec: on_start(numbers[place], spec),
         on_report=lambda place, what: on_progress(numbers[place], *what),
         on_done=end,

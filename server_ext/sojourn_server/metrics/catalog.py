@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from sojourn_server.policy.placement import MoveReason, When
+from sojourn_server.policy.placement_views import Tier
 from sojourn_server.program.status import ProgramStatus
 
 from .ledger import Lost
@@ -89,12 +91,15 @@ PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
 """As the client reported it, or ``silent`` where the program was given up."""
 PREEMPTION_MODES = frozenset({"recompute"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
-PREFETCH_OUTCOMES = frozenset({"in_place", "no_tier"})
+PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
 LOST_CAUSES = frozenset(cause.value for cause in Lost)
 EVICTION_CAUSES = LOST_CAUSES - {Lost.CHANGED.value, Lost.PREEMPTED.value}
 """Why the evicted block was free to take, in the ledger's words. Blocks of no program are not counted."""
-LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded"})
+LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
+PLACES = frozenset(tier.value for tier in Tier)
+MOVE_TIMES = frozenset(when.value for when in When)
+MOVE_REASONS = frozenset(reason.value for reason in MoveReason)
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -178,6 +183,15 @@ _ALL = (
         "Prefixes that were to be brought back before they are asked for, by what became of it.",
         outcome=PREFETCH_OUTCOMES,
     ),
+    _gauge("sojourn_placed_programs", "Programs by the tier in whose queue they stand.", tier=PLACES),
+    _counter(
+        "sojourn_placements_total",
+        "Programs that were moved to the queue of another tier, or told to leave after their turn.",
+        to=PLACES,
+        when=MOVE_TIMES,
+        reason=MOVE_REASONS,
+    ),
+    _counter("sojourn_gate_timeouts_total", "Requests refused because placement had kept them out too long."),
     _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
     _counter("sojourn_lease_ends_total", "Leases that ended, by why.", reason=LEASE_ENDS),
     _histogram("sojourn_lease_ttl_seconds", "TTL granted with a lease.", GAP_BUCKETS_S, tool=OpenLabel.TOOL),

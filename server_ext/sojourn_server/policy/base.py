@@ -48,6 +48,8 @@ class Reason(str, Enum):
     # what becomes of a prefetch
     IN_PLACE = "in_place"
     NO_TIER = "no_tier"
+    IN_HOST = "in_host"
+    FROM_DISK = "from_disk"
     # how leases end
     TTL = "ttl"
     RETURN = "return"
@@ -56,6 +58,8 @@ class Reason(str, Enum):
     PRESSURE = "pressure"
     RESET = "reset"
     SUPERSEDED = "superseded"
+    PLACED = "placed"
+    """Its KV belongs in another tier."""
 
 
 class Ended(str, Enum):

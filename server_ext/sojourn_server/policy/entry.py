@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .growth import PRIOR_GROWTH, PRIOR_TURNS, GrowthSeen, expected_growth_tokens
 from .views import EntryView, GrowthView
-
-MIN_TURNS_SEEN = 16
-"""Turns after which the observed growth replaces the prior."""
-
-MIN_PROGRAMS_SEEN = 8
-"""Finished programs after which their mean number of turns replaces the prior."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +58,7 @@ class RoomToGrow:
 
     Growth is what turns have added so far to the longest context of their
     program, over as many turns as finished programs had; before enough of either
-    was seen, the priors. A context that has been shorter lately, as a parent's
-    while its sub-agents run, is expected to be at least as long again.
+    was seen, the priors (``policy.growth``).
     """
 
     gates: bool = True
@@ -72,11 +66,8 @@ class RoomToGrow:
     reserve: float = 0.7
     """Share of the expected growth that is kept free. Less than all of it, since programs do not reach
     their ends together."""
-    prior_turns: float = 11.0
-    """Turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
-    prior_growth: float = 0.3
-    """Growth a turn as a share of the first prompt. With ``prior_turns`` a context ends at about four times
-    its first prompt; the medians of public agent traces lie between two and six times."""
+    prior_turns: float = PRIOR_TURNS
+    prior_growth: float = PRIOR_GROWTH
 
     def may_enter(self, entry: EntryView, now: float) -> bool:
         if not entry.earlier or not entry.anything_running:
@@ -87,11 +78,11 @@ class RoomToGrow:
 
     def expected_growth_tokens(self, program: GrowthView, entry: EntryView) -> float:
         """Tokens the program's context will still grow by: at least one turn's, at most to its limit."""
-        turns = entry.mean_turns if entry.programs_seen >= MIN_PROGRAMS_SEEN else self.prior_turns
-        if entry.turns_seen >= MIN_TURNS_SEEN:
-            per_turn = entry.mean_growth_tokens
-        else:
-            per_turn = self.prior_growth * program.first_prompt_tokens
-        room = max(0, entry.max_context_tokens - program.context_tokens)
-        back = max(0, program.peak_tokens - program.context_tokens)
-        return min(max(back, max(1.0, turns - program.turns) * per_turn), room)
+        seen = GrowthSeen(entry.turns_seen, entry.mean_growth_tokens, entry.programs_seen, entry.mean_turns)
+        return expected_growth_tokens(
+            program,
+            seen,
+            entry.max_context_tokens,
+            prior_turns=self.prior_turns,
+            prior_growth=self.prior_growth,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .labels import device_rank, label
 from .views import OwnerView, Scale
 
 
@@ -31,6 +32,22 @@ class LatestProgramsBlocks:
 
     def standing(self, owner: OwnerView) -> tuple[float, ...]:
         return (not owner.over, -owner.program_rank)
+
+    def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]:
+        return standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedLabels:
+    """Inactive programs' blocks first, then idle ones', then busy ones'; each the LRU (M5; MORI §4.3.2).
+
+    Of the inactive ones, those that are over before those that lost their place.
+    """
+
+    by_program: bool = True
+
+    def standing(self, owner: OwnerView) -> tuple[float, ...]:
+        return (not owner.over, device_rank(label(owner.tier)), owner.last_turn_s)
 
     def score(self, standing: tuple[float, ...], scale: Scale) -> tuple[float, ...]:
         return standing

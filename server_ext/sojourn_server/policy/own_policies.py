@@ -26,6 +26,7 @@ from .base import (
     RoomPolicy,
     VictimPolicy,
 )
+from .placement import PlacementPolicy
 
 QUESTIONS: dict[str, type] = {
     "retention": RetentionPolicy,
@@ -36,6 +37,7 @@ QUESTIONS: dict[str, type] = {
     "eviction": EvictionOrder,
     "foresight": ForesightPolicy,
     "prefetch": PrefetchPolicy,
+    "placement": PlacementPolicy,
 }
 """Question → what a policy for it must have."""
 
@@ -73,8 +75,8 @@ def check_answers(policy: Any, question: str, place: str) -> None:
     missing = [name for name in wanted if not hasattr(policy, name)]
     if missing:
         raise OwnPolicyError(
-            f"{place} has no {' and no '.join(missing)}; {protocol.__name__} in policy/base.py says what "
-            f"{question} needs"
+            f"{place} has no {' and no '.join(missing)}; {protocol.__name__} in "
+            f"policy/{protocol.__module__.rpartition('.')[2]}.py says what {question} needs"
         )
 
 

@@ -66,6 +66,9 @@ class PlacedProgram:
     """Blocks of the longest prompt that waits; 0 where none does."""
     resident_blocks: int = 0
     """Blocks that it has on the device; more than its context where branches of it run side by side."""
+    turn_blocks: int = 0
+    """What its context is predicted to take when the turn that runs or comes next is over; 0 where nothing is
+    predicted."""
     peak_blocks: int = 0
     """What its longest context is predicted to take; 0 where nothing is predicted."""
     arrived_s: float = 0.0

@@ -22,6 +22,7 @@ from .base import (
     VictimPolicy,
 )
 from .own_policies import OwnClass, check_answers, classes_beside
+from .placement import PlacementPolicy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -63,14 +64,16 @@ REGISTRY: dict[str, dict[str, str]] = {
         "lru": "eviction:BlockLru",
         "latest-program": "eviction:LatestProgramsBlocks",
         "workflow-aware-lru": "eviction:WorkflowAwareLru",
+        "typed-labels": "eviction:TypedLabels",
     },
     "foresight": {"none": "foresight:NoForesight", "three-tiers": "foresight:ThreeTiers"},
+    "placement": {"stay": "placement:Stay", "relative-idleness": "placement_idleness:RelativeIdleness"},
     "prefetch": {"none": "prefetch:NoPrefetch", "likeliest-successor": "prefetch:LikeliestSuccessor"},
 }
 """Question → policy name → ``module:class`` in this package; imported only when chosen."""
 
 
-UNASKED = {"foresight": "none", "prefetch": "none"}
+UNASKED = {"foresight": "none", "placement": "stay", "prefetch": "none"}
 """What a preset answers that does not name a policy for these questions."""
 
 
@@ -93,6 +96,7 @@ class Preset:
     eviction: EvictionOrder
     foresight: ForesightPolicy
     prefetch: PrefetchPolicy
+    placement: PlacementPolicy
     ended: Ended = Ended.REUSED_FIRST
 
 

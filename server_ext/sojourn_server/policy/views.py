@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sojourn.ids import ProgramId
 
 from ..program.history import ToolHistory
+from .placement_views import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,8 @@ class OwnerView(NamedTuple):
     """A request of it is in the engine."""
     p_reuse: float | None = None
     """Probability that its next prompt finds its context, times the share it finds; ``None``: not known."""
+    tier: Tier = Tier.DEVICE
+    """In which tier its KV belongs."""
     left_behind: bool = False
     """Its newest turn did without these blocks; ``last_turn_s`` and ``blocks`` are theirs."""
 

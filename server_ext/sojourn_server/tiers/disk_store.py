@@ -46,6 +46,7 @@ from .full_block import (
     HEADER_BYTES,
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,
+    NO_SPACE,
     BlockCorrupt,
     Buffer,
     FileSystem,
@@ -62,7 +63,6 @@ from .store_folder import StoreLock, claim_folder, refuse_others
 _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What a read can fail of that says nothing about the block."""
 
@@ -230,7 +230,7 @@ class DiskStore:
                 self._erase(key)
                 if not isinstance(error, OSError):
                     raise
-                if error.errno in _NO_SPACE:
+                if error.errno in NO_SPACE:
                     return Outcome.DISK_FULL
                 raise StoreError("writing the KV block", path, error) from error
             self._touch(key)

@@ -41,6 +41,9 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a full disk, or a quota, answers."""
+
 _MAGIC = b"sjrnKV\r\n"  # a transfer that mends line ends would break it
 _FIELDS = struct.Struct("<8sHHIQ16s64s20x")
 _CHECKSUM = struct.Struct("<I")
@@ -191,7 +194,10 @@ class LocalFiles:
         with os.scandir(path) as entries:
             for entry in entries:
                 is_file = entry.is_file(follow_symlinks=False)
-                status = entry.stat(follow_symlinks=False)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
                 size = status.st_size if is_file else 0
                 is_folder = entry.is_dir(follow_symlinks=False)
                 found.append(FileEntry(entry.name, is_file, is_folder, size, status.st_mtime_ns))

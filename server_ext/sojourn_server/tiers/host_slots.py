@@ -72,15 +72,15 @@ class HostSlots:
         self._settle(entry)
         return entry
 
-    def reuse(self, *, only_on_disk: bool = False) -> HostEntry | None:
-        """Free the slot whose turn it is; ``None``: all are pinned or being filled."""
-        for rank in sorted(self._idle):
-            for entry in self._idle[rank].values():
-                if only_on_disk and not entry.on_disk:
-                    break
-                self.remove(entry)
-                return entry
-        return None
+    def reuse(self, *, at_most: Rank) -> HostEntry | None:
+        """Free the slot whose turn it is, of a rank that is no higher; ``None``: the others are worth more,
+        pinned, or being filled."""
+        rank = min(self._idle, default=None)
+        if rank is None or rank > at_most:
+            return None
+        entry = next(iter(self._idle[rank].values()))
+        self.remove(entry)
+        return entry
 
     def filled(self, entry: HostEntry) -> None:
         """Its job is done."""

@@ -21,16 +21,13 @@ from typing import NamedTuple
 from .host_slots import HostEntry, HostSlots, Rank
 from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
 
-IDLE_RANK: Rank = 1
-"""Of content about whose program nothing else is known."""
+PLAIN_RANK: Rank = 1
+"""Of content about which nothing else is known."""
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
 
 MAX_PINNED = 0.5
 """Share of host memory that may be held for requests that wait for the disk, if they are several."""
-
-ENDED_RANK: Rank = 0
-"""Of content that nobody is known to come back for: reused before all else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +125,7 @@ class TierPlanner:
 
     # -- the device loses something ---------------------------------------------
 
-    def evicted(self, key: Key, block_id: int, rank: Rank = IDLE_RANK) -> bool:
+    def evicted(self, key: Key, block_id: int, rank: Rank = PLAIN_RANK) -> bool:
         """This step writes something else into a block: save what is in it. False: no room, or not needed."""
         entry = self.host.get(key)
         if entry is not None:
@@ -146,7 +143,7 @@ class TierPlanner:
         self.counts["saved"] += 1
         return True
 
-    def store(self, blocks: Iterable[tuple[Key, int]], rank: Rank = IDLE_RANK) -> int:
+    def store(self, blocks: Iterable[tuple[Key, int]], rank: Rank = PLAIN_RANK) -> int:
         """Copy cached blocks ahead of their eviction; returns how many. They stay where they are.
 
         Each must stay as it is until the store is over, or be reported ``evicted``.
@@ -235,6 +232,10 @@ class TierPlanner:
         """The request has finished, or will not be asked for again."""
         self._end_staging(request_id)
         self._drop_lookup(request_id)
+
+    def missing(self, keys: Sequence[Key]) -> int:
+        """How many of ``keys`` are neither in host memory nor on disk."""
+        return sum(1 for key in keys if self.host.get(key) is None and key not in self._disk)
 
     def fetch(self, keys: Sequence[Key]) -> int:
         """Bring leading ``keys`` from disk to host memory, ahead of need; returns how many are coming."""
@@ -346,7 +347,7 @@ class TierPlanner:
 
     def _begin(self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False) -> HostEntry | None:
         if not self.host.free:
-            reused = self.host.reuse()
+            reused = self.host.reuse(at_most=rank)
             if reused is None:
                 self.counts["no_room"] += 1
                 return None
@@ -482,7 +483,7 @@ class TierPlanner:
             if entry is None:
                 if key not in self._disk or len(ordered) >= room:
                     break
-                entry = self._begin(key, IDLE_RANK, self._last_job, on_disk=True)
+                entry = self._begin(key, PLAIN_RANK, self._last_job, on_disk=True)
                 if entry is None:
                     break
                 self._disk.move_to_end(key)

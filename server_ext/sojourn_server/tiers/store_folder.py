@@ -11,9 +11,11 @@ import fcntl
 import json
 import os
 import re
+import struct
+import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from .full_block import (
     FORMAT_VERSION,
     FileSystem,
     KvIdentity,
+    LocalFiles,
     TierError,
     read_file,
     sync_folder,
@@ -31,12 +34,26 @@ MANIFEST = "manifest.json"
 _LOCK = "lock"
 _KIND = "sojourn KV store"
 """What a manifest says it is of: other software has files of that name too."""
+_OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
+_FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
 _MANIFEST_BYTES = 1 << 16
 _STORE = re.compile(r"[0-9a-f]{16}")
+_OURSELVES = "this process itself"
+_FLOCK = struct.Struct("hhqqi0q")
+"""Linux's ``struct flock``: type, where the start counts from, start, length, process."""
 
 
 class StoreInUse(TierError):
-    """One process writes a store, and that is another one, or another part of this one."""
+    """One process writes a store, and that is another one, or another part of this one: ``holder``."""
+
+    def __init__(self, store: Path, holder: str) -> None:
+        self.what = f"the KV store {store} is in use by {holder}"
+        self.advice = (
+            "One process writes a store: give each engine a directory of its own, or end the other one first"
+        )
+        super().__init__(f"{self.what}. {self.advice}")
+        self.path = store
+        self.holder = holder
 
 
 class Difference(NamedTuple):
@@ -51,8 +68,10 @@ class ForeignStore(TierError):
     """A store for something else is where ours would be, or is the only one in the root."""
 
     def __init__(self, path: Path, differences: Sequence[Difference], advice: str) -> None:
-        fields = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
-        super().__init__(f"the KV store {path} is for something else ({fields}). {advice}")
+        listed = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
+        self.what = f"the KV store {path} is for something else ({listed})"
+        self.advice = advice
+        super().__init__(f"{self.what}. {advice}")
         self.path = path
         self.differences = tuple(differences)
 
@@ -71,7 +90,7 @@ class StoreLock:
         self._store = store
         with self._guard:
             if self._held.get(store) == os.getpid():
-                raise StoreInUse(_in_use(store, "this process itself"))
+                raise StoreInUse(store, _OURSELVES)
             self._fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 self._take()
@@ -88,58 +107,116 @@ class StoreLock:
                 os.close(self._fd)
                 self._fd = -1
 
+    @classmethod
+    def holder(cls, store: Path) -> str | None:
+        """Who has the store open, in words with its number if that is known, or ``None``.
+
+        The lock is asked for and not tried: an engine that starts at this moment must find it free. Other
+        systems than Linux cannot be asked so, and answer ``None``. Raises ``OSError``.
+        """
+        with cls._guard:
+            # To close the lock's file here would let go of our own lock.
+            if cls._held.get(store) == os.getpid():
+                return _OURSELVES
+            if sys.platform != "linux":
+                return None
+            try:
+                fd = os.open(store / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
+                # 0 is a process in another container; what it wrote is its number there.
+                return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
+            finally:
+                os.close(fd)
+
     def _take(self) -> None:
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            holder = os.read(self._fd, 20).decode("ascii", "replace").strip()
-            raise StoreInUse(_in_use(self._store, f"process {holder or 'unknown'}")) from error
+            raise StoreInUse(self._store, _process(self._fd)) from error
         with contextlib.suppress(OSError):  # on a full disk the next one refused learns no number
             os.ftruncate(self._fd, 0)
             os.write(self._fd, f"{os.getpid()}\n".encode())
 
 
-def _in_use(store: Path, holder: str) -> str:
-    return (
-        f"the KV store {store} is in use by {holder}. One process writes a store: "
-        "give each engine a directory of its own, or end the other one first"
-    )
+def _process(fd: int, pid: int = 0) -> str:
+    """Who holds the lock that is open as ``fd``: ``pid``, else what the holder has written there."""
+    return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+
+
+class FoundStore(NamedTuple):
+    """A store that an engine may be about to open."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+
+def find_stores(root: Path, known: Mapping[str, Any], weights: str | None) -> list[FoundStore]:
+    """The stores in ``root`` that an engine may open of whose identity only a part is known.
+
+    ``known`` are fields of its ``KvIdentity``, ``weights`` is how its ``model`` begins, where that is known;
+    ``root`` is a path without links. None are found where there is no store, or no root. Nothing is written,
+    made or locked.
+
+    Raises what the engine is certain to: ``ForeignStore`` where there are stores, and all are something
+    else's, of another format, or differ in what is known; ``StoreInUse`` where all that it may open are
+    open already; and ``OSError``.
+    """
+    others: list[tuple[list[Difference], Path]] = []
+    found: list[FoundStore] = []
+    for store, manifest in _manifests(LocalFiles(), root):
+        differences = _differences(manifest, {**_OF_THIS_FORMAT, **known})
+        if isinstance(manifest, dict) and weights is not None:
+            model = manifest.get("model")
+            if not str(model).startswith(f"{weights} "):
+                differences.append(Difference("model", model, f"{weights} …"))
+        if differences or isinstance(manifest, Difference):
+            others.append((differences, store))
+        else:
+            found.append(FoundStore(store, manifest))
+    if others and not found:
+        raise _nearest(others)
+    # Where one of several is free, that may be the one: only the engine knows its name.
+    holders = {store.path: StoreLock.holder(store.path) for store in found}
+    for path, holder in holders.items():
+        if holder is not None and all(holders.values()):
+            raise StoreInUse(path, holder)
+    return found
+
+
+def blocks_bytes(store: Path) -> int:
+    """Bytes of the files in a store's folders, which count against its budget. Raises ``OSError``."""
+    files = LocalFiles()
+    folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
+    return sum(file.size for folder in folders for file in files.scan(folder))
 
 
 def refuse_others(files: FileSystem, path: Path, identity: KvIdentity) -> None:
     """Raise ``ForeignStore`` if the root has stores, but none for ``identity`` or another rank of it."""
-    try:
-        folders = sorted(entry.name for entry in files.scan(path.parent) if entry.is_folder)
-    except FileNotFoundError:
-        return
     others: list[tuple[list[Difference], Path]] = []
-    for name in filter(_STORE.fullmatch, folders):
-        try:
-            differences = _differences(files, path.parent / name, identity)
-        except OSError as error:  # another user's, say
-            differences = [Difference(MANIFEST, error.strerror, "one that can be read")]
-        if differences is None:
-            continue
-        if name == path.name or all(difference.field == "tp_rank" for difference in differences):
+    for store, manifest in _manifests(files, path.parent):
+        differences = _differences(manifest, _manifest(identity))
+        if store.name == path.name or all(difference.field == "tp_rank" for difference in differences):
             return  # if the one of our name is not ours, claim_folder will say so
-        others.append((differences, path.parent / name))
+        others.append((differences, store))
     if others:
-        differences, nearest = min(others, key=lambda other: len(other[0]))
-        advice = "Name another directory, or delete that store if its blocks are no longer wanted."
-        raise ForeignStore(nearest, differences, advice)
+        raise _nearest(others)
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
     """Check the manifest, or give an empty folder one. Raises ``ForeignStore`` and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     partial = path / f"{MANIFEST}.partial"
-    differences = _differences(files, path, identity)
-    if differences:
+    manifest = _read_manifest(files, path)
+    if manifest is not None and (differences := _differences(manifest, _manifest(identity))):
         raise ForeignStore(path, differences, advice)
     names = {entry.name for entry in files.scan(path)} - {_LOCK, partial.name}
-    if differences is None:
+    if manifest is None:
         if names:
             raise ForeignStore(path, [Difference(MANIFEST, "none", "one beside the blocks")], advice)
         content = json.dumps(_manifest(identity), indent=2).encode() + b"\n"
@@ -153,12 +230,27 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
         sync_folder(files, path)
 
 
-def _differences(files: FileSystem, path: Path, identity: KvIdentity) -> list[Difference] | None:
-    """Where the manifest in ``path`` differs from that of ``identity``; ``None`` where there is none.
+def _manifests(files: FileSystem, root: Path) -> Iterator[tuple[Path, dict[str, Any] | Difference]]:
+    """Folders in ``root`` that are named as stores are and have a manifest, whoever's. Raises ``OSError``."""
+    try:
+        folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
+    except FileNotFoundError:
+        return
+    for name in filter(_STORE.fullmatch, folders):
+        manifest: dict[str, Any] | Difference | None
+        try:
+            manifest = _read_manifest(files, root / name)
+        except OSError as error:  # another user's, say
+            manifest = Difference(MANIFEST, error.strerror, "one that can be read")
+        if manifest is not None:
+            yield root / name, manifest
+
+
+def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | Difference | None:
+    """The manifest in ``path``, or how it is not one of ours; ``None`` where there is none.
 
     Raises ``OSError``.
     """
-    expected = _manifest(identity)
     try:
         content = read_file(files, path / MANIFEST, _MANIFEST_BYTES)
     except FileNotFoundError:
@@ -168,14 +260,26 @@ def _differences(files: FileSystem, path: Path, identity: KvIdentity) -> list[Di
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("kind") != _KIND:
-        return [Difference(MANIFEST, content[:40].decode("utf-8", "replace"), f"that of a {_KIND}")]
-    fields = [*expected, *sorted(found.keys() - expected.keys())]
+        return Difference(MANIFEST, content[:40].decode("utf-8", "replace"), f"that of a {_KIND}")
+    return found
+
+
+def _differences(manifest: dict[str, Any] | Difference, expected: Mapping[str, Any]) -> list[Difference]:
+    """Where a manifest is not as expected, which may be less than all of it, or has fields we do not know."""
+    if isinstance(manifest, Difference):
+        return [manifest]
     return [
-        Difference(name, found.get(name), expected.get(name))
-        for name in fields
-        if found.get(name) != expected.get(name)
+        Difference(name, manifest.get(name), expected.get(name))
+        for name in (*expected, *sorted(manifest.keys() - _FIELDS))
+        if manifest.get(name) != expected.get(name)
     ]
 
 
+def _nearest(others: Sequence[tuple[list[Difference], Path]]) -> ForeignStore:
+    differences, store = min(others, key=lambda other: len(other[0]))
+    advice = "Name another directory, or delete that store if its blocks are no longer wanted."
+    return ForeignStore(store, differences, advice)
+
+
 def _manifest(identity: KvIdentity) -> dict[str, Any]:
-    return {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
+    return {**_OF_THIS_FORMAT, **asdict(identity)}

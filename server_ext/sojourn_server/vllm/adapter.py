@@ -22,9 +22,9 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
-from ..tiers.planner import ENDED_RANK, IDLE_RANK
+from .below import Below
 from .block_order import BlockOrder
-from .block_owners import BlockOwners, Owner
+from .block_owners import Owner
 from .bucket_order import Score
 from .connector import SojournConnector
 from .held_blocks import HeldBlocks, chain_hash
@@ -83,6 +83,8 @@ class SchedulerAdapter:
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
                 step_tokens=scheduler.max_num_scheduled_tokens,
                 host_s_per_token=_host_s_per_token(scheduler, settings.profile()),
+                host_blocks=_blocks_below(scheduler)[0],
+                disk_blocks=_blocks_below(scheduler)[1],
             ),
             self._history.load(),
             rank,
@@ -94,20 +96,21 @@ class SchedulerAdapter:
             engine=_described(scheduler),
             pool_state=self.pool_state,
             desk=desk,
-            tier_state=self._state_below,
+            tier_state=lambda: self._below.state() if self._below is not None else {},
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
-        self._below = connector if isinstance(connector, SojournConnector) else None
+        self._below: Below | None = None
         """The tiers below the device, where they are ours."""
-        if self._below is not None:
-            self._below.clock, self._below.strict = clock, settings.strict
+        if isinstance(connector, SojournConnector):
+            connector.clock, connector.strict = clock, settings.strict
+            self._below = Below(connector, self.steward)
         self._order = BlockOrder(
             self.steward,
             self._pool.free_block_queue,
             evicted=self._guarded_evicted,
             failed=self._lost_order,
-            leaving=self._save_below if self._below is not None else None,
+            leaving=self._below.save if self._below is not None else None,
             guarded=self.guarded,
         )
         self._queue = self._pool.free_block_queue = self._order.queue
@@ -116,6 +119,7 @@ class SchedulerAdapter:
         gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
         scheduler.waiting = self._waiting = PolicyQueue(
             self._queue_key,
+            parked=self._is_parked if preset.placement.places else None,
             gated=self._belongs_behind_gate if gates else None,
             may_pass=self._may_enter if gates else None,
             holds_line=self._holds_line if gates else None,
@@ -216,6 +220,26 @@ class SchedulerAdapter:
             )
             self._scheduled_at = None
 
+    def refuse_parked(self) -> list[Request]:
+        """After the scheduler took in a step's results: end those that have been kept out for too long.
+
+        Returns them; their clients are yet to be told.
+        """
+        refused, limit_s = [], self.steward.limits.gate_timeout_s
+        for request_id in self.steward.refused:
+            request = self._scheduler.requests.get(request_id)
+            if request is None or not self._is_parked(request):
+                continue
+            logger.error(
+                "sojourn: request %s is refused: for %g s (gate_timeout_s) there was no place on the device "
+                "for its program",
+                request_id, limit_s,
+            )  # fmt: skip
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+            refused.append(request)
+        self.steward.refused.clear()
+        return refused
+
     def after_results(self) -> None:
         """After the scheduler took in a step's results."""
         if not self.steward.has_unstarted():
@@ -300,7 +324,7 @@ class SchedulerAdapter:
         """After the prefix cache was cleared: no block belongs to anybody any more."""
         self._queue.forget_all()
         if self._below is not None:  # by default vLLM clears what is on the device only
-            self._below.reset_cache()
+            self._below.reset()
 
     def call(self, operation: str, payload: str) -> str:
         """One operation asked for over HTTP, between two steps."""
@@ -350,9 +374,12 @@ class SchedulerAdapter:
                 self._held.hold(program_id, blocks)
         elif action.kind is ActionKind.PREFETCH:
             hashes = self.steward.contexts.get(program_id) or ()
-            # Nothing can be moved yet: there is no tier below the device that this adapter commands.
-            self.steward.prefetched(program_id, len(hashes) - len(self._held.still_cached(hashes)), now)
+            keys = hashes[len(self._held.still_cached(hashes)) :]
+            coming, nowhere = self._below.fetch(keys) if self._below is not None else (0, len(keys))
+            self.steward.prefetched(program_id, len(keys), now, coming_blocks=coming, lost_blocks=nowhere)
             return
+        elif action.kind is ActionKind.PLACE and self._below is not None and action.tier is not None:
+            self._below.place(program_id, action.tier, self._held)
         program = self.steward.table.get(program_id)
         if program is not None:
             for request_id in program.live_requests:
@@ -413,7 +440,7 @@ class SchedulerAdapter:
         self.steward.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
-        below = self._below.loaded_tokens.pop(request_id, 0) if self._below is not None else 0
+        below = self._below.loaded_tokens(request_id) if self._below is not None else 0
         ticket = self.steward.tickets.get(request_id)
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
@@ -447,6 +474,14 @@ class SchedulerAdapter:
         if promoted_s < math.inf and promoted_s > self._clock():
             heapq.heappush(self._promotions, (promoted_s, request.request_id))
         return key
+
+    def _is_parked(self, request: Request) -> bool:
+        return self.guarded(self._parked, request) is True
+
+    def _parked(self, request: Request) -> bool:
+        if request.kv_transfer_params:  # its peer waits for it: who enters is settled elsewhere
+            return False
+        return self.steward.parked(self.steward.tickets[request.request_id])
 
     def _belongs_behind_gate(self, request: Request) -> bool:
         return self.guarded(self._behind_gate, request) is True
@@ -504,25 +539,10 @@ class SchedulerAdapter:
         # The block has left the queue already: a failure here would lose it.
         self.guarded(self._evicted, block, owner, score)
 
-    def _state_below(self) -> dict[str, dict[str, int]]:
-        return self._below.planner.state() if self._below is not None else {}
-
     def _lost_order(self, error: Exception) -> None:
         if self._below is not None:
             self._below.turn_off("the free queue no longer tells what is reused")
         self._failed(error, "the order of reuse failed and is vLLM's own from now on")
-
-    def _save_below(self, blocks: list[KVCacheBlock], owners: BlockOwners) -> None:
-        below = self._below
-        if below is None or below.off:
-            return
-        try:
-            for block in blocks:
-                if block.block_hash is not None:
-                    rank = ENDED_RANK if block.block_id in owners.orphans else IDLE_RANK
-                    below.planner.evicted(chain_hash(block), block.block_id, rank)
-        except Exception as error:  # the tiers' failure, and not that of the order of reuse
-            below.failed(error)
 
     def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         allocating = self._shortage.allocating
@@ -573,6 +593,15 @@ def _host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> fl
     if scheduler.connector is None or not bytes_per_s or not block_bytes:
         return None
     return block_bytes / scheduler.block_size / bytes_per_s
+
+
+def _blocks_below(scheduler: Scheduler) -> tuple[int, int]:
+    """What our tiers in host memory and on disk can hold."""
+    connector = scheduler.connector
+    if not isinstance(connector, SojournConnector):
+        return 0, 0
+    limits = connector.planner.limits
+    return limits.host_slots, limits.disk_blocks
 
 
 def _block_bytes(scheduler: Scheduler) -> int:

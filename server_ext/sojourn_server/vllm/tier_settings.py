@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..launch.machine_memory import read_memory
+from ..launch.weights import fingerprint
 from ..tiers.disk_store import DiskStore
 from ..tiers.full_block import KvIdentity
 from ..tiers.planner import TierLimits
@@ -62,10 +63,11 @@ class TierSettings:
                 f"host_bytes (--kv-host-gib) is {host_bytes}; expected at least a block of this model, "
                 f"{block_bytes}"
             )
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if kv_cache_config.kv_cache_tensors and host_bytes > memory:  # the lab's host memory is made up
+        memory = read_memory()
+        if kv_cache_config.kv_cache_tensors and host_bytes > memory.total_bytes:  # the lab's is made up
             raise SettingsError(
-                f"host_bytes (--kv-host-gib) is {host_bytes}; expected less than this machine has, {memory}"
+                f"host_bytes (--kv-host-gib) is {host_bytes}; expected at most what {memory.owner} has, "
+                f"{memory.total_bytes}"
             )
         disk = given.get("disk")
         if disk is not None and not isinstance(disk, str):
@@ -98,7 +100,7 @@ class TierSettings:
             disk=disk,
             disk_bytes=disk_bytes,
             max_stage_wait_s=float(wait_s),
-            model=f"{_fingerprint(model)} {model.dtype} {shape} {how}",
+            model=f"{fingerprint(model.model, model.revision)} {model.dtype} {shape} {how}",
             kv_dtype=str(cache.cache_dtype if cache.cache_dtype != "auto" else model.dtype),
             hash_scheme=f"{cache.prefix_caching_hash_algo}/seed={seed}/{block_tokens}",
         )
@@ -141,15 +143,3 @@ def _bytes(given: dict[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise SettingsError(f"{name} is {value!r}; expected a whole number of bytes")
     return value
-
-
-def _fingerprint(model: Any) -> str:
-    """The weights' name and revision; of a directory also its files' sizes and dates."""
-    path = Path(model.model)
-    if path.is_file():
-        return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
-    if not path.is_dir():
-        return f"{model.model}@{model.revision}"
-    files = sorted(file for file in path.iterdir() if file.suffix not in (".json", ".txt", ".md"))
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return f"{path.resolve()} {stats}"

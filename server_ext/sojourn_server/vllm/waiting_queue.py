@@ -1,4 +1,4 @@
-"""The engine's waiting queue in the order a policy gives, with a gate before it."""
+"""The engine's waiting queue in the order a policy gives, with a gate before it, and who is kept out."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class PolicyQueue(RequestQueue):
     the others go past them, until ``holds_line`` says of the first that it has
     been passed long enough. The gate is asked once a step (``open_step``).
     Gated requests count in ``len`` but not in ``bool``: to the scheduler there
-    is then nobody to admit, while the engine knows it has work left.
+    is then nobody to admit, while the engine knows it has work left. The same
+    holds for requests that are ``parked``: they are not handed out at all, and
+    nothing is asked about them before they are filed anew (``rekey``).
 
     The scheduler peeks, then does things that may change keys, then pops and
     relies on getting the very request it saw: ``pop_request`` returns the
@@ -71,12 +73,15 @@ class PolicyQueue(RequestQueue):
         self,
         key: Callable[[Request], Key],
         *,
+        parked: Callable[[Request], bool] | None = None,
         gated: Callable[[Request], bool] | None = None,
         may_pass: Callable[[Request], bool] | None = None,
         holds_line: Callable[[Request], bool] | None = None,
     ) -> None:
         self._open = _Heap(key)
         self._gated = _Heap(key)
+        self._parked: dict[Request, None] = {}
+        self._is_parked = parked
         self._belongs_behind_gate = gated
         self._may_pass = may_pass
         self._holds_line = holds_line
@@ -90,6 +95,9 @@ class PolicyQueue(RequestQueue):
 
     def add_request(self, request: Request) -> None:
         self._peeked = None
+        if self._is_parked is not None and self._is_parked(request):
+            self._parked[request] = None
+            return
         behind = self._belongs_behind_gate is not None and self._belongs_behind_gate(request)
         (self._gated if behind else self._open).push(request)
 
@@ -116,6 +124,7 @@ class PolicyQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         self._open.discard(request)
         self._gated.discard(request)
+        self._parked.pop(request, None)
         self._peeked = None
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
@@ -124,7 +133,7 @@ class PolicyQueue(RequestQueue):
 
     def rekey(self, request: Request) -> None:
         """The request's key, or its side of the gate, may have changed; harmless where it is not here."""
-        if request in self._open or request in self._gated:
+        if request in self._open or request in self._gated or request in self._parked:
             peeked = self._peeked
             self.remove_request(request)
             self.add_request(request)
@@ -136,11 +145,12 @@ class PolicyQueue(RequestQueue):
         return self._peeked is not None
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._gated)
+        return len(self._open) + len(self._gated) + len(self._parked)
 
     def __iter__(self) -> Iterator[Request]:
         entries = self._open.entries() + self._gated.entries()
-        return (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
+        yield from (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
+        yield from tuple(self._parked)
 
     def _first(self) -> Request | None:
         free = self._open.head()

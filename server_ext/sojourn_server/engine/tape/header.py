@@ -17,7 +17,7 @@ from ..state import Histories, Pool, StewardLimits
 from .recording import Sink
 from .steward import TapingSteward
 
-TAPE_VERSION = 3
+TAPE_VERSION = 4
 
 
 class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

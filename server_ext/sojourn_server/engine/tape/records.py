@@ -56,6 +56,7 @@ SHAPES: dict[str, Shape] = {
         "may a program enter", ("request", "need_blocks", "free_blocks", "options"), ("enters",)
     ),
     "line": Shape("does the request that is kept out hold the line", ("request",), ("holds",)),
+    "park": Shape("does a request wait because of where its program is", ("request",), ("parked",)),
     "room": Shape("room was asked for", ("need", "freed_by"), ("leases_given_up",)),
     "victim": Shape("whom to preempt", ("short_blocks", "running"), ("request",)),
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
@@ -80,7 +81,7 @@ SHAPES: dict[str, Shape] = {
     "pin": Shape(
         "still-cached blocks can be held", ("program_id", "blocks", "options"), _LEASE
     ),
-    "prefetch": Shape("a prefix was to be brought back", ("program_id", "missing_blocks")),
+    "prefetch": Shape("a prefix was to be brought back", ("program_id", "missing_blocks", "options")),
     "reset": Shape("the prefix cache is about to be cleared"),
     "close": Shape("the tape ends", ("reason",), ("totals",)),
 }  # fmt: skip
@@ -256,5 +257,8 @@ def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
     )  # fmt: skip
 
 
-def orders_answer(orders: Sequence[Action]) -> list[tuple[str, str, str]]:
-    return [(order.kind.value, order.program_id, order.reason.value) for order in orders]
+def orders_answer(orders: Sequence[Action]) -> list[tuple[str, ...]]:
+    return [
+        (order.kind.value, order.program_id, order.reason.value, *((order.tier.value,) if order.tier else ()))
+        for order in orders
+    ]

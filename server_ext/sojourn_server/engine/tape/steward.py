@@ -146,6 +146,9 @@ class TapingSteward(Steward):
         facts = (ticket.arrival, ticket.preempted)
         return self._tape.told("gate", None, facts, _itself, super().behind_gate, ticket)
 
+    def parked(self, ticket: Ticket) -> bool:
+        return self._tape.told("park", None, (ticket.arrival,), _itself, super().parked, ticket)
+
     def holds_the_line(self, ticket: Ticket, now: float) -> bool:
         return self._tape.told("line", now, (ticket.arrival,), _itself, super().holds_the_line, ticket, now)
 
@@ -182,9 +185,10 @@ class TapingSteward(Steward):
         answer = records.lease_answer
         return self._tape.told("pin", now, facts, answer, super().pinned, program_id, blocks, now, **more)
 
-    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
-        facts = (program_id, missing_blocks)
-        self._tape.told("prefetch", now, facts, None, super().prefetched, program_id, missing_blocks, now)
+    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float, **more: Any) -> None:
+        facts = (program_id, missing_blocks, more)
+        called = super().prefetched
+        self._tape.told("prefetch", now, facts, None, called, program_id, missing_blocks, now, **more)
 
     def cache_reset(self, now: float) -> None:
         self._tape.told("reset", now, (), None, super().cache_reset, now)

@@ -171,6 +171,15 @@ def cells(rows: Sequence[RunRow], column: Column) -> list[Cell]:
     return made
 
 
+def aligned(column: Column, rows: Sequence[RunRow]) -> Column:
+    """``column`` with as many decimals as the smallest of its figures in ``rows`` needs, whichever of them
+    ``cells`` is asked for."""
+    if column.decimals is not None:
+        return column
+    found = [value.number for row in rows if (value := column.read(row)) is not None]
+    return column._replace(decimals=_decimals(found))
+
+
 def shown(rows: Sequence[RunRow], columns: Sequence[Column]) -> list[Column]:
     """Those of ``columns`` that are worth their place and hold a figure other than 0 in any of ``rows``."""
     kept = []

@@ -16,19 +16,22 @@ _COLUMNS = 3
 _PANEL_INCHES = (4.2, 3.6)
 
 
-class _Metric(NamedTuple):
+class Metric(NamedTuple):
+    """What a panel shows."""
+
     title: str
     log: bool
     value: str
     """Field of ``RunRow``, with the figure after a dot."""
 
 
-_P95 = "completion_estimate_s.p95"
+THROUGHPUT = Metric("output throughput, tokens/s", False, "output_tok_per_s")
+P95 = Metric("program completion, P95, est. of all, s", True, "completion_estimate_s.p95")
 _METRICS = (
-    _Metric("output throughput, tokens/s", False, "output_tok_per_s"),
-    _Metric("programs finished per hour", False, "programs_per_hour"),
-    _Metric("time to first token, mean, s", True, "ttft_s.mean"),
-    _Metric("program completion, P95, est. of all, s", True, _P95),
+    THROUGHPUT,
+    Metric("programs finished per hour", False, "programs_per_hour"),
+    Metric("time to first token, mean, s", True, "ttft_s.mean"),
+    P95,
 )
 
 
@@ -69,7 +72,7 @@ def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, Style], since_s: 
         axis.set_ylim(0, 1.01)
         axis.set_xlabel("program completion, virtual s")
     _label_left(axes, "share finished (Kaplan-Meier)")
-    _legend(figure, axes, "finished of arrived" if len(loads) == 1 else None)
+    draw_legend(figure, axes, "finished of arrived" if len(loads) == 1 else None)
     figure.suptitle(workload_text(runs[0]))
     return figure
 
@@ -84,38 +87,48 @@ def load(rows: Sequence[RunRow], looks: Mapping[str, Style]) -> Any:
 
     figure = Figure(figsize=(10.5, 7.0), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
-    names = list(dict.fromkeys(row.policy for row in timed))
+    placed = [(load_of(row), row) for row in timed]
     for axis, metric in zip(axes, _METRICS, strict=True):
-        for name in names:
-            points = [(load_of(row), value) for row in timed
-                      if row.policy == name and (value := _read(row, metric.value)) is not None]  # fmt: skip
-            look = looks[name]
-            axis.plot(
-                [x for x, _ in sorted(points)], [y for _, y in sorted(points)],
-                color=look.colour, linestyle=look.dash, linewidth=look.width, label=name,
-                marker=look.marker, markersize=5,
-            )  # fmt: skip
-            bounds = [
-                (load_of(row), row.completion_estimate_s.p95)
-                for row in timed
-                if row.policy == name and metric.value == _P95 and "p95" in row.completion_estimate_s.at_least
-            ]
-            axis.plot([x for x, _ in bounds], [y for _, y in bounds], marker=look.marker, markersize=5,
-                      color=look.colour, markerfacecolor="white", linestyle="none")  # fmt: skip
-        axis.set_title(metric.title + (" (hollow: at least)" if metric.value == _P95 else ""))
+        draw_metric(axis, metric, placed, looks)
         if loads[0] > 0 and loads[-1] / loads[0] > 8:
             axis.set_xscale("log")
         axis.set_xticks(loads, [f"{load:g}" for load in loads])
         axis.set_xticks([], minor=True)
         if metric.log:
-            _plain_log(axis)
+            plain_log(axis)
         else:
             axis.set_ylim(bottom=0)
         axis.set_xlabel("programs at once" if rows[0].loop == "closed" else "programs arriving a second")
         axis.xaxis.set_tick_params(labelbottom=True)
-    _legend(figure, figure.axes)
+    draw_legend(figure, figure.axes)
     figure.suptitle(workload_text(rows[0]))
     return figure
+
+
+def draw_metric(
+    axis: Any, metric: Metric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, Style]
+) -> None:
+    """A line a policy through its rows at their places on the x axis, and the title.
+
+    Rows without the figure are left out; hollow points are lower bounds.
+    """
+    for name in dict.fromkeys(row.policy for _, row in placed):
+        points = [(x, value) for x, row in placed
+                  if row.policy == name and (value := read(row, metric)) is not None]  # fmt: skip
+        look = looks[name]
+        axis.plot(
+            [x for x, _ in sorted(points)], [y for _, y in sorted(points)],
+            color=look.colour, linestyle=look.dash, linewidth=look.width, label=name,
+            marker=look.marker, markersize=5,
+        )  # fmt: skip
+        bounds = [
+            (x, row.completion_estimate_s.p95)
+            for x, row in placed
+            if row.policy == name and metric is P95 and "p95" in row.completion_estimate_s.at_least
+        ]
+        axis.plot([x for x, _ in bounds], [y for _, y in bounds], marker=look.marker, markersize=5,
+                  color=look.colour, markerfacecolor="white", linestyle="none")  # fmt: skip
+    axis.set_title(metric.title + (" (hollow: at least)" if metric is P95 else ""))
 
 
 def regenerated(rows: Sequence[RunRow]) -> Any:
@@ -212,11 +225,11 @@ def _bars(rows: Sequence[RunRow], looks: Mapping[str, Style]) -> Any:
     figure = Figure(figsize=(10.5, 1.6 + 0.46 * len(rows)), layout="constrained")
     axes = figure.subplots(2, 2, sharey=True).flat
     for axis, metric in zip(axes, _METRICS, strict=True):
-        values = [_read(row, metric.value) or 0.0 for row in rows]
+        values = [read(row, metric) or 0.0 for row in rows]
         most = max(values) or 1.0
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
             axis.barh(place, value, height=0.7, color=looks[row.policy].colour)
-            bound = metric.value == _P95 and "p95" in row.completion_estimate_s.at_least
+            bound = metric is P95 and "p95" in row.completion_estimate_s.at_least
             axis.text(
                 value + most * 0.01,
                 place,
@@ -256,7 +269,8 @@ def _label_left(axes: Sequence[Any], text: str) -> None:
             axis.set_ylabel(text)
 
 
-def _legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
+def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
+    """Beside the panels, each policy once."""
     found: dict[str, Any] = {}
     for axis in axes:  # a policy may be missing at some loads
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -271,7 +285,7 @@ def _legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
     )
 
 
-def _plain_log(axis: Any) -> None:
+def plain_log(axis: Any) -> None:
     """A log scale with figures as people write them, three to a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -289,8 +303,9 @@ def _widened(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, middle - half), max(middle + half, 2 * half if middle < half else 0.0)
 
 
-def _read(row: RunRow, path: str) -> float | None:
-    field, _, figure = path.partition(".")
+def read(row: RunRow, metric: Metric) -> float | None:
+    """The figure of ``metric``; ``None`` where it was not measured."""
+    field, _, figure = metric.value.partition(".")
     value: float | Figures | None = getattr(row, field)
     found: float | None = getattr(value, figure) if figure else value  # type: ignore[assignment]
     return found

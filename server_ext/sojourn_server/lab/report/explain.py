@@ -149,7 +149,7 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
         for place, (name, unit) in enumerate(names)
     ]
     numbers = [Text(str(turn.turn)) for turn in program.turns]
-    return Pieces(PieceColumn(Text("turn", style="bold"), numbers), columns)
+    return Pieces([PieceColumn(Text("turn", style="bold"), numbers)], columns)
 
 
 def _lasted(span: Span | None, lasted: list[Span], turn: TurnLife) -> str:

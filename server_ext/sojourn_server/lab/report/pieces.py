@@ -22,33 +22,35 @@ class PieceColumn(NamedTuple):
 
 
 class Pieces:
-    """A table whose columns that do not fit beside the others go below them, behind the first one again.
+    """A table whose columns that do not fit beside the others go below them, behind the first ones again.
 
-    Cutting figures off would be worse, and so would be leaving them out.
+    Cutting figures off would be worse, and so would be leaving them out. ``first``, at least one, are what
+    tells the rows apart.
     """
 
-    def __init__(self, first: PieceColumn, others: Sequence[PieceColumn]) -> None:
+    def __init__(self, first: Sequence[PieceColumn], others: Sequence[PieceColumn]) -> None:
         self._first = first
         self._others = others
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         piece: list[PieceColumn] = []
-        used = _width(self._first)
+        least = sum(map(_width, self._first)) + _GAP * (len(self._first) - 1)
+        used = least
         for column in self._others:
             width = _GAP + _width(column)
             if piece and used + width > options.max_width:
                 yield self._table(piece)
-                piece, used = [], _width(self._first)
+                piece, used = [], least
             piece.append(column)
             used += width
         yield self._table(piece)
 
     def _table(self, piece: Sequence[PieceColumn]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="", padding=(0, _GAP, 0, 0))
-        columns = [self._first, *piece]
+        columns = [*self._first, *piece]
         for column in columns:
             table.add_column(column.heading, justify=column.justify, no_wrap=True)
-        for number in range(len(self._first.texts)):
+        for number in range(len(self._first[0].texts)):
             table.add_row(*(column.texts[number] for column in columns))
         return table
 

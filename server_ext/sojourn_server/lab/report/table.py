@@ -11,7 +11,7 @@ from .columns import BASELINE, ENGINE, SERVICE, Cell, Column, cells, shown
 from .pieces import PieceColumn, Pieces
 from .row import RunRow
 
-_LEGEND = "* best of the policies; N× times better than stock; ≥ at least, ≤ at most"
+LEGEND = "* best of the policies; N× times better than stock; ≥ at least, ≤ at most"
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
@@ -24,9 +24,14 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
 
 
 def title(rows: Sequence[RunRow]) -> str:
-    """What the rows of one workload have in common."""
-    first = rows[0]
-    parts = [first.trace, first.hardware, first.model, load(first)]
+    """What the rows have in common: those of one workload all but the policy."""
+    told = (
+        {row.trace for row in rows},
+        {row.hardware for row in rows},
+        {row.model for row in rows},
+        {load(row) for row in rows},
+    )
+    parts = [same.pop() for same in told if len(same) == 1]
     shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
     # A run ends with the step that passes its time.
     if longest_s - shortest_s <= 0.01 * longest_s:
@@ -34,7 +39,7 @@ def title(rows: Sequence[RunRow]) -> str:
     pools = {row.pool_blocks * row.block_size for row in rows if not row.limit}
     if len(pools) == 1:
         parts.append(f"KV pool {pools.pop():,} tokens")
-    return " · ".join([*parts, f"seed {first.seed}"])
+    return " · ".join([*parts, f"seed {rows[0].seed}"])
 
 
 def load(row: RunRow) -> str:
@@ -50,7 +55,7 @@ def render(rows: Sequence[RunRow]) -> RenderableType:
     for group in workloads(rows):
         parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
     if parts:
-        parts.append(Text(_LEGEND, style="dim"))
+        parts.append(Text(LEGEND, style="dim"))
     parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
     return Group(*parts)
 
@@ -97,13 +102,19 @@ def notes(rows: Sequence[RunRow]) -> list[str]:
 
 
 def _pieces(rows: Sequence[RunRow]) -> Pieces:
-    names = [Text(row.policy, style="italic" if row.limit else "") for row in rows]
-    columns = [_column(rows, column) for column in shown(rows, [*SERVICE, *ENGINE])]
-    return Pieces(PieceColumn(Text("policy"), names, "left"), columns)
+    columns = [cell_column(column, cells(rows, column)) for column in shown(rows, [*SERVICE, *ENGINE])]
+    return Pieces([policy_column(rows)], columns)
 
 
-def _column(rows: Sequence[RunRow], column: Column) -> PieceColumn:
-    found = cells(rows, column)
+def policy_column(rows: Sequence[RunRow]) -> PieceColumn:
+    """The rows' policies; limits in italics."""
+    return PieceColumn(
+        Text("policy"), [Text(row.policy, style="italic" if row.limit else "") for row in rows], "left"
+    )
+
+
+def cell_column(column: Column, found: Sequence[Cell]) -> PieceColumn:
+    """``found``, the cells of ``column``, as they stand in the terminal."""
     factor_width = max(len(cell.factor) for cell in found)
     heading = Text(column.title).append(f"\n{column.unit}", style="dim")
     return PieceColumn(heading, [_text(cell, factor_width) for cell in found])

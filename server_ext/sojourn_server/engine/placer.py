@@ -1,0 +1,366 @@
+"""The placer: keeps the queues of placement, asks the policy, and says whose requests wait.
+
+Theory of operation
+-------------------
+Every program with a request in the engine, or with KV somewhere, has a *place*: the tier in
+whose queue it stands. Facts about requests come from the steward as they happen and only
+change what the policy will see; it is asked in ``tick``, once an engine step, where
+something has happened since or its time has come. So a burst of tool ends is one question,
+and an answer never changes what a step is just planning.
+
+A request waits, *parked*, while its program is not on the device, or while it came after its
+program was told to leave. It holds no blocks then, and nobody asks about it again before its
+program is moved. Programs that the placer does not know, and all of them after an error of
+the policy, are not parked: what fails here gives the engine's own order back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from sojourn.ids import ProgramId
+
+from ..policy.growth import GrowthSeen, expected_growth_tokens
+from ..policy.placement import Move, MoveReason, PlacementPolicy, WaitingKey, When
+from ..policy.placement_views import (
+    Activity,
+    Occasion,
+    PlacedProgram,
+    PlacementView,
+    Tier,
+    TierState,
+)
+from ..policy.views import GrowthView
+from ..program.idleness import IdlenessClock
+from ..program.record import Program
+from .state import Histories, Pool, Ticket
+
+SHOWN_WAITING = 256
+"""Of the Waiting queue a policy is shown so many, the first ones."""
+
+Moved = Callable[[Program, Move, float], None]
+"""What is told of each move: the program, the move and ``now``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """One program's place."""
+
+    program: Program
+    clock: IdlenessClock
+    arrived_s: float
+    tier: Tier = Tier.WAITING
+    waiting: dict[str, Ticket] = field(default_factory=dict)
+    """Its requests that have no blocks yet, oldest first."""
+    running: dict[str, Ticket] = field(default_factory=dict)
+    """Its requests that have blocks, or had them before they were preempted."""
+    context_blocks: int = 0
+    last_active_s: float = 0.0
+    returning: bool = False
+    leaves_after: int | None = None
+    """It was told to leave when so many requests had arrived: later ones wait. ``None``: it was not."""
+    seen: PlacedProgram | None = None
+    """As the policy sees it since the last fact about it."""
+    filed: tuple[WaitingKey, ProgramId] | None = None
+    """Its entry in the Waiting queue."""
+
+    @property
+    def activity(self) -> Activity:
+        if self.running:
+            return Activity.REASONING
+        return Activity.READY if self.waiting else Activity.ACTING
+
+
+class Placer:
+    """The queues of one engine. Times are seconds on its monotonic clock."""
+
+    def __init__(self, policy: PlacementPolicy, pool: Pool, *, histories: Histories, moved: Moved) -> None:
+        """``moved`` is told of each move right after it was made."""
+        self._policy = policy
+        self._pool = pool
+        self._histories = histories
+        self._moved = moved
+        self.places = policy.places
+        """Whether anybody is placed at all; no more after the policy has failed."""
+        self._by_id: dict[ProgramId, _Place] = {}
+        self._in: dict[Tier, dict[ProgramId, _Place]] = {tier: {} for tier in Tier}
+        self._line: list[tuple[WaitingKey, ProgramId]] = []
+        """The Waiting queue: programs with a request, ascending."""
+        self._refile: list[tuple[float, ProgramId]] = []
+        """A heap of when waiting alone gives a program another place in it."""
+        self._oldest: deque[tuple[float, str, ProgramId]] = deque()
+        """Requests in the order of their arrival; those that were parked for too long are found in front."""
+        self._arrivals = 0
+        """Number of the newest request."""
+        self._others: dict[str, int] = {}
+        """Prompt tokens of running requests of nobody who has a place."""
+        self._why: Occasion | None = None
+        """What has happened since the policy was asked."""
+        self._ask_at_s = -math.inf
+
+    # -- facts ----------------------------------------------------------------
+
+    def arrived(self, ticket: Ticket, now: float) -> None:
+        """A request of a program has reached the engine."""
+        program = ticket.program
+        if not self.places or program is None:
+            return
+        place = self._by_id.get(program.id)
+        if place is None:
+            place = _Place(program, IdlenessClock(self._policy.k), now, last_active_s=now)
+            place.returning = program.turns > 0
+            self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
+        self._arrivals = ticket.arrival
+        place.clock.arrived(ticket.request_id, now)
+        place.waiting[ticket.request_id] = ticket
+        self._oldest.append((now, ticket.request_id, program.id))
+        self._look(place, now, Occasion.TOOL_ENDED if place.returning else Occasion.ARRIVAL)
+
+    def admitted(self, ticket: Ticket, now: float) -> None:
+        """A request has got its blocks."""
+        if not self.places:
+            return
+        place = self._place_of(ticket)
+        if place is None:
+            self._others[ticket.request_id] = ticket.prompt_tokens
+            return
+        place.clock.admitted(ticket.request_id, now)
+        place.waiting.pop(ticket.request_id, None)
+        place.running[ticket.request_id] = ticket
+        place.returning = True
+        if place.tier is not Tier.DEVICE:  # it runs, whoever let it in: that is where it is
+            self._file(place, Tier.DEVICE)
+            self._look(place, now, Occasion.CAPACITY)
+        else:
+            self._look(place, now, None)
+
+    def preempted(self, ticket: Ticket, now: float) -> None:
+        """A running request has lost its blocks and will run again."""
+        place = self._place_of(ticket) if self.places else None
+        if place is not None:
+            place.clock.preempted(ticket.request_id, now)
+            self._look(place, now, None)
+
+    def finished(self, ticket: Ticket, now: float) -> None:
+        """A request has left the engine, for whatever reason."""
+        if not self.places:
+            return
+        self._others.pop(ticket.request_id, None)
+        place = self._place_of(ticket)
+        if place is None:
+            return
+        place.clock.finished(ticket.request_id, now)
+        place.waiting.pop(ticket.request_id, None)
+        if place.running.pop(ticket.request_id, None) is not None:
+            place.last_active_s = now
+        self._look(place, now, Occasion.TURN_ENDED)
+
+    def turn_over(self, program: Program, cached_blocks: int, now: float) -> None:
+        """A program's turn has ended well and left so many blocks."""
+        place = self._by_id.get(program.id)
+        if place is not None:
+            place.context_blocks = cached_blocks
+            self._look(place, now, Occasion.TURN_ENDED)
+
+    def forget(self, program_id: ProgramId) -> None:
+        """The program has ended, or is known no more: nobody holds a place for it."""
+        place = self._by_id.pop(program_id, None)
+        if place is not None:
+            self._unfile(place)
+            del self._in[place.tier][program_id]
+            for ticket in place.running.values():
+                self._others[ticket.request_id] = ticket.prompt_tokens
+            self._why = Occasion.TURN_ENDED
+
+    def cache_reset(self, now: float) -> None:
+        """All that was computed is gone, but for what runs."""
+        for place in list(self._by_id.values()):
+            place.context_blocks = 0
+            if place.tier in (Tier.HOST, Tier.DISK):
+                self._file(place, Tier.WAITING)
+            self._look(place, now, Occasion.CAPACITY)
+
+    # -- questions --------------------------------------------------------------
+
+    def tier(self, program_id: ProgramId) -> Tier:
+        """In whose queue the program stands; DEVICE where nobody is placed."""
+        if not self.places:
+            return Tier.DEVICE
+        place = self._by_id.get(program_id)
+        return place.tier if place is not None else Tier.WAITING
+
+    def parked(self, ticket: Ticket) -> bool:
+        """Whether a waiting request has to wait on: its program is not on the device, or about to leave."""
+        if not self.places or ticket.program is None:
+            return False
+        place = self._by_id.get(ticket.program.id)
+        if place is None or ticket.request_id not in place.waiting:
+            return False
+        if place.tier is not Tier.DEVICE:
+            return True
+        return place.leaves_after is not None and ticket.arrival > place.leaves_after
+
+    def parked_for(self, limit_s: float, now: float) -> Iterator[Ticket]:
+        """Requests that have been parked for longer, each once."""
+        while self._oldest and not 0 <= now - self._oldest[0][0] < limit_s:
+            _, request_id, program_id = self._oldest.popleft()
+            place = self._by_id.get(program_id)
+            ticket = place.waiting.get(request_id) if place is not None else None
+            if ticket is not None and self.parked(ticket):
+                yield ticket
+
+    def counts(self) -> dict[Tier, int]:
+        """Programs by queue."""
+        return {tier: len(places) for tier, places in self._in.items()}
+
+    # -- asking -------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Ask the policy if there is reason to. Raises what it raises; nobody is placed any more then."""
+        if not self.places or (self._why is None and now < self._ask_at_s):
+            return
+        try:
+            self._ask(now)
+        except Exception:
+            self._give_up(now)
+            raise
+
+    def _ask(self, now: float) -> None:
+        while self._refile and self._refile[0][0] <= now:
+            place = self._by_id.get(heapq.heappop(self._refile)[1])
+            if place is not None and place.filed is not None:
+                self._file_in_line(place, now)
+        why, self._why = self._why or Occasion.TICK, None
+        for move in self._policy.moves(self._view(why), now):
+            self._apply(move, now)
+        nothing_runs = not any(place.running for place in self._in[Tier.DEVICE].values())
+        wait_s = self._policy.idle_tick_s if nothing_runs and self._kept_out() else self._policy.tick_s
+        self._ask_at_s = now + wait_s
+
+    def _kept_out(self) -> bool:
+        below = (self._in[tier] for tier in (Tier.HOST, Tier.DISK))
+        return bool(self._line) or any(place.waiting for places in below for place in places.values())
+
+    def _view(self, why: Occasion) -> PlacementView:
+        def seen(tier: Tier) -> tuple[PlacedProgram, ...]:
+            return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
+
+        pool, others_tokens = self._pool, sum(self._others.values())
+        first = (self._by_id[program_id].seen for _, program_id in islice(self._line, SHOWN_WAITING))
+        return PlacementView(
+            why=why,
+            device=TierState(capacity_blocks=pool.blocks, others_blocks=-(-others_tokens // pool.block_size)),
+            host=TierState(capacity_blocks=pool.host_blocks),
+            disk=TierState(capacity_blocks=pool.disk_blocks),
+            on_device=seen(Tier.DEVICE),
+            on_host=seen(Tier.HOST),
+            on_disk=seen(Tier.DISK),
+            waiting=tuple(place for place in first if place is not None),
+            waiting_ordered=True,
+        )
+
+    def _apply(self, move: Move, now: float) -> None:
+        place = self._by_id[move.program_id]
+        if move.when is When.AFTER_TURN:
+            place.leaves_after = self._arrivals
+        else:
+            place.leaves_after = None
+            if move.to is not place.tier:
+                self._file(place, move.to)
+        self._look(place, now, None)
+        self._moved(place.program, move, now)
+
+    def _give_up(self, now: float) -> None:
+        """Let everybody in, in the engine's own order."""
+        self.places = False
+        for program_id, place in list(self._by_id.items()):
+            if place.waiting:
+                self._moved(place.program, Move(program_id, Tier.DEVICE, When.NOW, MoveReason.GIVEN_UP), now)
+        self._by_id.clear()
+        for places in self._in.values():
+            places.clear()
+        self._line.clear()
+        self._refile.clear()
+        self._oldest.clear()
+
+    # -- keeping order --------------------------------------------------------------
+
+    def _place_of(self, ticket: Ticket) -> _Place | None:
+        return self._by_id.get(ticket.program.id) if ticket.program is not None else None
+
+    def _file(self, place: _Place, tier: Tier) -> None:
+        self._unfile(place)
+        del self._in[place.tier][place.program.id]
+        place.tier = tier
+        self._in[tier][place.program.id] = place
+
+    def _look(self, place: _Place, now: float, why: Occasion | None) -> None:
+        """Something has happened to a program: see it anew. ``why``: reason to ask the policy."""
+        place.seen = self._seen(place)
+        if place.tier is Tier.WAITING and place.waiting:
+            self._file_in_line(place, now)
+        else:
+            self._unfile(place)
+        if why is not None:
+            self._why = why
+
+    def _file_in_line(self, place: _Place, now: float) -> None:
+        self._unfile(place)
+        if place.seen is None:
+            return
+        place.filed = (self._policy.waiting_key(place.seen, now), place.program.id)
+        bisect.insort(self._line, place.filed)
+        overdue_s = self._policy.overdue_s(place.seen)
+        if now < overdue_s < math.inf:
+            heapq.heappush(self._refile, (overdue_s, place.program.id))
+            if len(self._refile) > 4 * len(self._line) + 64:
+                self._refile = sorted({entry for entry in self._refile if self._is_filed(entry[1])})
+
+    def _is_filed(self, program_id: ProgramId) -> bool:
+        place = self._by_id.get(program_id)
+        return place is not None and place.filed is not None
+
+    def _unfile(self, place: _Place) -> None:
+        if place.filed is not None:
+            del self._line[bisect.bisect_left(self._line, place.filed)]
+            place.filed = None
+
+    def _seen(self, place: _Place) -> PlacedProgram:
+        program, block_size = place.program, self._pool.block_size
+        wants_tokens = max((ticket.prompt_tokens for ticket in place.waiting.values()), default=0)
+        runs_tokens = [ticket.prompt_tokens for ticket in place.running.values()]
+        context_tokens = max(
+            [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
+        )
+        oldest = next(iter(place.waiting.values()), None)
+        first_tokens = program.first_prompt_tokens or context_tokens
+        growing = GrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
+        known, longest = self._growth_seen(), self._pool.max_context_tokens
+        to_the_end = expected_growth_tokens(growing, known, longest)
+        this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
+        return PlacedProgram(
+            program_id=program.id,
+            tier=place.tier,
+            activity=place.activity,
+            idleness=place.clock.reading(),
+            context_blocks=place.context_blocks,
+            wants_blocks=-(-wants_tokens // block_size),
+            resident_blocks=sum(-(-tokens // block_size) for tokens in runs_tokens),
+            turn_blocks=math.ceil((context_tokens + this_turn) / block_size),
+            peak_blocks=math.ceil((context_tokens + to_the_end) / block_size),
+            arrived_s=place.arrived_s,
+            waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
+            last_active_s=place.last_active_s,
+            returning=place.returning,
+            pending=place.leaves_after is not None,
+        )
+
+    def _growth_seen(self) -> GrowthSeen:
+        growth, turns = self._histories.growth_tokens, self._histories.turns
+        return GrowthSeen(growth.count(), growth.mean(), turns.count(), turns.mean_turns())

@@ -1,0 +1,43 @@
+"""Typed labels: what a program's queue says of its blocks (M5; MORI §4.3.2).
+
+That busy requests are scheduled before others needs no order: the others are parked.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .placement_views import Tier
+
+
+class Label(str, Enum):
+    """Of blocks. Those of programs that are over or unknown are INACTIVE."""
+
+    BUSY = "busy"
+    IDLE = "idle"
+    INACTIVE = "inactive"
+
+
+_LABELS = {
+    Tier.DEVICE: Label.BUSY,
+    Tier.HOST: Label.IDLE,
+    Tier.DISK: Label.IDLE,
+    Tier.WAITING: Label.INACTIVE,
+}
+_DEVICE_ORDER = {Label.INACTIVE: 0, Label.IDLE: 1, Label.BUSY: 2}
+_HOST_ORDER = {Label.INACTIVE: 0, Label.BUSY: 1, Label.IDLE: 2}
+
+
+def label(tier: Tier) -> Label:
+    """The label of what belongs to programs of a tier."""
+    return _LABELS[tier]
+
+
+def device_rank(marked: Label) -> int:
+    """Ascending, the order in which the device's cached blocks go: inactive, idle, busy; in each the LRU."""
+    return _DEVICE_ORDER[marked]
+
+
+def host_rank(marked: Label) -> int:
+    """The same for the tiers below: inactive, busy, idle. Each tier keeps those that were placed in it."""
+    return _HOST_ORDER[marked]

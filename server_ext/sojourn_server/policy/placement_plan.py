@@ -1,0 +1,301 @@
+"""One answer of ``RelativeIdleness`` in the making: who leaves, who enters, who makes room for whom."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
+
+from sojourn.ids import ProgramId
+
+from .placement import Move, MoveReason, When
+from .placement_views import Activity, PlacedProgram, PlacementView, Tier
+
+if TYPE_CHECKING:
+    from .placement_idleness import RelativeIdleness
+
+LOOKAHEAD = 64
+"""Of the Waiting queue, so many that do not fit are gone past; then the rest is left for another time."""
+
+
+class Plan:
+    """One answer in the making. Lives for one call."""
+
+    def __init__(
+        self,
+        policy: RelativeIdleness,
+        view: PlacementView,
+        now: float,
+        free: dict[Tier, int],
+        ready: list[PlacedProgram],
+    ) -> None:
+        self._policy = policy
+        self._view = view
+        self._now = now
+        self._free = free
+        """Blocks by tier, less than 0 where it holds too much."""
+        self._staying = {program.program_id: program for program in view.on_device}
+        """On the device and not moved by this answer."""
+        self._entered = 0
+        """Programs that this answer brings to the device."""
+        self._leaving: dict[ProgramId, MoveReason] = {}
+        """Of those staying, who is to leave after its turn."""
+        self._moved: dict[ProgramId, Move] = {}
+        self._below = sorted(ready, key=self._promotion_key)
+
+    def answer(self) -> tuple[Move, ...]:
+        answer = list(self._moved.values())
+        for program in self._staying.values():
+            reason = self._leaving.get(program.program_id)
+            if reason is not None and not program.pending:
+                to = self._tier_below(program, self._free)
+                answer.append(Move(program.program_id, to, When.AFTER_TURN, reason))
+            elif reason is None and program.pending:
+                answer.append(Move(program.program_id, Tier.DEVICE, When.NOW, MoveReason.KEPT))
+        return tuple(answer)
+
+    # -- the device ---------------------------------------------------------------------------
+
+    def serve_overdue(self) -> bool:
+        """Rule 4, then demotion. False: somebody overdue waits for turns to end, and nobody goes past it."""
+        for program in self._overdue():
+            if not self._bring_in(program, MoveReason.OVERDUE):
+                return False
+        self._demote_for(0, MoveReason.OVER_CAPACITY)
+        return True
+
+    def fill_device(self) -> bool:
+        """Promotion. Whether anybody was promoted."""
+        if self._is_full():
+            return False
+        before = self._entered
+        misses = 0
+        for program in self._candidates():
+            if self._policy.device_blocks(program) <= self._free[Tier.DEVICE] or self._is_empty():
+                self._promote(program, MoveReason.FREE_CAPACITY)
+                if self._is_full():
+                    break
+            elif program.tier is Tier.WAITING:
+                misses += 1
+                overdue_new = not program.returning and self._policy.is_overdue(program, self._now)
+                if overdue_new or misses == LOOKAHEAD:
+                    break
+        return self._entered > before
+
+    def end_standstill(self) -> bool:
+        """Rule 3. Whether anybody was promoted."""
+        if self._is_empty() or self._entered:
+            return False
+        if any(program.activity is not Activity.ACTING for program in self._staying.values()):
+            return False
+        last_s = max(program.last_active_s for program in self._staying.values())
+        first = next(self._candidates(), None)
+        if first is None or not has_lasted(last_s, self._policy.standstill_s, self._now):
+            return False
+        return self._bring_in(first, MoveReason.STANDSTILL)
+
+    def exchange(self) -> bool:
+        """One ready program for acting ones that are more idle, if their KV can be kept. Whether any was."""
+        margin = self._policy.exchange_margin
+        if margin >= 1:  # idleness is at most 1
+            return False
+        acting = [program for program in self._staying.values() if program.activity is Activity.ACTING]
+        acting.sort(key=self._demotion_key)
+        returning = (program for program in self._candidates() if program.returning)
+        for program in islice(returning, len(self._below) + LOOKAHEAD):
+            least = self._idleness(program) + margin
+            free = dict(self._free)
+            if program.tier in free:
+                free[program.tier] += program.context_blocks
+            victims = []
+            for victim in (each for each in acting if self._idleness(each) > least):
+                if self._policy.device_blocks(program) <= free[Tier.DEVICE]:
+                    break
+                to = self._tier_below(victim, free)
+                if to is Tier.WAITING:
+                    continue
+                victims.append((victim, to))
+                free[to] -= victim.context_blocks
+                free[Tier.DEVICE] += self._policy.device_blocks(victim)
+            if self._policy.device_blocks(program) <= free[Tier.DEVICE]:
+                self._promote(program, MoveReason.EXCHANGE)
+                for victim, to in victims:
+                    self._send(victim, to, MoveReason.EXCHANGE)
+                return True
+        return False
+
+    def _bring_in(self, program: PlacedProgram, reason: MoveReason) -> bool:
+        """Make room for it. Whether it is promoted at once, and does not wait for turns of others to end."""
+        return self._demote_for(self._policy.device_blocks(program), reason, program)
+
+    def _demote_for(self, blocks: int, reason: MoveReason, program: PlacedProgram | None = None) -> bool:
+        """Demote as few as leave ``blocks`` free, in the order of M3; promote ``program`` if that is enough.
+
+        Reasoning ones are noted as leaving, which replaces what was noted before.
+        """
+        over = -self._free[Tier.DEVICE]
+        short = over + blocks
+        left = len(self._staying) + self._entered
+        now: list[tuple[PlacedProgram, MoveReason]] = []
+        self._leaving = {}
+        for victim in self._leavers() if short > 0 else ():
+            if short <= 0 or (left == 1 and program is None):
+                break  # one that is alone may be larger than the device
+            why = MoveReason.OVER_CAPACITY if over > 0 else reason
+            if victim.activity is Activity.REASONING:
+                self._leaving[victim.program_id] = why
+            else:
+                now.append((victim, why))
+            gained = self._policy.device_blocks(victim)
+            over, short, left = over - gained, short - gained, left - 1
+        enters = program is not None and not self._leaving and (short <= 0 or not left)
+        if program is not None and enters:
+            self._promote(program, reason)  # before the others leave: it may leave them a place below
+        for victim, why in now:
+            self._send(victim, self._place_below(victim), why)
+        return enters
+
+    def _leavers(self) -> list[PlacedProgram]:
+        """Who may be told to leave the device, in that order: all but those yet to have a turn (rule 1)."""
+        leavers = [
+            program
+            for program in self._staying.values()
+            if program.activity is not Activity.READY or program.pending
+        ]
+        leavers.sort(key=self._demotion_key)
+        return leavers
+
+    def _is_empty(self) -> bool:
+        return not self._staying and not self._entered
+
+    def _is_full(self) -> bool:
+        """Nobody can enter: everybody takes at least one block."""
+        return self._free[Tier.DEVICE] <= 0 and not self._is_empty()
+
+    # -- the tiers below ----------------------------------------------------------------------
+
+    def relieve(self, tier: Tier) -> None:
+        """Demotion from a tier below that holds too much."""
+        if self._free[tier] >= 0:
+            return
+        group = self._view.on_host if tier is Tier.HOST else self._view.on_disk
+        for program in sorted(group, key=self._demotion_key):
+            if self._free[tier] >= 0:
+                break
+            if program.program_id not in self._moved:
+                fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
+                self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
+
+    def _tier_below(self, program: PlacedProgram, free: dict[Tier, int]) -> Tier:
+        """Where it goes from the device, with so many blocks free."""
+        to_disk = self._idleness(program) >= self._policy.disk_idleness
+        for tier in (Tier.DISK, Tier.HOST) if to_disk else (Tier.HOST, Tier.DISK):
+            if 0 < program.context_blocks <= free[tier]:
+                return tier
+        return Tier.WAITING
+
+    def _place_below(self, program: PlacedProgram) -> Tier:
+        """The same, and where host memory is full of more idle programs, they go down to disk for it."""
+        threshold = self._policy.disk_idleness
+        to = self._tier_below(program, self._free)
+        if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
+            return to
+        short = program.context_blocks - self._free[Tier.HOST]
+        room = self._free[Tier.DISK]
+        down = []
+        idle = (
+            p for p in self._view.on_host if p.activity is Activity.ACTING and p.program_id not in self._moved
+        )
+        for other in sorted(idle, key=self._demotion_key):
+            if short <= 0 or self._idleness(other) < threshold:
+                break
+            if other.context_blocks <= room:
+                down.append(other)
+                room -= other.context_blocks
+                short -= other.context_blocks
+        if short > 0:
+            return to
+        for other in down:
+            self._send(other, Tier.DISK, MoveReason.HOST_FULL)
+        return Tier.HOST
+
+    # -- who, in which order ------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[PlacedProgram]:
+        """Ready programs off the device in the order of promotion, but those that this answer has moved."""
+        for program in self._below:
+            if program.program_id not in self._moved:
+                yield program
+        for program in self._in_line():
+            if program.activity is Activity.READY and program.program_id not in self._moved:
+                yield program
+
+    def _in_line(self) -> Iterator[PlacedProgram]:
+        if self._view.waiting_ordered:
+            yield from self._view.waiting
+            return
+        # Of thousands only the first few are looked at: a heap finds them without sorting the rest.
+        keyed = [(self._policy.waiting_key(program, self._now), program) for program in self._view.waiting]
+        heapq.heapify(keyed)
+        while keyed:
+            yield heapq.heappop(keyed)[1]
+
+    def _overdue(self) -> list[PlacedProgram]:
+        """Ready programs that ran before and have waited too long, the longest-waiting first."""
+        waiting: Iterable[PlacedProgram] = self._view.waiting
+        if self._view.waiting_ordered:
+            waiting = islice(takewhile(self._is_overdue, waiting), LOOKAHEAD)
+        overdue = [*filter(self._is_overdue, self._below), *filter(self._is_overdue, waiting)]
+        overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
+        return overdue
+
+    def _is_overdue(self, program: PlacedProgram) -> bool:
+        ready = program.returning and program.activity is Activity.READY
+        return ready and self._policy.is_overdue(program, self._now)
+
+    def _promotion_key(self, program: PlacedProgram) -> tuple[bool, float, float, str]:
+        """Of those below the device: host first, the least idle first."""
+        on_disk = program.tier is Tier.DISK
+        return (on_disk, self._idleness(program), program.waiting_since_s, program.program_id)
+
+    def _demotion_key(self, program: PlacedProgram) -> tuple[int, float, float, str]:
+        """Those whose last turn here is over, acting ones, the others; the most idle first.
+
+        Among reasoning ones nothing is made of who was told to leave already: with that, whom an answer
+        tells would change by its being applied.
+        """
+        if program.pending and program.activity is not Activity.REASONING:
+            level = 0
+        else:
+            level = 1 if program.activity is Activity.ACTING else 2
+        return (level, -self._idleness(program), program.last_active_s, program.program_id)
+
+    def _idleness(self, program: PlacedProgram) -> float:
+        return program.idleness.at(self._now)
+
+    # -- keeping count ------------------------------------------------------------------------
+
+    def _promote(self, program: PlacedProgram, reason: MoveReason) -> None:
+        self._free[Tier.DEVICE] -= self._policy.device_blocks(program)
+        if program.tier in self._free:
+            self._free[program.tier] += program.context_blocks
+        self._entered += 1
+        self._moved[program.program_id] = Move(program.program_id, Tier.DEVICE, When.NOW, reason)
+
+    def _send(self, program: PlacedProgram, to: Tier, reason: MoveReason) -> None:
+        """Down, from the device or from a tier below it."""
+        if program.tier is Tier.DEVICE:
+            del self._staying[program.program_id]
+            self._free[Tier.DEVICE] += self._policy.device_blocks(program)
+        else:
+            self._free[program.tier] += program.context_blocks
+        if to is not Tier.WAITING:
+            self._free[to] -= program.context_blocks
+        self._moved[program.program_id] = Move(program.program_id, to, When.NOW, reason)
+
+
+def has_lasted(since_s: float, limit_s: float, now: float) -> bool:
+    """Whether ``limit_s`` have passed. A time that is ahead, or none, has lasted: the clock has jumped."""
+    return limit_s < math.inf and not 0 <= now - since_s < limit_s

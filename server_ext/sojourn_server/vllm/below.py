@@ -1,0 +1,106 @@
+"""What the adapter has done below the device: save what is reused, move what is placed, bring back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from sojourn.ids import ProgramId
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from ..engine.steward import Steward
+from ..policy.labels import host_rank
+from ..policy.placement_views import Tier
+from ..tiers.host_slots import Rank
+from ..tiers.jobs import Key
+from ..tiers.planner import PLAIN_RANK
+from .block_owners import BlockOwners
+from .connector import SojournConnector
+from .held_blocks import HeldBlocks, chain_hash
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Below:
+    """The tiers of one engine, as its adapter commands them. What fails in here turns them off, not it."""
+
+    def __init__(self, connector: SojournConnector, steward: Steward) -> None:
+        self._connector = connector
+        self._steward = steward
+
+    def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
+        """Blocks are about to be reused: save what is in them."""
+        self._guarded(self._save, blocks, owners)
+
+    def place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
+        """A program's KV belongs in ``tier`` from now on."""
+        self._guarded(self._place, program_id, tier, held)
+
+    def fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """Bring these closer: how many are coming from disk, and how many are nowhere below the device."""
+        found = self._guarded(self._fetch, keys)
+        return found if found is not None else (0, len(keys))
+
+    def loaded_tokens(self, request_id: str) -> int:
+        """Tokens that a request which was just admitted had from below; asked once."""
+        return self._connector.loaded_tokens.pop(request_id, 0)
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """Blocks by tier and state, and moves so far."""
+        return self._connector.planner.state()
+
+    def reset(self) -> None:
+        """The engine's cache was reset."""
+        self._connector.reset_cache()
+
+    def turn_off(self, why: str) -> None:
+        """Nothing is saved and nothing found any more."""
+        self._connector.turn_off(why)
+
+    def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
+        ranks: dict[ProgramId | None, Rank] = {}
+        evicted = self._connector.planner.evicted
+        for block in blocks:
+            if block.block_hash is not None:
+                evicted(chain_hash(block), block.block_id, self._rank_in(block.block_id, owners, ranks))
+
+    def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
+        """The rank of what is in a block: the highest of its owners'."""
+        if block_id in owners.orphans:
+            return self._rank(None, ranks)
+        owner = owners.of.get(block_id)
+        if isinstance(owner, str):
+            return self._rank(owner, ranks)
+        return max((self._rank(name, ranks) for name in owner or ()), default=PLAIN_RANK)
+
+    def _rank(self, program_id: ProgramId | None, ranks: dict[ProgramId | None, Rank]) -> Rank:
+        rank = ranks.get(program_id)
+        if rank is None:
+            rank = ranks[program_id] = host_rank(self._steward.label(program_id))
+        return rank
+
+    def _place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
+        keys: Sequence[Key] = self._steward.contexts.get(program_id) or ()
+        planner = self._connector.planner
+        rank = host_rank(self._steward.label(program_id))
+        planner.set_rank(keys, rank)
+        cached = held.still_cached(keys)
+        if tier is Tier.DEVICE:
+            planner.fetch(keys[len(cached) :])
+        elif tier is not Tier.WAITING:
+            # Ahead of need: what is stored by then is not waited for when it is reused.
+            planner.store([(chain_hash(block), block.block_id) for block in cached], rank)
+
+    def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
+        planner = self._connector.planner
+        return planner.fetch(keys), planner.missing(keys)
+
+    def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self._connector.off:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # the tiers' failure, and not the engine's or the order of reuse's
+            self._connector.failed(error)
+            return None

@@ -1,0 +1,193 @@
+"""``sojourn simulate --sweep``: what is wrong is told before anything runs; else table, JSON and plot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import typer.testing
+from sojourn_server.cli import build_app
+from sojourn_server.cli.console import CliError
+from sojourn_server.lab.report.results import Results, read_results
+from sojourn_server.lab.report.row import WALL_CLOCK_FIELDS, RunRow
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
+
+SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
+WORKLOAD = "synthetic:continuum-bfcl"
+SMALL = f"simulate {WORKLOAD} --programs 8 --hours 0.02 --pool-tokens 20000 --max-model-len 12000 --jobs 2"
+
+
+def refused(*arguments: str) -> CliError:
+    result = typer.testing.CliRunner().invoke(build_app(), ["simulate", WORKLOAD, *arguments])
+    assert isinstance(result.exception, CliError), (result.output, result.exception)
+    assert "\n" not in result.exception.message + result.exception.next_step
+    assert result.exception.exit_code == 2
+    return result.exception
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sweep seed=1,2", "--sweep seed=1,2: cannot sweep 'seed'; expected one of cpu_ratio, pool_tokens"),
+        ("--sweep cpu_ratio=0,x", "--sweep cpu_ratio=0,x: 'x' is not a finite number of 0 or more"),
+        (
+            "--sweep cpu_ratio=1,2 --cpu-ratio 1",
+            "--cpu-ratio gives one value of cpu_ratio, and --sweep several",
+        ),
+        ("--sweep programs=1,2 --programs 40", "leave out --programs"),
+        ("--sweep rate_per_s=1,2 --rate 1", "leave out --rate"),
+        ("--sweep cpu_ratio=1,2 --programs 20,40", "--programs and --rate make 2"),
+        ("--sweep programs=10,20 --rate 1,2", "--programs and --rate make 2"),
+        ("--sweep cpu_ratio=1,2 --save runs.json", "--save does not tell the values of --sweep apart"),
+        ("--sweep cpu_ratio=1,2 --explain p1", "--explain does not tell the values of --sweep apart"),
+        ("--sweep cpu_ratio=1,2 --policy stock,admit", "cpu_ratio changes nothing for stock, admit"),
+        ("--sweep cpu_ratio=1,2 --policy stok", "did you mean 'stock'?"),
+        ("--sweep tp=1,3 --policy stock", "tp is 3; llama-3.1-8b has 32 heads"),
+        ("--sweep pool_tokens=20 --policy stock", "the KV pool holds 16 tokens"),
+        ("--sweep rate_per_s=1 --hours 0.01 --warm-up-s 99", "--warm-up-s 99 leaves nothing of 36 virtual s"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(arguments: str, message: str) -> None:
+    error = refused(*arguments.split())
+    assert message in f"{error.message} {error.next_step}"
+
+
+def test_kept_runs_are_not_swept() -> None:
+    result = typer.testing.CliRunner().invoke(
+        build_app(), ["simulate", "--load", "runs.json", "--sweep", "cpu_ratio=0,1"]
+    )
+    assert isinstance(result.exception, CliError)
+    assert "--sweep has no effect on kept runs" in result.exception.message
+
+
+# -- a sweep ----------------------------------------------------------------------------------------
+
+
+class Swept(NamedTuple):
+    folder: Path
+    said: str
+    results: Results
+
+
+def run(folder: Path, arguments: str) -> str:
+    done = subprocess.run(
+        [*SOJOURN, *SMALL.split(), *arguments.split()],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "250"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    folder = tmp_path_factory.mktemp("swept")
+    said = run(
+        folder, "--policy stock,lru-offload --sweep cpu_ratio=0,2 --json out/sweep.json --plot out/plots"
+    )
+    return Swept(folder, said, read_results(folder / "out" / "sweep.json"))
+
+
+def figures(row: RunRow) -> dict[str, object]:
+    """All that repeats, but whose it is."""
+    return {**msgspec.to_builtins(row), **dict.fromkeys([*WALL_CLOCK_FIELDS, "policy", "notes"])}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_the_runs_are_those_of_each_value_by_itself(swept: Swept) -> None:
+    """Without host memory the offloading engine does what the plain one does; with it, what ``--cpu-ratio``
+    alone gives."""
+    rows = swept.results.runs
+    assert [row.policy for row in rows] == ["stock", "lru-offload"] * 2
+    stock, none, again, twice = rows
+    assert figures(stock) == figures(none) == figures(again)
+    assert stock.output_tok_per_s
+    assert stock.regenerated_tokens > 0
+    assert none.host_blocks == none.copied_to_host_bytes == 0
+    assert twice.host_blocks == 2 * 20_000 // 16
+    assert twice.host_hit_tokens > 0
+    assert twice.regenerated_tokens < stock.regenerated_tokens
+    run(swept.folder, "--policy lru-offload --cpu-ratio 2 --json alone.json")
+    (alone,) = read_results(swept.folder / "alone.json").runs
+    assert figures(alone) == figures(twice)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_the_json_says_which_run_is_of_which_value(swept: Swept) -> None:
+    by_value = swept.results.sweep
+    assert by_value is not None
+    assert by_value.field == "cpu_ratio"
+    assert [(value.value, value.runs) for value in by_value.values] == [(0.0, (0, 1)), (2.0, (2, 3))]
+    assert [value.host_tokens for value in by_value.values] == [0, 40_000]
+    assert [value.host_bytes for value in by_value.values] == [0, 40_000 * 131_072]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+def test_the_table_has_a_line_a_value_and_policy(swept: Swept) -> None:
+    lines = [line.replace("*", " ").split() for line in swept.said.splitlines() if " GiB " in line]
+    assert [line[:4] for line in lines] == [
+        ["0", "0", "GiB", "stock"],
+        ["0", "0", "GiB", "lru-offload"],
+        ["2", "4.88", "GiB", "stock"],
+        ["2", "4.88", "GiB", "lru-offload"],
+    ]
+    for line, row in zip(lines, swept.results.runs, strict=True):
+        assert line[4] == f"{row.output_tok_per_s:,.0f}"
+        p95 = line[6 if row.policy != "stock" else 5]  # behind how many times better than stock
+        assert p95.lstrip("≥") == f"{row.completion_estimate_s.p95:,.{len(p95.partition('.')[2])}f}"
+        assert p95.startswith("≥") == ("p95" in row.completion_estimate_s.at_least)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need matplotlib")
+def test_the_plot_is_there_with_what_the_memory_is_in_gib(swept: Swept) -> None:
+    plots = swept.folder / "out" / "plots"
+    assert sorted(path.name for path in plots.iterdir()) == ["sweep.png", "sweep.svg"]
+    assert (plots / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n")
+    drawn = (plots / "sweep.svg").read_text()
+    for text in ("4.88 GiB", "lru-offload", "output throughput, tokens/s", "P95, est. of all"):
+        assert text in drawn
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_host_memory_is_swept_under_policies_that_have_some(tmp_path: Path) -> None:
+    """Where none are named: the usual ones have none."""
+    run(tmp_path, "--sweep cpu_ratio=0 --json out.json")
+    rows = read_results(tmp_path / "out.json").runs
+    names = [row.policy for row in rows]
+    assert names == ["stock", "lru-offload", "thunderagent-offload", "continuum+host", "mori"]
+    assert figures(rows[0]) == figures(rows[1])
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_arrivals_are_swept_until_the_last_has_finished(tmp_path: Path) -> None:
+    command = (
+        f"simulate {WORKLOAD} --programs 3 --pool-tokens 20000 --max-model-len 12000 --policy stock "
+        "--sweep rate_per_s=0.5,0.05 --json -"
+    )
+    done = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = msgspec.json.decode(done.stdout, type=Results)
+    assert [(row.rate_per_s, row.loop, row.programs_unfinished) for row in found.runs] == [
+        (0.5, "open", 0),
+        (0.05, "open", 0),
+    ]
+    assert found.sweep is not None
+    assert [value.value for value in found.sweep.values] == [0.5, 0.05]
