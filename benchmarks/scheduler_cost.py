@@ -30,8 +30,9 @@ CONTEXT_TOKENS = 8_000
 BLOCK_SIZE = 16
 
 
-def build(policy: str | None) -> Any:
-    """An engine with ``RUNNING`` decoding requests; with a policy, also ``KNOWN_PROGRAMS`` programs."""
+def build(policy: str | None, host_blocks: int = 0) -> Any:
+    """An engine with ``RUNNING`` decoding requests; with a policy, also ``KNOWN_PROGRAMS`` programs, and host
+    memory below the device where it gets some."""
     from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
 
     settings = None if policy is None else {"policy": policy, "strict": True}
@@ -41,6 +42,8 @@ def build(policy: str | None) -> Any:
             blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=65_536,
+            host_blocks=host_blocks,
+            own_tiers=True,
             sojourn=settings,
         ),
         time.monotonic,
@@ -129,10 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--policy", default="continuum")
+    parser.add_argument("--host-blocks", type=int, default=0, help="host memory below the device, ours")
     parser.add_argument("--slices", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps in a slice")
     options = parser.parse_args()
-    stock, ours = build(None), build(options.policy)
+    stock, ours = build(None), build(options.policy, options.host_blocks)
     gc.collect()
     gc.disable()
     slice_cost(stock, options.steps)
@@ -147,7 +151,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": (
             f"python benchmarks/scheduler_cost.py --policy {options.policy} "
-            f"--slices {options.slices} --steps {options.steps}"
+            f"--host-blocks {options.host_blocks} --slices {options.slices} --steps {options.steps}"
         ),
         "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
         "versions": {"vllm": _vllm_version(), "sojourn": version("sojourn")},

@@ -37,8 +37,10 @@ class MadeUpCalls:
         return calls[: 1 + (count % 4 == 0)]
 
 
-def make_engine(tape: Path | None, clock: Clock, policy: str = "continuum", **sojourn: Any) -> Any:
-    """A bare engine in memory that is too small."""
+def make_engine(
+    tape: Path | None, clock: Clock, policy: str = "continuum", *, host_blocks: int = 0, **sojourn: Any
+) -> Any:
+    """A bare engine in memory that is too small, with ``host_blocks`` of ours below the device."""
     from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
 
     settings = {"policy": policy, "strict": True, **sojourn}
@@ -51,6 +53,8 @@ def make_engine(tape: Path | None, clock: Clock, policy: str = "continuum", **so
             max_num_seqs=8,
             max_num_batched_tokens=256,
             max_model_len=800,
+            host_blocks=host_blocks,
+            own_tiers=True,
             sojourn=settings,
         ),
         clock,

@@ -41,7 +41,8 @@ def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_ta
     logged, _ = engine.scheduler.sojourn.steward.decisions.since(0, 1_000_000)
     assert report.decisions == Counter(decision.kind for decision in logged)
     # And nothing that can be answered was never asked.
-    asked = {op for op, shape in SHAPES.items() if shape.answer} - {"close", "standing", "stranger"}
+    unasked = {"close", "park", "refused", "standing", "stranger"}
+    asked = {op for op, shape in SHAPES.items() if shape.answer} - unasked
     assert report.answers.keys() == asked
     assert len(grants(lines_of(path))) > 500
     assert report.evictions > 5000
@@ -73,7 +74,21 @@ def test_every_preset_is_reproduced(policy, tmp_path):
     report = replay_tape(tmp_path / "tape")
     assert report.difference is None
     assert report.preset == policy
-    assert report.total_decisions > 100
+    assert report.total_decisions > 50
+
+
+def test_placement_in_tiers_is_reproduced(tmp_path):
+    """With host memory below the device: who is parked, moved, and told to leave after a turn."""
+    more = {"host_blocks": 60, "gate_timeout_s": 5.0}
+    engine = record(tmp_path / "tape", seed=3, steps=1500, policy="mori-exchange", **more)
+    report = replay_tape(tmp_path / "tape")
+    assert report.difference is None
+    assert {"to_device", "to_host", "to_waiting"} <= report.decisions.keys()
+    assert report.answers["park"] > 100
+    assert report.answers["refused"]
+    counts = engine.scheduler.connector.planner.counts
+    assert counts["stored"]
+    assert counts["loaded"]
 
 
 def test_an_order_of_reuse_by_program_is_reproduced(tmp_path):

@@ -58,9 +58,10 @@ def header(**changes: Any) -> Header:
 
 # -- nothing is forgotten -----------------------------------------------------------------------
 
-READ_ONLY = {"actions", "has_unstarted", "owner_score", "unstarted", "waiting_view"}
+READ_ONLY = {"actions", "has_unstarted", "label", "owner_score", "unstarted", "waiting_view"}
 """Methods of the steward that change nothing, and decide nothing but what a policy answers to their arguments
-alone: with each standing the tape holds a score of it."""
+alone, or what moves made of a program's place: with each standing the tape holds a score of it, with each
+order where to."""
 FROM_WITHIN = {"forget", "program_over"}
 """Methods that only the steward itself and its desk call, from within a call that is taped."""
 
@@ -323,7 +324,7 @@ def at(index: int, line: Any) -> Any:
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (with_header(sojourn_tape=99), r"line 1: tape version 99, written by sojourn \S+; expected 3"),
+        (with_header(sojourn_tape=99), r"line 1: tape version 99, written by sojourn \S+; expected 4"),
         (
             lambda lines: lines[0].pop("sojourn_tape"),
             "line 1: not the header of a tape: no field sojourn_tape",

@@ -50,6 +50,9 @@ def demo(
     kv_host_gib: float | None = typer.Option(
         None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
+    resident: float = typer.Option(
+        3.0, "--resident", min=0.5, max=100.0, help="Contexts, fully grown, that the KV pool has room for."
+    ),
     keep: bool = typer.Option(
         False,
         "--keep",
@@ -74,7 +77,7 @@ def demo(
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     try:
         records, facts = _run(
-            chosen, programs, policy, model, seed, url, directory, max_num_seqs, kv_host_gib
+            chosen, programs, policy, model, seed, url, directory, max_num_seqs, kv_host_gib, resident
         )
         result = report.document(records, facts)
         console.print(report.table(result))
@@ -114,6 +117,7 @@ def _run(
     directory: Path,
     max_num_seqs: int,
     kv_host_gib: float | None,
+    resident: float,
 ) -> tuple[list[Any], dict[str, Any]]:
     from sojourn_server.demo import arm as arms_room
     from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
@@ -131,7 +135,7 @@ def _run(
             f"no tokenizer.json for {model!r}: {error}", "use --model smol or --model tiny"
         ) from error
     contexts = [task.context_tokens for task in tasks]
-    blocks = pool_blocks(contexts, arms_room.BLOCK_TOKENS)
+    blocks = pool_blocks(contexts, arms_room.BLOCK_TOKENS, resident)
     flags = arms_room.serve_args(blocks, model_length(contexts), max_num_seqs)
     facts = {
         "pool": (

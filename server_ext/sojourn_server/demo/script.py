@@ -16,8 +16,9 @@ from typing import Any
 from ..models.chat import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .tasks import Turn
 
-RESIDENT_PROGRAMS = 3
-"""How many of the final contexts the KV pool holds: few enough for eviction, enough for progress."""
+RESIDENT_PROGRAMS = 3.0
+"""How many of the final contexts the KV pool holds, unless told otherwise: few enough for eviction, enough
+for progress."""
 MARGIN_BLOCKS = 8
 """The engine's null block, and the partly filled last block of each resident program."""
 
@@ -61,16 +62,18 @@ def tool_call(turn: Turn) -> dict[str, Any]:
     return {"name": "bash", "arguments": {"command": turn.command}}
 
 
-def pool_blocks(context_tokens: Sequence[int], block_tokens: int) -> int:
-    """KV blocks for about ``RESIDENT_PROGRAMS`` of these final contexts; the same in every arm.
+def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
+    """KV blocks for about ``resident`` of these final contexts; the same in every arm.
 
     A pure function: mean context in whole blocks, times the programs to hold, plus a small margin.
-    Never less than the largest context alone needs. Raises ``ValueError`` for no contexts.
+    Never less than the largest context alone needs. Raises ``ValueError`` for no contexts, or room for none.
     """
+    if not 0 < resident < math.inf:
+        raise ValueError(f"room for {resident} contexts; expected a number > 0")
     if not context_tokens:
         raise ValueError("no contexts to make room for")
     blocks = [math.ceil(tokens / block_tokens) for tokens in context_tokens]
-    wanted = math.ceil(RESIDENT_PROGRAMS * sum(blocks) / len(blocks))
+    wanted = math.ceil(resident * sum(blocks) / len(blocks))
     return max(wanted, max(blocks)) + MARGIN_BLOCKS
 
 

@@ -72,9 +72,15 @@ class _Place:
 
     @property
     def activity(self) -> Activity:
-        if self.running:
+        if self.running or self.turn_goes_on:
             return Activity.REASONING
         return Activity.READY if self.waiting else Activity.ACTING
+
+    @property
+    def turn_goes_on(self) -> bool:
+        """It leaves after its turn, and a request that came before it was told so has yet to run."""
+        before = self.leaves_after
+        return before is not None and any(ticket.arrival <= before for ticket in self.waiting.values())
 
 
 class Placer:
@@ -94,7 +100,7 @@ class Placer:
         """The Waiting queue: programs with a request, ascending."""
         self._refile: list[tuple[float, ProgramId]] = []
         """A heap of when waiting alone gives a program another place in it."""
-        self._oldest: deque[tuple[float, str, ProgramId]] = deque()
+        self._oldest: deque[tuple[float, int, str, ProgramId]] = deque()
         """Requests in the order of their arrival; those that were parked for too long are found in front."""
         self._arrivals = 0
         """Number of the newest request."""
@@ -102,7 +108,10 @@ class Placer:
         """Prompt tokens of running requests of nobody who has a place."""
         self._why: Occasion | None = None
         """What has happened since the policy was asked."""
-        self._ask_at_s = -math.inf
+        self._asked_s = self._ask_at_s = -math.inf
+        """When it was asked, and when it is asked next where nothing happens."""
+        self._failed: Exception | None = None
+        """Its error at a fact: the next tick raises it, since whoever tells a fact must not be stopped."""
 
     # -- facts ----------------------------------------------------------------
 
@@ -119,8 +128,8 @@ class Placer:
         self._arrivals = ticket.arrival
         place.clock.arrived(ticket.request_id, now)
         place.waiting[ticket.request_id] = ticket
-        self._oldest.append((now, ticket.request_id, program.id))
-        self._look(place, now, Occasion.TOOL_ENDED if place.returning else Occasion.ARRIVAL)
+        self._oldest.append((now, ticket.arrival, ticket.request_id, program.id))
+        self._note(place, now, Occasion.TOOL_ENDED if place.returning else Occasion.ARRIVAL)
 
     def admitted(self, ticket: Ticket, now: float) -> None:
         """A request has got its blocks."""
@@ -130,28 +139,33 @@ class Placer:
         if place is None:
             self._others[ticket.request_id] = ticket.prompt_tokens
             return
+        self._others.pop(ticket.request_id, None)
         place.clock.admitted(ticket.request_id, now)
         place.waiting.pop(ticket.request_id, None)
         place.running[ticket.request_id] = ticket
         place.returning = True
         if place.tier is not Tier.DEVICE:  # it runs, whoever let it in: that is where it is
             self._file(place, Tier.DEVICE)
-            self._look(place, now, Occasion.CAPACITY)
+            self._note(place, now, Occasion.CAPACITY)
+            # Others of its requests may be parked, and who is ready on the device is not moved any more.
+            move = Move(place.program.id, Tier.DEVICE, When.NOW, MoveReason.FREE_CAPACITY)
+            self._moved(place.program, move, now)
         else:
-            self._look(place, now, None)
+            self._note(place, now, None)
 
     def preempted(self, ticket: Ticket, now: float) -> None:
         """A running request has lost its blocks and will run again."""
         place = self._place_of(ticket) if self.places else None
         if place is not None:
             place.clock.preempted(ticket.request_id, now)
-            self._look(place, now, None)
+            self._note(place, now, None)
 
     def finished(self, ticket: Ticket, now: float) -> None:
         """A request has left the engine, for whatever reason."""
         if not self.places:
             return
-        self._others.pop(ticket.request_id, None)
+        if self._others.pop(ticket.request_id, None) is not None and self._kept_out():
+            self._why = Occasion.TURN_ENDED  # its room is for programs to have
         place = self._place_of(ticket)
         if place is None:
             return
@@ -159,14 +173,14 @@ class Placer:
         place.waiting.pop(ticket.request_id, None)
         if place.running.pop(ticket.request_id, None) is not None:
             place.last_active_s = now
-        self._look(place, now, Occasion.TURN_ENDED)
+        self._note(place, now, Occasion.TURN_ENDED)
 
     def turn_over(self, program: Program, cached_blocks: int, now: float) -> None:
         """A program's turn has ended well and left so many blocks."""
         place = self._by_id.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            self._look(place, now, Occasion.TURN_ENDED)
+            self._note(place, now, Occasion.TURN_ENDED)
 
     def forget(self, program_id: ProgramId) -> None:
         """The program has ended, or is known no more: nobody holds a place for it."""
@@ -184,7 +198,9 @@ class Placer:
             place.context_blocks = 0
             if place.tier in (Tier.HOST, Tier.DISK):
                 self._file(place, Tier.WAITING)
-            self._look(place, now, Occasion.CAPACITY)
+            self._note(place, now, Occasion.CAPACITY)
+            if not self.places:
+                return
 
     # -- questions --------------------------------------------------------------
 
@@ -208,11 +224,14 @@ class Placer:
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[Ticket]:
         """Requests that have been parked for longer, each once."""
-        while self._oldest and not 0 <= now - self._oldest[0][0] < limit_s:
-            _, request_id, program_id = self._oldest.popleft()
+        if self._oldest and self._oldest[0][0] > now:  # the clock was put back: their time begins anew
+            self._oldest = deque((min(entry[0], now), *entry[1:]) for entry in self._oldest)
+        while self._oldest and now - self._oldest[0][0] >= limit_s:
+            _, arrival, request_id, program_id = self._oldest.popleft()
             place = self._by_id.get(program_id)
             ticket = place.waiting.get(request_id) if place is not None else None
-            if ticket is not None and self.parked(ticket):
+            # Its id may be another request's by now.
+            if ticket is not None and ticket.arrival == arrival and self.parked(ticket):
                 yield ticket
 
     def counts(self) -> dict[Tier, int]:
@@ -223,7 +242,11 @@ class Placer:
 
     def tick(self, now: float) -> None:
         """Ask the policy if there is reason to. Raises what it raises; nobody is placed any more then."""
-        if not self.places or (self._why is None and now < self._ask_at_s):
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
+        # A clock that was put back must not put off the next question for as long.
+        if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
             return
         try:
             self._ask(now)
@@ -241,7 +264,7 @@ class Placer:
             self._apply(move, now)
         nothing_runs = not any(place.running for place in self._in[Tier.DEVICE].values())
         wait_s = self._policy.idle_tick_s if nothing_runs and self._kept_out() else self._policy.tick_s
-        self._ask_at_s = now + wait_s
+        self._asked_s, self._ask_at_s = now, now + wait_s
 
     def _kept_out(self) -> bool:
         below = (self._in[tier] for tier in (Tier.HOST, Tier.DISK))
@@ -299,6 +322,14 @@ class Placer:
         del self._in[place.tier][place.program.id]
         place.tier = tier
         self._in[tier][place.program.id] = place
+
+    def _note(self, place: _Place, now: float, why: Occasion | None) -> None:
+        """As ``_look``, for a fact: an error of the policy ends placement, and the next tick tells of it."""
+        try:
+            self._look(place, now, why)
+        except Exception as error:
+            self._give_up(now)
+            self._failed = error
 
     def _look(self, place: _Place, now: float, why: Occasion | None) -> None:
         """Something has happened to a program: see it anew. ``why``: reason to ask the policy."""

@@ -83,8 +83,7 @@ class Steward:
         self.contexts = self.keeper.contexts
         self.tickets: dict[str, Ticket] = {}
         self.refused: list[str] = []
-        """Requests that the engine is to end with an error: they were parked for ``gate_timeout_s``. Whoever
-        takes them clears it."""
+        """Requests that the engine is to end with an error: they were parked for ``gate_timeout_s``."""
         self._arrivals = 0
         self._awaiting_first_token: dict[str, TurnRecord] = {}
         self.gate = EntryGate(
@@ -402,6 +401,11 @@ class Steward:
     def parked(self, ticket: Ticket) -> bool:
         """Whether a waiting request has to wait on, whatever is free: its program is not on the device."""
         return self.placer.parked(ticket)
+
+    def take_refused(self) -> list[str]:
+        """The requests to be ended with an error; they are the caller's now."""
+        refused, self.refused = self.refused, []
+        return refused
 
     def label(self, program_id: ProgramId | None) -> Label:
         """What the program's queue says of its blocks; ``None``: of those of programs that are over."""

@@ -152,6 +152,9 @@ class TapePlayer:
     def pin(self, now: float, program_id: str, blocks: int, options: dict[str, Any]) -> Call:
         return partial(self.steward.pinned, ProgramId(program_id), blocks, now, **options)
 
+    def refused(self, now: None) -> Call:
+        return self.steward.take_refused
+
     def park(self, now: None, request: int) -> Call:
         return partial(self.steward.parked, self._tickets[request])
 

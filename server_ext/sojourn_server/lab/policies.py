@@ -32,6 +32,10 @@ class PolicyError(ValueError):
     """There is no such policy; the text names the nearest."""
 
 
+NEVER_S = 1e9
+"""Clients of the lab are as patient with us as with the baselines, which refuse nobody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabPolicy:
     """How to build one policy's engine."""
@@ -53,9 +57,10 @@ class LabPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """The adapter's settings; ``None``: no adapter."""
+        more = {"gate_timeout_s": NEVER_S} if self.own_tiers else {}
         if self.preset_file is not None:
-            return {"policy_file": self.preset_file}
-        return None if self.preset is None else {"policy": self.preset}
+            return {"policy_file": self.preset_file, **more}
+        return None if self.preset is None else {"policy": self.preset, **more}
 
     @property
     def eviction_order(self) -> str | None:

@@ -71,10 +71,10 @@ class RelativeIdleness:
     many enter, and then push each other out. Below the device nothing grows, and the context counts."""
     disk_idleness: float = 0.9
     """Idleness from which a program goes to disk first, where there is one: the second threshold of §7.1."""
-    patience_s: float = 120.0
+    patience_s: float = 300.0
     """Seconds a ready program waits until it is overdue; ``inf``: for ever, as in the paper."""
-    standstill_s: float = 2.0
-    """Seconds for which nothing may run although somebody could; 87 % of tool calls are shorter (§3.3)."""
+    standstill_s: float = 0.5
+    """Seconds for which nothing may run although somebody could."""
     exchange_margin: float = math.inf
     """A ready program takes the place of acting ones on the device that are more idle by more than this,
     where their KV can be kept below (§4.3, "the partition boundary"); ``inf``: never (§1, §4.3.1)."""

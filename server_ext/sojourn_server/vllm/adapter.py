@@ -225,8 +225,10 @@ class SchedulerAdapter:
 
         Returns them; their clients are yet to be told.
         """
+        if not self.steward.refused:
+            return []
         refused, limit_s = [], self.steward.limits.gate_timeout_s
-        for request_id in self.steward.refused:
+        for request_id in self.steward.take_refused():
             request = self._scheduler.requests.get(request_id)
             if request is None or not self._is_parked(request):
                 continue
@@ -237,7 +239,6 @@ class SchedulerAdapter:
             )  # fmt: skip
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
             refused.append(request)
-        self.steward.refused.clear()
         return refused
 
     def after_results(self) -> None:

@@ -38,6 +38,8 @@ class Settings:
     lease_budget_fraction: float = 0.95
     max_hinted_ttl_s: float = 300.0
     return_grace_s: float = 2.0
+    gate_timeout_s: float = 600.0
+    """A request whose program gets no place on the device for so long is refused with an error."""
     max_programs: int = 20_000
     strict: bool = False
     """Raise our own errors instead of counting them and carrying on. For tests."""
@@ -95,6 +97,7 @@ class Settings:
             lease_budget_fraction=self.lease_budget_fraction,
             max_hinted_ttl_s=self.max_hinted_ttl_s,
             return_grace_s=self.return_grace_s,
+            gate_timeout_s=self.gate_timeout_s,
         )
 
 

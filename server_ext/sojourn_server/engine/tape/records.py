@@ -57,6 +57,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "line": Shape("does the request that is kept out hold the line", ("request",), ("holds",)),
     "park": Shape("does a request wait because of where its program is", ("request",), ("parked",)),
+    "refused": Shape("requests to be refused were taken", (), ("request_ids",)),
     "room": Shape("room was asked for", ("need", "freed_by"), ("leases_given_up",)),
     "victim": Shape("whom to preempt", ("short_blocks", "running"), ("request",)),
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),

@@ -149,6 +149,9 @@ class TapingSteward(Steward):
     def parked(self, ticket: Ticket) -> bool:
         return self._tape.told("park", None, (ticket.arrival,), _itself, super().parked, ticket)
 
+    def take_refused(self) -> list[str]:
+        return self._tape.told("refused", None, (), list, super().take_refused)
+
     def holds_the_line(self, ticket: Ticket, now: float) -> bool:
         return self._tape.told("line", now, (ticket.arrival,), _itself, super().holds_the_line, ticket, now)
 

@@ -1,0 +1,102 @@
+"""MORI's single-replica set-ups in the lab: our ``mori`` beside the rules it has to beat (MORI §6.2).
+
+    python benchmarks/mori_setups.py --traces traces --json benchmarks/results/mori_setups.json
+
+Three set-ups, 20, 50 and 80 programs at once, host memory of once and twice the device's, one virtual hour
+each of the Claude Code trace, closed loop: output throughput and mean TTFT as the run has them, and as ratios
+to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` runs some and keeps the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COMMAND = "python benchmarks/mori_setups.py --traces traces --json benchmarks/results/mori_setups.json"
+TRACE = "kvct_v6_claude_code.jsonl.gz"
+SETUPS: dict[str, tuple[str, ...]] = {
+    "h200-80gb, qwen2.5-7b": ("--hardware", "h200-80gb", "--model", "qwen2.5-7b"),
+    "h200, qwen3-30b-a3b": ("--hardware", "h200", "--model", "qwen3-30b-a3b"),
+    "b200, llama-3.1-70b, tp 2": ("--hardware", "b200", "--model", "llama-3.1-70b", "--tp", "2"),
+}
+BASELINE = "thunderagent-offload"
+POLICIES = ("mori", BASELINE, "lru-offload", "admit", "stock")
+RATIOS = ("1", "2")
+
+
+def simulate(trace: Path, options: tuple[str, ...], load: str, hours: str, target: Path) -> dict[str, Any]:
+    """The JSON of one sweep over host memory."""
+    command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "simulate", str(trace)]
+    ratios = ("--sweep", f"cpu_ratio={','.join(RATIOS)}")
+    more = ("--policy", ",".join(POLICIES), "--programs", load, "--hours", hours, *ratios)
+    subprocess.run([*command, *options, *more, "--json", str(target)], check=True)
+    document: dict[str, Any] = json.loads(target.read_text())
+    return document
+
+
+def cells(document: dict[str, Any]) -> dict[str, Any]:
+    """Of each ratio and policy, what the table needs."""
+    runs = document["runs"]
+    found: dict[str, Any] = {}
+    for value in document["sweep"]["values"]:
+        of = {runs[index]["policy"]: runs[index] for index in value["runs"]}
+        found[f"{value['value']:g}"] = {
+            name: {
+                "output_tok_per_s": run["output_tok_per_s"],
+                "ttft_mean_s": run["ttft_s"]["mean"],
+                "ttft_p95_s": run["ttft_s"]["p95"],
+                "finished": run["programs_finished"],
+                "again_share": run["regenerated_tokens"] / max(1, run["prompt_tokens"]),
+            }
+            for name, run in of.items()
+        }
+    return found
+
+
+def main() -> None:
+    """Run, print, write after each load."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help=f"folder of {TRACE}")
+    parser.add_argument("--only", nargs="+", choices=list(SETUPS), default=list(SETUPS))
+    parser.add_argument("--programs", nargs="+", default=["20", "50", "80"])
+    parser.add_argument("--hours", default="1")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args()
+    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    found: dict[str, Any] = kept.get("setups", {})
+    with tempfile.TemporaryDirectory() as folder:
+        for load in options.programs:
+            for setup in options.only:
+                document = simulate(
+                    options.traces / TRACE, SETUPS[setup], load, options.hours, Path(folder) / "run.json"
+                )
+                found.setdefault(setup, {})[load] = cells(document)
+                if options.json:
+                    facts = {"hours": options.hours, "seed": 0, "made_with": document["made_with"]}
+                    result = {"command": COMMAND, **facts, "setups": found}
+                    options.json.write_text(json.dumps(result, indent=2) + "\n")
+    table = Table("set-up", "programs", "ratio", *POLICIES, "mori: tokens", "mori: TTFT")
+    for setup, loads in found.items():
+        for load, ratios in loads.items():
+            for ratio, of in ratios.items():
+                cell = [
+                    f"{of[name]['output_tok_per_s']:.0f} / {of[name]['ttft_mean_s']:.0f} s"
+                    for name in POLICIES
+                ]
+                more = of["mori"]["output_tok_per_s"] / of[BASELINE]["output_tok_per_s"] - 1
+                later = of["mori"]["ttft_mean_s"] / of[BASELINE]["ttft_mean_s"] - 1
+                table.add_row(setup, load, ratio, *cell, f"{more:+.0%}", f"{later:+.0%}")
+    Console(width=170).print("output tokens a second / mean TTFT; the last two against " + BASELINE)
+    Console(width=170).print(table)
+
+
+if __name__ == "__main__":
+    main()
