@@ -42,12 +42,20 @@ def run_arm(options: tuple[str, ...], times: float, target: Path) -> dict[str, A
     document = json.loads(target.read_text())
     (arm,) = document["arms"].values()
     facts = {key: document[key] for key in ("machine", "versions", "seed", "pool")}
-    return {**{key: arm[key] for key in KEPT}, "fixed": arm["repositories_fixed"], "facts": facts}
+    figures = {key: arm[key] for key in (*KEPT, "tiers")}
+    return {**figures, "fixed": arm["repositories_fixed"], "facts": facts}
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Of each figure, the median over the runs of one arm."""
     return {key: median(run[key] for run in runs) for key in KEPT}
+
+
+def overlap(runs: list[dict[str, Any]]) -> str:
+    """The share of copies between device and host memory that nobody waited for, as a median."""
+    shares = [run["tiers"].get("traffic", {}).get("overlapped") for run in runs]
+    known = [share for share in shares if share is not None]
+    return f"{median(known):.0%}" if known else "–"
 
 
 def main() -> None:
@@ -72,7 +80,7 @@ def main() -> None:
                 }
                 options.json.write_text(json.dumps(result, indent=2) + "\n")
     found = {name: medians(of) for name, of in runs.items()}
-    table = Table("arm", "mean s", "× stock", "× lru", "P95 s", "TTFT s", "again", "% of stock's")
+    table = Table("arm", "mean s", "× stock", "× lru", "P95 s", "TTFT s", "again", "% of stock's", "overlap")
     for name, arm in found.items():
         mean_s, again = arm["completion_mean_s"], arm["prefill_again_tokens"]
 
@@ -82,7 +90,7 @@ def main() -> None:
         share = f"{100 * again / found['stock']['prefill_again_tokens']:.1f}" if "stock" in found else "–"
         table.add_row(
             name, f"{mean_s:.1f}", ratio("stock"), ratio("lru"), f"{arm['completion_p95_s']:.1f}",
-            f"{arm['ttft_mean_s']:.2f}", f"{again:,.0f}", share,
+            f"{arm['ttft_mean_s']:.2f}", f"{again:,.0f}", share, overlap(runs[name]),
         )  # fmt: skip
     Console().print(f"medians of {options.rounds} rounds; {runs[options.only[0]][0]['facts']['pool']}")
     Console().print(table)

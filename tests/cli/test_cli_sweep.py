@@ -35,7 +35,7 @@ def refused(*arguments: str) -> CliError:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--sweep seed=1,2", "--sweep seed=1,2: cannot sweep 'seed'; expected one of cpu_ratio, pool_tokens"),
+        ("--sweep seed=1,2", "--sweep seed=1,2: cannot sweep 'seed'; expected one of cpu_ratio, disk_ratio"),
         ("--sweep cpu_ratio=0,x", "--sweep cpu_ratio=0,x: 'x' is not a finite number of 0 or more"),
         (
             "--sweep cpu_ratio=1,2 --cpu-ratio 1",
@@ -48,6 +48,10 @@ def refused(*arguments: str) -> CliError:
         ("--sweep cpu_ratio=1,2 --save runs.json", "--save does not tell the values of --sweep apart"),
         ("--sweep cpu_ratio=1,2 --explain p1", "--explain does not tell the values of --sweep apart"),
         ("--sweep cpu_ratio=1,2 --policy stock,admit", "cpu_ratio changes nothing for stock, admit"),
+        ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru-off"),
+        ("--sweep disk_ratio=0,4 --disk-ratio 4", "--disk-ratio gives one value of disk_ratio, and --sweep"),
+        ("--sweep cpu_ratio=0,1 --disk-ratio 4", "disk_ratio is 4 and cpu_ratio 0, no host memory"),
+        ("--sweep disk_ratio=0,4 --cpu-ratio 0", "disk_ratio is 4 and cpu_ratio 0, no host memory"),
         ("--sweep cpu_ratio=1,2 --policy stok", "did you mean 'stock'?"),
         ("--sweep tp=1,3 --policy stock", "tp is 3; llama-3.1-8b has 32 heads"),
         ("--sweep pool_tokens=20 --policy stock", "the KV pool holds 16 tokens"),

@@ -61,10 +61,14 @@ def tiers(**extra: Any) -> dict[str, Any]:
 
 
 def test_what_was_in_host_memory_gives_the_tokens_of_stock(smol_model, stock):
-    tokens, report = generate(smol_model, {"policy": "saga"}, hints=True, **tiers(host_bytes=512 * MIB))
+    """Programs are moved below by order and ahead of need, and saved as the device loses them."""
+    tokens, report = generate(smol_model, {"policy": "mori"}, hints=True, **tiers(host_bytes=512 * MIB))
     assert tokens == stock
     assert report["stats"]["ledger"]["host_tokens"] > 1000
     assert report["stats"]["ledger"]["lost_tokens"] == {}
+    assert report["stats"]["tiers"]["moves"]["stored"] > 0
+    kinds = {decision["kind"] for decision in report["decisions"]}
+    assert {"to_device", "to_host"} <= kinds
 
 
 def test_what_was_on_disk_gives_the_tokens_of_stock_also_to_a_later_engine(

@@ -181,6 +181,25 @@ def test_what_is_parked_is_the_waiting_request_and_not_the_program() -> None:
     assert engine.parked(later)
 
 
+def test_while_a_preempted_request_waits_its_program_is_not_getting_busier() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+    request = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    for acting_s, reasoning_s in ((10.0, 10.0), (0.0, 5.0)):
+        engine.admit(request)
+        engine.now += reasoning_s
+        if acting_s:
+            engine.finish(request)
+            engine.now += acting_s
+            request = engine.come("a", 6)
+    engine.steward.preempted(request, engine.now)
+    engine.wait(100.0)
+    shown = seen(policy.views[-1], "a")
+    assert shown.activity is Activity.REASONING
+    assert shown.idleness.at(engine.now) == 0.4, "10 of 25 seconds"
+
+
 def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait() -> None:
     policy = Watched()
     engine = Engine(policy, host=20)
@@ -339,9 +358,11 @@ def test_the_last_request_of_an_earlier_life_strands_nobody_of_the_new_one() -> 
     assert not engine.parked(new)
     assert engine.asked_again == {"a"}, "else it is parked in the engine's queue for ever"
     assert engine.program("a").status is ProgramStatus.REASONING
+    engine.step()
+    assert policy.views[-1].why is Occasion.CAPACITY, "the policy did not let it in"
     engine.finish(old)
     engine.step()
-    assert seen(policy.views[-1], "a").activity is Activity.READY
+    assert not engine.parked(new)
 
 
 def test_what_ran_for_an_earlier_life_is_counted_once_when_it_runs_for_the_new_one() -> None:
@@ -366,13 +387,18 @@ def test_programs_forgotten_for_others_leave_nothing() -> None:
     assert engine.tier("p9") is DEVICE
 
 
-def test_a_silent_program_loses_its_place() -> None:
-    engine = Engine(by_present_size(), limits=StewardLimits(idle_program_s=60.0))
+def test_a_silent_program_loses_its_place_and_comes_back_as_one_that_ran() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, limits=StewardLimits(idle_program_s=60.0))
     engine.a_turn("a", 5)
     engine.wait(61.0)
     assert engine.program("a").status is ProgramStatus.EXPIRED
     assert engine.steward.placer.counts()[DEVICE] == 0
     assert engine.steward.label(ProgramId("a")) is Label.INACTIVE
+    engine.come("a", 6)
+    engine.step()
+    shown = seen(policy.views[-1], "a")
+    assert (shown.tier, shown.returning, shown.context_blocks) == (WAITING, True, 0)
 
 
 def test_an_aborted_request_gives_up_its_place_in_line() -> None:
@@ -588,6 +614,21 @@ def test_the_line_is_in_the_policys_order_and_waiting_alone_moves_a_program_in_i
     assert [each.program_id for each in policy.views[-1].waiting] == ["large", "small"]
 
 
+def test_whatever_comes_and_goes_meanwhile_a_place_in_line_is_noted_a_few_times_at_most() -> None:
+    policy = by_present_size(patience_s=10.0)
+    engine = Engine(policy)
+    engine.run("busy", 18)
+    engine.come("large", 10)
+    engine.come("small", 4)
+    for _ in range(300):
+        engine.finish(engine.come("large", 9), outcome=TurnOutcome.ABORTED)
+        assert len(engine.steward.placer._refile) <= 4 * 2 + 65
+    engine.now += 5.0
+    engine.come("new", 3)
+    engine.wait(5.0)
+    assert [each.program_id for each in policy.views[-1].waiting] == ["large", "small", "new"]
+
+
 def test_a_program_leaves_the_line_with_its_last_request() -> None:
     engine = Engine(by_present_size())
     engine.run("busy", 18)
@@ -687,7 +728,26 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert len(policy.views) == asked
     assert engine.tier("b") is DEVICE
     assert engine.steward.refused == []
-    assert sum(engine.steward.placer.counts().values()) == 0
+    placer = engine.steward.placer
+    assert sum(placer.counts().values()) == 0
+    assert [*placer._line, *placer._refile, *placer._oldest] == [], "nothing is kept for nobody"
+
+
+def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50)
+    for name in ("a", "b", "c"):
+        request = engine.come(name, 5)
+        order(engine, policy, name, DEVICE)
+        engine.admit(request)
+        engine.finish(request)
+        order(engine, policy, name, HOST)
+    parked = [engine.come(name, 6) for name in ("a", "b", "c")]
+    policy.fails_in = "waiting_key"
+    engine.steward.cache_reset(engine.now)
+    assert not any(engine.parked(request) for request in parked)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engine.step()
 
 
 def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:
@@ -782,7 +842,8 @@ def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> No
     assert [each.program_id for each in view.waiting] == ["host"]
     shown = seen(view, "host")
     assert (shown.context_blocks, shown.wants_blocks, shown.returning) == (0, 7, True)
-    assert seen(view, "device").context_blocks == 0
+    shown = seen(view, "device")
+    assert (shown.context_blocks, shown.turn_blocks) == (0, 2), "a turn adds 0.3 of 20 tokens, to nothing"
     assert seen(view, "running").resident_blocks == 6
     order(engine, policy, "host", DEVICE)
     assert not engine.parked(parked)

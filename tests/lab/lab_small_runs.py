@@ -26,6 +26,8 @@ class SmallRun:
         loop: SmallLoop,
         *,
         blocks: int = POOL_BLOCKS,
+        host_blocks: int = 200,
+        disk_blocks: int = 0,
         samples: int = 0,
         until_s: float | None = None,
         record: bool = False,
@@ -35,9 +37,10 @@ class SmallRun:
         self.clock = VirtualClock()
         self.decisions: list[tuple[float, Any]] = []
         latency = FlatLatency(call_s)
-        host_blocks = 0
-        if chosen.host_cache:
-            host_blocks = 5000 if chosen.limit is Limit.FREE_IO else 200
+        if chosen.limit is Limit.FREE_IO:
+            host_blocks = 5000
+        if not chosen.host_cache:
+            host_blocks = 0
         settings = chosen.settings
         self.engine = BareEngine(
             BareEngineOptions(
@@ -48,6 +51,7 @@ class SmallRun:
                 max_model_len=(blocks - 1) * BLOCK,
                 host_blocks=host_blocks,
                 own_tiers=chosen.own_tiers,
+                disk_blocks=disk_blocks,
                 sojourn=None if settings is None else {**settings, "strict": True},
             ),
             self.clock,

@@ -101,6 +101,9 @@ class FlatLatency:
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
         return kv_bytes * 1e-6
 
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        return kv_bytes * (2e-5 if to_disk else 1e-5)
+
 
 def small_world(seed: int = 0, programs: int = 12, turns: int = 6) -> SmallLoop:
     """Programs whose contexts together are several times what a pool of about 100 blocks holds."""

@@ -53,8 +53,8 @@ def test_names_and_values_in_the_order_named(text: str, values: tuple[float, ...
     [
         (
             "cpu-ratio=1",
-            "cpu-ratio=1: cannot sweep 'cpu-ratio'; expected one of cpu_ratio, pool_tokens, programs, "
-            "rate_per_s, tp; did you mean 'cpu_ratio'?",
+            "cpu-ratio=1: cannot sweep 'cpu-ratio'; expected one of cpu_ratio, disk_ratio, "
+            "pool_tokens, programs, rate_per_s, tp; did you mean 'cpu_ratio'?",
         ),
         ("seed=1,2", "cannot sweep 'seed'; expected one of cpu_ratio"),
         ("", "cannot sweep ''"),
@@ -113,6 +113,15 @@ def test_who_has_no_host_memory_is_run_once_whatever_it_costs() -> None:
     assert planned == [
         ("stock", 0), ("continuum+host", 0), ("free-io", 0), ("continuum+host", 1), ("continuum+host", 2),
     ]  # fmt: skip
+
+
+def test_only_who_has_tiers_of_ours_has_a_disk_to_sweep() -> None:
+    swept = read_sweep("disk_ratio=0,4").specs(specs("stock", "lru-offload", "continuum+host", "mori"))
+    assert [spec.disk_ratio for spec in swept] == [0, 0, 0, 0, 0, 0, 4, 4]
+    assert {spec.cpu_ratio for spec in swept} == {1}
+    assert len(plan(swept)) == 6
+    with pytest.raises(SweepError, match=r"disk_ratio changes nothing for stock, lru-offload; .* or mori"):
+        read_sweep("disk_ratio=0,4").specs(specs("stock", "lru-offload"))
 
 
 def test_a_sweep_without_any_effect_is_refused() -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 _OF_A_RUN = (
-    "policy", "hardware", "model", "tp", "cpu_ratio", "programs", "rate", "hours", "seed", "max_gap_s",
-    "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
+    "policy", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours", "seed",
+    "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
 )  # fmt: skip
 """Parameters that say what is run."""
 NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
@@ -53,6 +53,9 @@ def simulate(
     ),
     tp: int = typer.Option(1, min=1, help="Tensor parallel size"),
     cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV, as a multiple of the device's"),
+    disk_ratio: float = typer.Option(
+        0.0, min=0.0, help="Disk for KV below it, as a multiple of the device's: presets with +host, and mori"
+    ),
     programs: str = typer.Option("40", help="Programs at once; several numbers with commas between"),
     rate: str | None = typer.Option(
         None, help="Poisson arrivals a second instead: --programs in all, then the end"
@@ -74,7 +77,7 @@ def simulate(
     sweep: str | None = typer.Option(
         None,
         metavar="NAME=V1,V2,…",
-        help="Every policy at each value of cpu_ratio, pool_tokens, programs, rate_per_s or tp",
+        help="Every policy at each value of cpu_ratio, disk_ratio, pool_tokens, programs, rate_per_s or tp",
     ),
     jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
@@ -107,8 +110,8 @@ def simulate(
         specs = _specs(workload, policy, programs, rate)
         specs = [
             replace(
-                spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, seed=seed,
-                max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens,
+                spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
+                seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens,
                 max_model_len=max_model_len, max_context_tokens=max_context,
             )
             for spec in specs

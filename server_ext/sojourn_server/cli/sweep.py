@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 HOST_POLICIES = "stock,lru-offload,thunderagent-offload,continuum+host,mori"
 """In place of the usual ones where host memory is swept: none of those has any."""
+DISK_POLICIES = "stock,continuum+host,mori"
+"""The same for a disk."""
 NEXT = "for example --sweep cpu_ratio=0,1,2,4"
 _NOT_WITH_IT = {
     "save": "run the value that you would keep by itself",
@@ -45,9 +47,10 @@ def swept_by(text: str, context: typer.Context) -> Sweep:
 
 def policies_of(sweep: Sweep, asked_for: str, context: typer.Context) -> str:
     """``asked_for`` where the user did; else what the sweep can show."""
-    from sojourn_server.lab.sweep import HOST_MEMORY
+    from sojourn_server.lab.sweep import DISK, HOST_MEMORY
 
-    return HOST_POLICIES if sweep.field is HOST_MEMORY and not given(context, "policy") else asked_for
+    instead = {HOST_MEMORY: HOST_POLICIES, DISK: DISK_POLICIES}.get(sweep.field)
+    return asked_for if instead is None or given(context, "policy") else instead
 
 
 def spread(sweep: Sweep, specs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class ArmRecord:
     """Seconds from the first arrival to the last agent's end."""
     decisions: Mapping[str, int]
     """How often each decision was taken for each reason, e.g. ``keep: cold_start``; empty for stock."""
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+    """What the server says of the tiers below the device; empty where it has none."""
 
 
 def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
@@ -135,6 +137,7 @@ def run_arm(
         engine=counts,
         wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
         decisions={} if name == STOCK else _decisions(url, headers),
+        tiers={} if name == STOCK else _asked(url, "stats", headers)["tiers"],
     )
 
 
@@ -154,12 +157,17 @@ def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None
 
 
 def _decisions(url: str, headers: dict[str, str] | None) -> dict[str, int]:
-    answer = httpx.get(
-        f"{url}/sojourn/v1/decisions", params={"limit": 5000}, headers=headers, timeout=30.0, trust_env=False
-    )
-    taken = answer.raise_for_status().json()["decisions"]
+    taken = _asked(url, "decisions", headers, limit=5000)["decisions"]
     counts = Counter(f"{decision['kind']}: {decision['reason']}" for decision in taken)
     return dict(sorted(counts.items()))
+
+
+def _asked(url: str, what: str, headers: dict[str, str] | None, **params: int) -> dict[str, Any]:
+    answer = httpx.get(
+        f"{url}/sojourn/v1/{what}", params=params, headers=headers, timeout=30.0, trust_env=False
+    )
+    document: dict[str, Any] = answer.raise_for_status().json()
+    return document
 
 
 def _judge(tasks: Sequence[Task], repositories: Sequence[Path]) -> list[bool]:

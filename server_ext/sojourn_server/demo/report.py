@@ -63,6 +63,7 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
         "repositories_fixed": sum(program.fixed for program in arm.programs),
         "wall_s": _rounded(arm.wall_s),
         "decisions": dict(arm.decisions),
+        "tiers": dict(arm.tiers),
         "details": [_program(program) for program in arm.programs],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -44,7 +44,8 @@ class Service:
 
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
     ``engine`` describes the engine in capabilities; ``tier_state`` tells of each tier below the device its
-    blocks ``used`` and ``free``, and under ``moves`` what became of blocks so far.
+    blocks ``used`` and ``free``, under ``moves`` what became of blocks so far, and under ``traffic`` how much
+    was moved, how long that took, and what was waited for (``tiers.traffic``).
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Service:
         engine: dict[str, str],
         pool_state: Callable[[], dict[str, int]],
         desk: Desk | None = None,
-        tier_state: Callable[[], dict[str, dict[str, int]]] = dict,
+        tier_state: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._steward = steward
         self._tier_state = tier_state
-        self._counted_moves: dict[str, int] = {}
+        self._counted: dict[tuple[str, str], float] = {}
+        """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
         self._engine = engine
         self._pool_state = pool_state
@@ -230,18 +232,27 @@ class Service:
             ],
         }
         tiers = self._tier_state()
-        moves = tiers.pop("moves", {})
-        for what, blocks in moves.items():
-            steward.recorder.count(
-                "sojourn_tier_moves_total", blocks - self._counted_moves.get(what, 0), what=what
-            )
-        self._counted_moves = moves
+        traffic = tiers.pop("traffic", {})
+        self._count("sojourn_tier_moves_total", "what", tiers.pop("moves", {}))
+        self._count("sojourn_tier_bytes_total", "lane", traffic.get("moved_bytes", {}))
+        self._count("sojourn_tier_seconds_total", "lane", traffic.get("seconds", {}))
+        if traffic:
+            self._count("sojourn_tier_wait_seconds_total", "", {"": traffic["waited_s"]})
+            gauges["sojourn_tier_jobs"] = [({}, traffic["jobs"])]
         gauges["sojourn_tier_blocks"] = [
             ({"tier": tier, "state": state}, blocks)
             for tier, states in tiers.items()
             for state, blocks in states.items()
         ]
         return steward.recorder.drain(gauges)
+
+    def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
+        """Add to a counter by what its totals have grown since the last time."""
+        for name, total in totals.items():
+            grown = total - self._counted.get((metric, name), 0)
+            self._counted[metric, name] = total
+            if grown > 0:
+                self._steward.recorder.count(metric, grown, **({label: name} if label else {}))
 
     def _summary(self, program: Program, now: float) -> dict[str, Any]:
         lease = self._steward.leases.get(program.id)

@@ -79,6 +79,8 @@ class BareEngineOptions:
     """Blocks that a connector may keep in host memory; 0: no connector."""
     own_tiers: bool = False
     """The connector is ours; by default the engine's own."""
+    disk_blocks: int = 0
+    """Blocks that our connector may keep on disk, below host memory; 0: no disk."""
     sojourn: dict[str, Any] | None = None
     """Sojourn's settings; None is the engine's untouched scheduler class, and nothing of ours is loaded."""
 
@@ -266,7 +268,7 @@ def _transfer_config(options: BareEngineOptions, page_bytes: int) -> KVTransferC
         return host_cache.transfer_config(options.host_blocks, page_bytes)
     from . import tier_copies
 
-    return tier_copies.transfer_config(options.host_blocks, page_bytes)
+    return tier_copies.transfer_config(options.host_blocks, page_bytes, options.disk_blocks)
 
 
 @cache

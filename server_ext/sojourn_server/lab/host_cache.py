@@ -48,6 +48,7 @@ class HostCache:
         self._load_lane_free_s = 0.0
         self.to_host_bytes = 0
         self.to_device_bytes = 0
+        self.to_disk_bytes = self.from_disk_bytes = 0  # it has none
 
     def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
         """Requests that load something in this step, and how many blocks."""

@@ -116,6 +116,7 @@ class RunLog(msgspec.Struct, kw_only=True):
     rate_per_s: float | None = None
     pool_blocks: int = 0
     host_blocks: int = 0
+    disk_blocks: int = 0
     block_size: int = 16
     programs: list[ProgramLife] = msgspec.field(default_factory=list)
     occupancy: list[OccupancySample] = msgspec.field(default_factory=list)
@@ -127,6 +128,9 @@ class RunLog(msgspec.Struct, kw_only=True):
     """Virtual seconds in which the device computed."""
     copied_to_host_bytes: int = 0
     copied_to_device_bytes: int = 0
+    copied_to_disk_bytes: int = 0
+    copied_from_disk_bytes: int = 0
+    """To host memory."""
     hook_failures: int = 0
     """Errors of ours that the adapter swallowed; anything but 0 is a defect."""
     refused_hints: int = 0

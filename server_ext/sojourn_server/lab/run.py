@@ -54,6 +54,8 @@ class RunSpec:
     tp: int = 1
     cpu_ratio: float = 1.0
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
+    disk_ratio: float = 0.0
+    """Disk for KV as a multiple of the device's KV memory, for policies with tiers of ours; 0: none."""
     programs: int = 40
     """At once (closed loop); in all (open loop)."""
     rate_per_s: float | None = None
@@ -109,6 +111,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
     notes: dict[str, None] = {}
     seen = set()
     sources: dict[str, str] = {}
+    _check_disk_is_used(specs)
     for spec in specs:
         policy = find_policy(spec.policy)
         if sources.setdefault(policy.name, spec.policy) != spec.policy:
@@ -120,6 +123,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
             spec,
             policy="",
             cpu_ratio=_cpu_ratio(spec, policy),
+            disk_ratio=spec.disk_ratio if policy.own_tiers else 0.0,
             programs=0,
             rate_per_s=None,
             record_accesses=False,
@@ -128,6 +132,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
             continue
         seen.add(key)
         _, shape = _device(spec, policy)
+        _disk_blocks(spec, policy, shape)
         options = PlayOptions(
             max_context_tokens=_longest_turn(spec, _fitted(shape)),
             max_gap_s=spec.max_gap_s,
@@ -182,6 +187,33 @@ def _cpu_ratio(spec: RunSpec, policy: LabPolicy) -> float:
     return spec.cpu_ratio if policy.host_cache and policy.limit is not Limit.FREE_IO else 0.0
 
 
+def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
+    asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
+    if asked and not any(find_policy(spec.policy).own_tiers for spec in specs):
+        named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
+        raise LabError(
+            f"disk_ratio is {asked:g}, and nobody among {named} has a disk; expected a policy with tiers of "
+            "ours among them, such as continuum+host or mori"
+        )
+
+
+def _disk_blocks(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> int:
+    """What the engine would refuse is refused here too."""
+    if not policy.own_tiers or not spec.disk_ratio:
+        return 0
+    if not 0 <= spec.disk_ratio < float("inf"):
+        raise LabError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")
+    if shape.host_kv_tokens < shape.block_size:
+        raise LabError(
+            f"{policy.name}: disk_ratio is {spec.disk_ratio:g} and cpu_ratio {spec.cpu_ratio:g}, no host "
+            "memory; expected some: what goes to disk and comes from there goes through it"
+        )
+    blocks = int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
+    if not blocks:
+        raise LabError(f"disk_ratio is {spec.disk_ratio:g}; expected 0, or enough for a block of KV")
+    return blocks
+
+
 def _fitted(shape: DeviceShape) -> DeviceShape:
     """With no context longer than the pool: a request that fills it alone is the longest that can run."""
     # vLLM's null block is one of the pool's.
@@ -233,6 +265,7 @@ def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareE
             max_model_len=shape.max_context_tokens,
             host_blocks=host_blocks,
             own_tiers=policy.own_tiers,
+            disk_blocks=_disk_blocks(spec, policy, shape),
             sojourn=policy.settings,
         ),
         clock,
@@ -267,6 +300,7 @@ def _simulate(
         rate_per_s=spec.rate_per_s,
         pool_blocks=blocks - 1,
         host_blocks=host_blocks,
+        disk_blocks=engine.options.disk_blocks,
         block_size=shape.block_size,
     )
     host: Any = None

@@ -234,6 +234,8 @@ class Simulation:
         if self._host is not None:
             log.copied_to_host_bytes = self._host.to_host_bytes
             log.copied_to_device_bytes = self._host.to_device_bytes
+            log.copied_to_disk_bytes = self._host.to_disk_bytes
+            log.copied_from_disk_bytes = self._host.from_disk_bytes
         if self._adapter is not None:
             log.hook_failures = self._adapter.failures
         self._account.cut_off(self._clock.now_s)

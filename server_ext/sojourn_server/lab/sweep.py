@@ -39,10 +39,12 @@ class SweptField(NamedTuple):
 HOST_MEMORY = SweptField(
     "cpu_ratio", "cpu_ratio", "host memory for KV, as a multiple of the device's", zero=True
 )
+DISK = SweptField("disk_ratio", "disk_ratio", "disk for KV, as a multiple of the device's memory", zero=True)
 FIELDS = {
     field.name: field
     for field in (
         HOST_MEMORY,
+        DISK,
         SweptField("pool_tokens", "pool_tokens", "KV tokens on the device", whole=True),
         SweptField("programs", "programs", "programs at once, or arrivals in all", whole=True),
         SweptField("rate_per_s", "rate", "programs arriving a second"),
@@ -67,10 +69,12 @@ class Sweep:
         """
         if not any(self._touches(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
-            raise SweepError(
-                f"{self.field.name} changes nothing for {named}; expected a policy with host memory among "
-                "them, such as lru-offload or continuum+host"
+            who = (
+                "tiers of ours among them, such as continuum+host or mori"
+                if self.field is DISK
+                else "host memory among them, such as lru-offload or continuum+host"
             )
+            raise SweepError(f"{self.field.name} changes nothing for {named}; expected a policy with {who}")
         return [self._at(spec, value) for value in self.values for spec in specs]
 
     def label(self, spec: RunSpec) -> str:
@@ -84,9 +88,11 @@ class Sweep:
         return replace(spec, **changed)
 
     def _touches(self, spec: RunSpec) -> bool:
-        if self.field is not HOST_MEMORY:
+        if self.field not in (HOST_MEMORY, DISK):
             return True
         policy = find_policy(spec.policy)
+        if self.field is DISK:
+            return policy.own_tiers
         return policy.host_cache and policy.limit is not Limit.FREE_IO
 
 

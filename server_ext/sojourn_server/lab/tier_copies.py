@@ -2,25 +2,73 @@
 
 What a step overwrites is saved before it begins; what it loads comes layer by
 layer while it computes, so a step ends no sooner than its last layer has come and
-been computed. Each direction is one lane, first come first served.
+been computed. Each direction is one lane, first come first served: to and from the
+device, to and from a disk that is a set of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
-from ..tiers.jobs import Fate, TierResults
-from ..vllm.connector import StepOrders, StepReport
+from ..tiers.jobs import Fate, FileCopy, Key, TierResults
+from ..tiers.planner import TierPlanner
+from ..vllm.connector import SojournConnector, StepOrders, StepReport
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
     from .latency.work import LatencyModel
 
 LAYERS = 32
 """Of a step's time, the share of the layer that is computed after the last load has come."""
+
+_DISK_BLOCKS = "lab_disk_blocks"
+"""Of the connector's settings: what ``LabTiers`` takes."""
+
+
+class _FileJob(NamedTuple):
+    """A spill or a stage under way."""
+
+    done_s: float
+    job: int
+    files: Sequence[FileCopy]
+
+
+class _DiskLane:
+    """Jobs between host memory and disk in one direction, one after the other."""
+
+    def __init__(self, latency: LatencyModel, block_bytes: int, *, to_disk: bool) -> None:
+        self._latency = latency
+        self._block_bytes = block_bytes
+        self._to_disk = to_disk
+        self._free_s = 0.0
+        self._jobs: deque[_FileJob] = deque()
+        self.moved_bytes = 0
+
+    def begin(self, jobs: Mapping[int, Sequence[FileCopy]], now: float) -> None:
+        """Queue ``jobs``; they begin no sooner than ``now``."""
+        for job, files in jobs.items():
+            size = len(files) * self._block_bytes
+            self.moved_bytes += size
+            self._free_s = max(now, self._free_s) + self._latency.disk_s(size, to_disk=self._to_disk)
+            self._jobs.append(_FileJob(self._free_s, job, files))
+
+    def take_done(self, now: float) -> Iterable[_FileJob]:
+        """Those that have ended by ``now``, in the order of their ends. Each is given out once."""
+        while self._jobs and self._jobs[0].done_s <= now:
+            yield self._jobs.popleft()
+
+    def next_done_s(self) -> float:
+        """When the first of them ends; ``inf`` where none is under way."""
+        return self._jobs[0].done_s if self._jobs else float("inf")
 
 
 class TierCopies:
@@ -34,6 +82,9 @@ class TierCopies:
         self._to_host_free_s = 0.0
         self._to_device_free_s = 0.0
         self._loaded_s = 0.0
+        self._to_disk = _DiskLane(latency, block_bytes, to_disk=True)
+        self._from_disk = _DiskLane(latency, block_bytes, to_disk=False)
+        self._on_disk: set[Key] = set()
         self._results = TierResults(on_disk=[])
         self.to_host_bytes = 0
         self.to_device_bytes = 0
@@ -56,6 +107,11 @@ class TierCopies:
         for job, copies in jobs.stores.items():
             took_s = self._copy_s(len(copies), to_host=True)
             self._stores[job] = self._to_host_free_s = max(begins_s, self._to_host_free_s) + took_s
+        # A file is deleted in no time; what this step spills may be of the same key.
+        self._on_disk.difference_update(jobs.drops)
+        # What this step saves is in host memory when it begins, and may be written from there.
+        self._to_disk.begin(jobs.spills, begins_s)
+        self._from_disk.begin(jobs.stages, begins_s)
         return begins_s
 
     def step_over_s(self, began_s: float, took_s: float) -> float:
@@ -67,6 +123,13 @@ class TierCopies:
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = Fate.MOVED
+        for spill in self._to_disk.take_done(now):
+            self._on_disk.update(file.key for file in spill.files)
+            self._results.spilled[spill.job] = {file.key: Fate.MOVED for file in spill.files}
+        for stage in self._from_disk.take_done(now):
+            self._results.staged[stage.job] = {
+                file.key: Fate.MOVED if file.key in self._on_disk else Fate.MISSING for file in stage.files
+            }
         if not self._results:
             return None
         results, self._results = self._results, TierResults()
@@ -74,7 +137,18 @@ class TierCopies:
 
     def next_done_s(self) -> float:
         """When the next copy ends; ``inf`` where none is under way."""
-        return next(iter(self._stores.values()), float("inf"))
+        stored_s = next(iter(self._stores.values()), float("inf"))
+        return min(stored_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
+
+    @property
+    def to_disk_bytes(self) -> int:
+        """Bytes that were to be written so far."""
+        return self._to_disk.moved_bytes
+
+    @property
+    def from_disk_bytes(self) -> int:
+        """Bytes that were to be read so far."""
+        return self._from_disk.moved_bytes
 
     @property
     def has_unsubmitted(self) -> bool:
@@ -90,13 +164,31 @@ class TierCopies:
         return self._latency.copy_s(size, to_host=to_host)
 
 
-def transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
-    """The engine's settings for our tiers with ``host_blocks`` blocks of host memory."""
+class LabTiers(SojournConnector):
+    """Beside the scheduler, with a disk that is a number of blocks: no folder, so nothing of it outlives the
+    run, and hashes may differ from start to start."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        # No operator can set this: it is taken out before the settings are read.
+        disk_blocks = vllm_config.kv_transfer_config.kv_connector_extra_config.pop(_DISK_BLOCKS)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.planner = TierPlanner(replace(self.settings.limits(), disk_blocks=disk_blocks))
+
+
+def transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
+    """The engine's settings for our tiers with so many blocks of host memory and of disk; 0: no disk."""
+    settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}
+    connector = SojournConnector
+    if disk_blocks:
+        settings[_DISK_BLOCKS] = disk_blocks
+        connector = LabTiers
     return KVTransferConfig(
-        kv_connector="SojournConnector",
-        kv_connector_module_path="sojourn_server.vllm.connector",
+        kv_connector=connector.__name__,
+        kv_connector_module_path=connector.__module__,
         kv_role="kv_both",
         engine_id="lab",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"host_bytes": host_blocks * page_bytes},
+        kv_connector_extra_config=settings,
     )

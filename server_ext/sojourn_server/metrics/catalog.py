@@ -85,6 +85,7 @@ TIER_MOVES = frozenset(
     | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
 )
 """What became of blocks below the device; ``docs/tiers.md`` says what each means."""
+LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
@@ -150,6 +151,13 @@ _ALL = (
         "Blocks moved or lost below the device, by what became of them.",
         what=TIER_MOVES,
     ),
+    _counter("sojourn_tier_bytes_total", "KV bytes copied, by direction.", lane=LANES),
+    _counter("sojourn_tier_seconds_total", "Seconds for which copies of a direction ran.", lane=LANES),
+    _counter(
+        "sojourn_tier_wait_seconds_total",
+        "Seconds for which forward passes waited for copies between device and host memory.",
+    ),
+    _gauge("sojourn_tier_jobs", "Copies between tiers that are under way or queued, in jobs."),
     _counter(
         "sojourn_prompt_tokens_total",
         "Prompt tokens of programs' turns: reused on the device or from host memory, new, in the last "

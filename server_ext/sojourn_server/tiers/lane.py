@@ -24,6 +24,12 @@ class Lane:
         """``work`` returns the bytes that it moved, and sees to its own errors."""
         self._work.put(work)
 
+    def note_moved(self, seconds: float, moved_bytes: int) -> None:
+        """Something went this way without the thread, because it could not wait."""
+        with self._lock:
+            self._seconds += seconds
+            self._bytes += moved_bytes
+
     def take_moved(self) -> tuple[float, int]:
         """Seconds of work and bytes moved since it was last asked."""
         with self._lock:

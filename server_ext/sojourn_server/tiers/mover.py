@@ -107,7 +107,9 @@ class Mover:
     def end_step(self) -> set[int]:
         """After the forward pass: nothing is being loaded any more. Returns blocks that were not filled."""
         if self._loaded:
+            began = time.perf_counter()
             self._loaded[-1].wait()
+            self._waited_s += time.perf_counter() - began
             self._loaded = []
         invalid, self._invalid = self._invalid, set()
         return invalid
@@ -158,6 +160,7 @@ class Mover:
         if not copies:
             return
         slots = {copy.slot for copy in copies}
+        began = time.perf_counter()
         try:
             self._device.to_host(copies)
         except Exception:
@@ -166,6 +169,7 @@ class Mover:
                 self._results.lost_slots += sorted(slots)
         else:
             self._lost -= slots
+            self._to_host.note_moved(time.perf_counter() - began, len(copies) * self._device.block_bytes)
 
     def _load(self, copies: Sequence[Copy]) -> None:
         self._invalid = {copy.block_id for copy in copies if copy.slot in self._lost}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -46,9 +46,10 @@ class Below:
         """Tokens that a request which was just admitted had from below; asked once."""
         return self._connector.loaded_tokens.pop(request_id, 0)
 
-    def state(self) -> dict[str, dict[str, int]]:
-        """Blocks by tier and state, and moves so far."""
-        return self._connector.planner.state()
+    def state(self) -> dict[str, Any]:
+        """Blocks by tier and state, and under ``moves`` and ``traffic`` what was moved so far."""
+        planner, traffic = self._connector.planner, self._connector.traffic
+        return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
 
     def reset(self) -> None:
         """The engine's cache was reset."""

@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 
 from ..tiers.jobs import Key, TierJobs, TierResults
 from ..tiers.planner import TierPlanner
+from ..tiers.traffic import Traffic
 from .tier_settings import TierSettings
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._block_size = self.settings.block_tokens
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TierPlanner(self.settings.limits())
+            self.traffic = Traffic()
             self.off = False
             """Nothing is saved and nothing found any more."""
             self.strict = False
@@ -141,6 +143,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             try:
+                self.traffic.add(report.results)
                 self.planner.take_results(report.results)
             except Exception as error:
                 self.failed(error)

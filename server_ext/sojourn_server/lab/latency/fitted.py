@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...policy.costs import EngineProfile
 from ...policy.step_costs import StepCosts
+from .hardware import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S
 from .profile_files import LatencyProfileError
 from .work import StepWork
 
@@ -60,6 +61,10 @@ class Fitted:
                 "or simulate without host memory"
             )
         return kv_bytes / rate
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        """Seconds to write or read files of so many bytes, on a drive that was not measured but is usual."""
+        return max(0, kv_bytes) / (DISK_WRITE_BYTES_PER_S if to_disk else DISK_READ_BYTES_PER_S)
 
 
 def _of_curves(profile: EngineProfile) -> StepCosts:

@@ -128,3 +128,9 @@ class Roofline:
         hardware = self.hardware
         rate = hardware.device_to_host_bytes_per_s if to_host else hardware.host_to_device_bytes_per_s
         return hardware.copy_overhead_s + kv_bytes / (rate * self.tp)
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        """Seconds to write or read files of so many bytes: the machine's disk, which all devices share."""
+        hardware = self.hardware
+        rate = hardware.disk_write_bytes_per_s if to_disk else hardware.disk_read_bytes_per_s
+        return max(0, kv_bytes) / rate

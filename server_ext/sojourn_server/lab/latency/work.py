@@ -40,6 +40,10 @@ class LatencyModel(Protocol):
         """A copy of KV between device and host memory, alone on its lane."""
         ...
 
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        """The same between host memory and disk."""
+        ...
+
 
 class DeviceShape(NamedTuple):
     """What an engine on this hardware with this model looks like to the scheduler."""

@@ -109,6 +109,7 @@ def measure(
         since_s=since_s,
         pool_blocks=run.pool_blocks,
         host_blocks=run.host_blocks,
+        disk_blocks=run.disk_blocks,
         block_size=run.block_size,
         programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
         programs_per_hour=_rate(3600.0 * _finished_since(run.programs, since_s), window_s),
@@ -123,6 +124,8 @@ def measure(
         device_busy_fraction=_rate(run.busy_s, run.virtual_s),
         copied_to_host_bytes=run.copied_to_host_bytes,
         copied_to_device_bytes=run.copied_to_device_bytes,
+        copied_to_disk_bytes=run.copied_to_disk_bytes,
+        copied_from_disk_bytes=run.copied_from_disk_bytes,
         steps=run.steps,
         notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
     )

@@ -63,6 +63,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     since_s: float = 0.0
     pool_blocks: int = 0
     host_blocks: int = 0
+    disk_blocks: int = 0
     block_size: int = 16
     programs_cut: int = 0
     """Of the finished ones, those that ended early: their next turn would not have fitted."""
@@ -80,6 +81,9 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     device_busy_fraction: float | None = None
     copied_to_host_bytes: int = 0
     copied_to_device_bytes: int = 0
+    copied_to_disk_bytes: int = 0
+    copied_from_disk_bytes: int = 0
+    """To host memory."""
     steps: int = 0
     notes: tuple[str, ...] = ()
 

@@ -1,0 +1,256 @@
+"""The disk below host memory in virtual time: its lanes, what is found there again, who has one."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+from lab_small_runs import SmallRun
+from lab_small_world import SmallLoop, small_world
+from sojourn_server.lab.latency.fitted import Fitted
+from sojourn_server.lab.latency.hardware import load_hardware
+from sojourn_server.lab.latency.model_shape import load_model
+from sojourn_server.lab.latency.profile_files import SHIPPED
+from sojourn_server.lab.latency.roofline import Roofline
+from sojourn_server.lab.policies import find_policy
+from sojourn_server.lab.run import LabError, RunSpec, check, run
+from sojourn_server.lab.tier_copies import TierCopies
+from sojourn_server.policy.step_costs import StepCosts
+from sojourn_server.tiers.jobs import Copy, Fate, FileCopy, TierJobs, TierResults
+from sojourn_server.vllm.connector import StepOrders
+
+BLOCK_BYTES = 1000
+HOST_BLOCKS, DISK_BLOCKS = 24, 400
+
+
+class Links:
+    """A block takes a second to or from the device. The disk writes at ``written_bytes_per_s`` and reads twice
+    as fast."""
+
+    call_s = 0.0
+
+    def __init__(self, written_bytes_per_s: float = 500.0) -> None:
+        self.written_bytes_per_s = written_bytes_per_s
+
+    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
+        return kv_bytes / BLOCK_BYTES
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        return kv_bytes / (self.written_bytes_per_s * (1 if to_disk else 2))
+
+
+def files(*keys: bytes) -> list[FileCopy]:
+    return [FileCopy(slot, key) for slot, key in enumerate(keys)]
+
+
+def orders(**jobs: Any) -> StepOrders:
+    return StepOrders(TierJobs(**jobs))
+
+
+def told(copies: TierCopies, now: float) -> TierResults | None:
+    output = copies.finished(now)
+    return None if output is None else output.kv_connector_worker_meta.results
+
+
+# -- the lanes --------------------------------------------------------------------------------------
+
+
+def test_nothing_was_left_on_disk_before() -> None:
+    copies = TierCopies(Links(), BLOCK_BYTES)
+    first = told(copies, 0.0)
+    assert first is not None
+    assert first.on_disk == []
+    assert told(copies, 100.0) is None
+    assert copies.next_done_s() == inf
+
+
+@pytest.mark.parametrize("slower", [1, 2])
+def test_each_direction_is_one_lane_first_come_first_served(slower: int) -> None:
+    """At 500 bytes/s a block of 1000 is written in 2 s, and read in 1 s; at half of it in 4 s and 2 s."""
+    copies = TierCopies(Links(500.0 / slower), BLOCK_BYTES)
+    told(copies, 0.0)
+    assert (
+        copies.begin_step(orders(spills={1: files(b"a", b"b")}), 10.0) == 10.0
+    )  # no step waits for the disk
+    assert copies.next_done_s() == 10 + 4 * slower
+    copies.begin_step(orders(spills={2: files(b"c")}), 11.0)
+    wrote_s = 10 + 6 * slower  # the second behind the first
+    assert told(copies, 10 + 4 * slower - 0.01) is None
+    ended = told(copies, wrote_s)
+    assert ended is not None
+    assert list(ended.spilled.items()) == [
+        (1, {b"a": Fate.MOVED, b"b": Fate.MOVED}),
+        (2, {b"c": Fate.MOVED}),
+    ]
+    # Another write is no hindrance to reads: that lane is free.
+    began_s = wrote_s + 1
+    copies.begin_step(orders(spills={3: files(b"d")}, stages={4: files(b"a", b"b"), 5: files(b"c")}), began_s)
+    read = told(copies, began_s + 2 * slower)
+    assert read is not None
+    assert read.staged == {4: {b"a": Fate.MOVED, b"b": Fate.MOVED}}
+    assert read.spilled == {3: {b"d": Fate.MOVED}}
+    assert copies.next_done_s() == began_s + 3 * slower
+    last = told(copies, began_s + 3 * slower)
+    assert last is not None
+    assert last.staged == {5: {b"c": Fate.MOVED}}
+    assert copies.next_done_s() == inf
+    assert (copies.to_disk_bytes, copies.from_disk_bytes) == (4000, 3000)
+    assert (copies.to_host_bytes, copies.to_device_bytes) == (0, 0)
+
+
+def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:
+    copies = TierCopies(Links(), BLOCK_BYTES)
+    told(copies, 0.0)
+    step = orders(saves=[Copy(7, 0), Copy(8, 1)], stores={1: [Copy(9, 2)]}, spills={2: files(b"a")})
+    assert copies.begin_step(step, 0.0) == 2.0
+    assert copies.next_done_s() == 3.0  # the store; the spill is over a second later
+    assert told(copies, 3.5).stored == {1: Fate.MOVED}  # type: ignore[union-attr]
+    assert copies.next_done_s() == 4.0
+
+
+def test_what_was_dropped_is_missing_and_may_be_written_again() -> None:
+    copies = TierCopies(Links(), BLOCK_BYTES)
+    copies.begin_step(orders(spills={1: files(b"a", b"b")}), 0.0)
+    told(copies, 4.0)
+    copies.begin_step(orders(drops=[b"a", b"b"], spills={2: files(b"b")}), 4.0)
+    told(copies, 6.0)
+    copies.begin_step(orders(stages={3: files(b"a", b"b", b"never")}), 6.0)
+    read = told(copies, 9.0)
+    assert read is not None
+    assert read.staged == {3: {b"a": Fate.MISSING, b"b": Fate.MOVED, b"never": Fate.MISSING}}
+
+
+# -- bandwidths -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (SHIPPED / "hardware").glob("*.toml")))
+def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -> None:
+    hardware, model = load_hardware(name), load_model("llama-3.1-8b")
+    assert {"disk_read_bytes_per_s", "disk_write_bytes_per_s"} <= set(hardware.estimates)
+    for tp in (1, 2):
+        roofline = Roofline(hardware, model, tp)
+        assert roofline.disk_s(6_500_000_000, to_disk=False) == 1.0
+        assert roofline.disk_s(7_000_000_000, to_disk=True) == 2.0
+
+
+def test_a_profile_without_a_disk_has_the_usual_one(tmp_path) -> None:
+    shipped = (SHIPPED / "hardware" / "h100.toml").read_text()
+    start, end = shipped.index("# A disk for KV"), shipped.index("[all_reduce_bytes_per_s]")
+    older, own = tmp_path / "older.toml", tmp_path / "own.toml"
+    older.write_text(shipped[:start] + shipped[end:])
+    own.write_text(shipped.replace("value = 6.5e9", "value = 13e9"))
+    usual = load_hardware(str(older))
+    assert usual.disk_read_bytes_per_s == load_hardware("h100").disk_read_bytes_per_s
+    assert "disk_write_bytes_per_s" in usual.estimates
+    assert "PM9A3" in dict(usual.sources)["disk_write_bytes_per_s"]
+    assert load_hardware(str(own)).disk_read_bytes_per_s == 13e9
+    measured = Fitted(StepCosts(*[0.0] * 6), None, None)
+    assert measured.disk_s(3_500_000_000, to_disk=True) == 1.0
+    assert measured.disk_s(3_250_000_000, to_disk=False) == 0.5
+
+
+# -- whole runs -------------------------------------------------------------------------------------
+
+
+def small(policy: str, disk_blocks: int, loop: SmallLoop | None = None) -> SmallRun:
+    return SmallRun(policy, loop or small_world(seed=7), host_blocks=HOST_BLOCKS, disk_blocks=disk_blocks)
+
+
+def again(made: SmallRun) -> int:
+    return sum(turn.regenerated_tokens for program in made.log.programs for turn in program.turns)
+
+
+@pytest.mark.parametrize("policy", ["saga+host", "continuum+host", "mori"])
+def test_what_host_memory_loses_is_loaded_from_disk(policy: str) -> None:
+    without, below = small(policy, 0), small(policy, DISK_BLOCKS)
+    planner = below.engine.scheduler.connector.planner
+    assert (
+        below.engine.scheduler.sojourn.steward.pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
+    )
+    assert below.log.hook_failures == 0
+    assert all(program.finished_s is not None for program in below.log.programs)
+    assert again(below) < again(without)
+    counts = planner.counts
+    assert counts["staged"] > 0
+    assert not [name for name in counts if name in ("stage_missing", "spill_failed", "spill_missing")]
+    # In the small world a block counts as 64 bytes.
+    assert below.log.copied_from_disk_bytes == 64 * counts["staged"]
+    assert below.log.copied_to_disk_bytes >= 64 * counts["spilled"] > 0
+    assert planner.disk_blocks <= DISK_BLOCKS
+    assert not any(entry.pins for entry in planner.host if entry.key not in planner._being_spilled)
+    assert without.log.copied_to_disk_bytes == without.log.copied_from_disk_bytes == 0
+
+
+def test_a_full_disk_drops_what_was_longest_unused() -> None:
+    made = small("continuum+host", 30)
+    planner = made.engine.scheduler.connector.planner
+    assert planner.counts["disk_dropped"] > 0
+    assert planner.disk_blocks <= 30
+    assert planner.counts["stage_missing"] == 0
+    assert made.log.hook_failures == 0
+
+
+@pytest.mark.parametrize("policy", ["saga+host", "mori"])
+def test_a_run_with_a_disk_repeats(policy: str) -> None:
+    one, two = small(policy, DISK_BLOCKS), small(policy, DISK_BLOCKS)
+    assert one.decisions == two.decisions
+    assert one.log.programs == two.log.programs
+    assert one.log.copied_from_disk_bytes == two.log.copied_from_disk_bytes
+
+
+TINY = RunSpec(
+    policy="continuum+host",
+    workload="synthetic:continuum-bfcl",
+    programs=8,
+    until_s=20.0,
+    pool_tokens=8000,
+    max_model_len=8000,
+    cpu_ratio=0.25,
+)
+
+
+def test_the_ratio_is_of_the_devices_memory() -> None:
+    from dataclasses import replace
+
+    log = run(replace(TINY, disk_ratio=4.0)).log
+    assert (log.host_blocks, log.disk_blocks) == (125, 2000)
+    assert log.copied_to_disk_bytes > log.copied_from_disk_bytes > 0
+    assert log.copied_to_disk_bytes % (16 * 131_072) == 0
+    assert log.hook_failures == 0
+    plain = run(replace(TINY, policy="continuum", disk_ratio=4.0)).log
+    assert (plain.host_blocks, plain.disk_blocks, plain.copied_to_disk_bytes) == (0, 0, 0)
+
+
+# -- who has one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policies", "ratios", "message"),
+    [
+        (
+            "stock,lru-offload",
+            (1.0, 4.0),
+            "nobody among stock, lru-offload has a disk; expected a policy with",
+        ),
+        ("stock,mori", (0.0, 4.0), "mori: disk_ratio is 4 and cpu_ratio 0, no host memory; expected some"),
+        ("mori", (1.0, 1e-9), "disk_ratio is 1e-09; expected 0, or enough for a block of KV"),
+        ("mori", (1.0, -1.0), "disk_ratio is -1.0; expected a number ≥ 0"),
+        ("mori", (1.0, inf), "disk_ratio is inf; expected a number ≥ 0"),
+    ],
+)
+def test_a_disk_that_cannot_be_is_refused(policies: str, ratios: tuple[float, float], message: str) -> None:
+    specs = [
+        RunSpec(policy=policy, workload=TINY.workload, cpu_ratio=ratios[0], disk_ratio=ratios[1])
+        for policy in policies.split(",")
+    ]
+    with pytest.raises(LabError) as error:
+        check(specs)
+    assert message in str(error.value)
+    if find_policy(specs[-1].policy).own_tiers:
+        with pytest.raises(LabError):
+            run(specs[-1])
+
+
+def test_who_has_no_disk_may_stand_beside_who_has() -> None:
+    assert check([RunSpec(policy=p, workload=TINY.workload, disk_ratio=4.0) for p in ("stock", "mori")]) == []
