@@ -48,7 +48,7 @@ def refused(*arguments: str) -> CliError:
         ("--sweep cpu_ratio=1,2 --save runs.json", "--save does not tell the values of --sweep apart"),
         ("--sweep cpu_ratio=1,2 --explain p1", "--explain does not tell the values of --sweep apart"),
         ("--sweep cpu_ratio=1,2 --policy stock,admit", "cpu_ratio changes nothing for stock, admit"),
-        ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru-off"),
+        ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru"),
         ("--sweep disk_ratio=0,4 --disk-ratio 4", "--disk-ratio gives one value of disk_ratio, and --sweep"),
         ("--sweep cpu_ratio=0,1 --disk-ratio 4", "disk_ratio is 4 and cpu_ratio 0, no host memory"),
         ("--sweep disk_ratio=0,4 --cpu-ratio 0", "disk_ratio is 4 and cpu_ratio 0, no host memory"),

@@ -13,6 +13,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.engine.facts import Admission, Arrival, TurnEnd, TurnOutcome
 from sojourn_server.engine.identity import read_identity
+from sojourn_server.engine.placer import PAUSE_S
 from sojourn_server.engine.state import Pool, StewardLimits
 from sojourn_server.engine.steward import Steward
 from sojourn_server.policy.placement import Move, MoveReason, WaitingKey, When
@@ -45,7 +46,7 @@ class Request:
     turn_began: int = 0
     """Step at which it was admitted."""
     since_s: float = 0.0
-    """When it came, or the time to which the clock was put back meanwhile."""
+    """When it came, and how long the engine stood still since."""
     judged: bool = False
     """It has been here for as long as a request may be parked, and was refused then if it was."""
 
@@ -118,8 +119,10 @@ class PlacedLife:
         self.others: dict[str, Request] = {}
         """Running, of nobody who has a place."""
         self.ended: list[str] = []
-        self.put_back, self.put_back_s = False, -math.inf
-        """The clock was, and somebody still waits who came before; and when."""
+        self.put_back = False
+        """The clock was, and somebody still waits who came before."""
+        self.told_s = 0.0
+        """When the steward was last told that time passes."""
         self.sizes: dict[str, int] = {}
         """On the device, as the policy was shown them last."""
         self.sent_away_ready = False
@@ -220,13 +223,12 @@ class PlacedLife:
 
     def long_silence(self) -> None:
         self.now += self.draw.choice([70.0, 310.0, 700.0])
+        self.put_back_s = self.now  # for so long an engine stands still: nobody was kept out meanwhile
         self._tick()
 
     def clock_is_put_back(self) -> None:
         self.now -= self.draw.choice([0.01, 50.0, 2000.0])
-        self.put_back, self.put_back_s = True, self.now
-        for request in self.requests.values():
-            request.since_s = min(request.since_s, self.now)
+        self.put_back = True
         self._tick()
 
     # -- how it happens ---------------------------------------------------------------
@@ -263,7 +265,10 @@ class PlacedLife:
                     self._file(self.requests[name])
 
     def _tick(self) -> None:
-        asked = self.asked
+        asked, paused_s, self.told_s = self.asked, self.now - self.told_s, self.now
+        if not 0 <= paused_s < PAUSE_S:  # the engine stood still, or its clock was set
+            for request in self.requests.values():
+                request.since_s = min(request.since_s + max(0.0, paused_s), self.now)
         self.steward.tick(self.now)
         self._forget_as_the_table_did()
         self._carry_out()
@@ -279,10 +284,8 @@ class PlacedLife:
                 self.done["refused"] += 1
                 self._finish(request, TurnOutcome.ERROR)
             elif self.steward.limits is LIMITS and self.now - request.since_s >= LIMITS.gate_timeout_s:
-                # Times of before a jump may be ahead, and those behind them are looked at later.
-                steady = self.now - self.put_back_s > 2 * LIMITS.gate_timeout_s
-                assert request.judged or not request.parked or not steady, "to be refused by now"
-                request.judged = not request.parked or request.judged
+                assert request.judged or not request.parked, "to be refused by now"
+                request.judged = True
         assert not self.requests.keys() & set(refused)
 
     def _forget_as_the_table_did(self) -> None:
@@ -334,6 +337,10 @@ class PlacedLife:
             alone = not any(each.program == request.program for each in self.requests.values())
             if alone and outcome is TurnOutcome.STOPPED:
                 place.context = cached
+            failed = outcome is not TurnOutcome.STOPPED
+            if failed and not (place.waiting or place.running or place.context):
+                del self.places[request.program]  # a place for nothing
+                self.done["left with nothing"] += 1
         self.steward.finished(
             TurnEnd(
                 request_id=request.name,
@@ -540,10 +547,11 @@ def test_the_lives_were_lively_enough() -> None:
     """Between them everything has happened that can."""
     if sum(TOLD.values()) < 1000:
         pytest.skip("the lives were not lived in this process")
-    reasons = {reason.value for reason in MoveReason} - {MoveReason.GIVEN_UP.value}
+    reasons = {reason.value for reason in MoveReason} - {MoveReason.GIVEN_UP.value, MoveReason.OVER.value}
     assert reasons <= set(TOLD)
     assert TOLD["refused"]
     assert TOLD["forgotten"]
+    assert TOLD["left with nothing"]
     for tier in Tier:
         assert TOLD[f"to {tier.value} now"]
     assert TOLD["to host after_turn"]

@@ -28,7 +28,7 @@ NOW = 1000.0
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = Activity
 PAPER = RelativeIdleness(
-    size_by="context", patience_s=math.inf, standstill_s=math.inf, exchange_margin=math.inf
+    size_by="context", patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf, exchange_margin=math.inf
 )
 
 
@@ -319,7 +319,7 @@ def test_the_idle_leave_host_memory_for_the_busier() -> None:
 
 # -- nobody starves --------------------------------------------------------------------------
 
-OURS = RelativeIdleness(size_by="context", patience_s=120.0, standstill_s=2.0)
+OURS = RelativeIdleness(absent_s=math.inf, size_by="context", patience_s=120.0, standstill_s=2.0)
 
 
 def test_into_an_empty_device_goes_whoever_is_first_whatever_its_size() -> None:
@@ -350,11 +350,24 @@ def test_the_device_does_not_stand_still_for_long() -> None:
     )
     assert PAPER.moves(view(parent, child), NOW + 1e6) == (), "as the paper has it"
     running = program("running", DEVICE, REASONING, 0.1, 5)
-    assert OURS.moves(view(parent, running, child), NOW + 60.0) == (), "somebody runs"
-    assert OURS.moves(view(parent, replace(running, activity=READY), child), NOW + 60.0) == (), (
+    assert OURS.moves(view(parent, running, child), NOW + 59.0) == (), "somebody runs"
+    assert OURS.moves(view(parent, replace(running, activity=READY), child), NOW + 59.0) == (), (
         "or is about to"
     )
     assert OURS.moves(view(parent), NOW + 60.0) == (), "nobody is ready"
+
+
+def test_who_has_not_come_back_for_long_makes_room_for_whoever_is_ready_new_ones_too() -> None:
+    policy = replace(PAPER, absent_s=60.0)
+    gone = program("gone", DEVICE, ACTING, 0.9, 50, last_active_s=NOW - 60.0)
+    away = program("away", DEVICE, ACTING, 0.95, 50, last_active_s=NOW - 59.0)
+    full = view(gone, away, newcomer("new", 30), device=100)
+    assert {(move.program_id, move.to, move.reason) for move in policy.moves(full, NOW)} == {
+        ("new", DEVICE, MoveReason.ABSENT),
+        ("gone", HOST, MoveReason.ABSENT),
+    }
+    assert policy.moves(view(gone, away, device=100), NOW) == (), "nobody needs its place"
+    assert policy.moves(view(gone, away, newcomer("new", 60), device=100), NOW) == (), "nor is it enough"
 
 
 def test_at_a_standstill_only_as_many_leave_as_the_first_in_line_needs() -> None:
@@ -476,14 +489,14 @@ def test_ten_thousand_waiting_are_not_looked_at_one_by_one() -> None:
 
 def test_labels_follow_the_queue() -> None:
     labels = [label(tier) for tier in Tier]
-    assert labels == [Label.BUSY, Label.IDLE, Label.IDLE, Label.INACTIVE]
+    assert labels == [Label.BUSY, Label.IDLE, Label.COLD, Label.INACTIVE]
 
 
 def test_the_two_orders_are_reversed_but_for_inactive() -> None:
     """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"; "CPU DRAM: … then busy, then idle"."""
-    busy, idle, inactive = Label
-    assert sorted(Label, key=device_rank) == [inactive, idle, busy]
-    assert sorted(Label, key=host_rank) == [inactive, busy, idle]
+    busy, idle, cold, inactive = Label
+    assert sorted(Label, key=device_rank) == [inactive, cold, idle, busy]
+    assert sorted(Label, key=host_rank) == [inactive, cold, busy, idle]
 
 
 def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over_is_inactive() -> None:

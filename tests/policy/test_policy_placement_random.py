@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sojourn.ids import ProgramId
 from sojourn_server.policy.placement import Move, MoveReason, When
 from sojourn_server.policy.placement_idleness import RelativeIdleness
+from sojourn_server.policy.placement_plan import has_lasted
 from sojourn_server.policy.placement_views import (
     Activity,
     Occasion,
@@ -69,6 +70,10 @@ class Agent:
             returning=self.returning,
             pending=self.pending,
         )
+
+
+CHOSEN_ELSE = (MoveReason.EXCHANGE, MoveReason.ABSENT)
+"""Whoever leaves for these reasons is not the most idle of all."""
 
 
 class World(RuleBasedStateMachine):
@@ -328,7 +333,12 @@ class World(RuleBasedStateMachine):
         fits = any(self.size(program) <= room or not view.on_device for program in ready)
         due = any(program.returning and self.policy.is_overdue(program, self.now) for program in ready)
         still = all(program.activity is ACTING for program in view.on_device) and ready
-        if room >= 0 and not over and not fits and not due and not still and self.policy.exchange_margin > 1:
+        absent = ready and any(
+            each.activity is ACTING and has_lasted(each.last_active_s, self.policy.absent_s, self.now)
+            for each in view.on_device
+        )
+        sticky = self.policy.exchange_margin > 1 and not absent
+        if room >= 0 and not over and not fits and not due and not still and sticky:
             assert all(move.reason is MoveReason.KEPT for move in answer)
 
     def demotion_is_in_order(self, view: PlacementView, answer: tuple[Move, ...]) -> None:
@@ -336,10 +346,10 @@ class World(RuleBasedStateMachine):
         chosen = [
             by_name[move.program_id]
             for move in answer
-            if move.program_id in by_name and move.to is not DEVICE and move.reason is not MoveReason.EXCHANGE
+            if move.program_id in by_name and move.to is not DEVICE and move.reason not in CHOSEN_ELSE
         ]
         names = {program.program_id for program in chosen}
-        names |= {move.program_id for move in answer if move.reason is MoveReason.EXCHANGE}
+        names |= {move.program_id for move in answer if move.reason in CHOSEN_ELSE}
         stays = [program for name, program in by_name.items() if name not in names]
         for gone in chosen:
             if gone.pending:

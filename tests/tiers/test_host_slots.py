@@ -26,7 +26,7 @@ def order_of_reuse(host: HostSlots) -> list[bytes]:
 
 
 def not_on_disk(host: HostSlots, most: int = 100) -> list[bytes]:
-    return [entry.key for entry in host.first_not_on_disk(most)]
+    return [entry.key for entry in host.first_not_on_disk(most, above=-1)]
 
 
 # -- begin, get, in_slot

@@ -17,6 +17,7 @@ the policy, are not parked: what fails here gives the engine's own order back.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import heapq
 import math
 from collections import deque
@@ -43,6 +44,13 @@ from .state import Histories, Pool, Ticket
 
 SHOWN_WAITING = 256
 """Of the Waiting queue a policy is shown so many, the first ones."""
+
+PAUSE_S = 120.0
+"""An engine that says nothing for so long stood still: a machine was suspended, weights were loaded."""
+FEW_PROGRAMS = 200
+ASK_S_PER_PROGRAM = 50e-6
+"""Seconds between two questions for each program in a tier, beyond the first few: a question takes about 1 µs
+a program, so all of them take 2 % of the time, however many programs come and go."""
 
 Moved = Callable[[Program, Move, float], None]
 """What is told of each move: the program, the move and ``now``."""
@@ -106,6 +114,8 @@ class Placer:
         """Number of the newest request."""
         self._others: dict[str, int] = {}
         """Prompt tokens of running requests of nobody who has a place."""
+        self._told_s = -math.inf
+        """When it was last told that time passes."""
         self._why: Occasion | None = None
         """What has happened since the policy was asked."""
         self._asked_s = self._ask_at_s = -math.inf
@@ -160,8 +170,8 @@ class Placer:
             place.clock.preempted(ticket.request_id, now)
             self._note(place, now, None)
 
-    def finished(self, ticket: Ticket, now: float) -> None:
-        """A request has left the engine, for whatever reason."""
+    def finished(self, ticket: Ticket, now: float, *, failed: bool = False) -> None:
+        """A request has left the engine. ``failed``: it was broken off, and adds nothing to a context."""
         if not self.places:
             return
         if self._others.pop(ticket.request_id, None) is not None and self._kept_out():
@@ -174,6 +184,8 @@ class Placer:
         if place.running.pop(ticket.request_id, None) is not None:
             place.last_active_s = now
         self._note(place, now, Occasion.TURN_ENDED)
+        if failed and not (place.waiting or place.running or place.context_blocks):
+            self.forget(place.program.id, now)  # a place for nothing would be taken from others
 
     def turn_over(self, program: Program, cached_blocks: int, now: float) -> None:
         """A program's turn has ended well and left so many blocks."""
@@ -182,7 +194,7 @@ class Placer:
             place.context_blocks = cached_blocks
             self._note(place, now, Occasion.TURN_ENDED)
 
-    def forget(self, program_id: ProgramId) -> None:
+    def forget(self, program_id: ProgramId, now: float) -> None:
         """The program has ended, or is known no more: nobody holds a place for it."""
         place = self._by_id.pop(program_id, None)
         if place is not None:
@@ -191,6 +203,8 @@ class Placer:
             for ticket in place.running.values():
                 self._others[ticket.request_id] = ticket.prompt_tokens
             self._why = Occasion.TURN_ENDED
+            # Its requests are kept out by nobody any more, and what lies below is of no more worth.
+            self._moved(place.program, Move(program_id, Tier.WAITING, When.NOW, MoveReason.OVER), now)
 
     def cache_reset(self, now: float) -> None:
         """All that was computed is gone, but for what runs."""
@@ -224,8 +238,13 @@ class Placer:
 
     def parked_for(self, limit_s: float, now: float) -> Iterator[Ticket]:
         """Requests that have been parked for longer, each once."""
-        if self._oldest and self._oldest[0][0] > now:  # the clock was put back: their time begins anew
-            self._oldest = deque((min(entry[0], now), *entry[1:]) for entry in self._oldest)
+        paused_s = now - self._told_s
+        self._told_s = now
+        if self._oldest and not 0 <= paused_s < PAUSE_S:
+            # The engine stood still, or its clock was set: nobody was kept out meanwhile. Later than now is
+            # nobody's arrival.
+            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
+            self._oldest = deque((min(entry[0] + shift_s, now), *entry[1:]) for entry in self._oldest)
         while self._oldest and now - self._oldest[0][0] >= limit_s:
             _, arrival, request_id, program_id = self._oldest.popleft()
             place = self._by_id.get(program_id)
@@ -247,6 +266,9 @@ class Placer:
             raise error
         # A clock that was put back must not put off the next question for as long.
         if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
+            return
+        shown = len(self._by_id) - len(self._in[Tier.WAITING])
+        if 0 <= now - self._asked_s < (shown - FEW_PROGRAMS) * ASK_S_PER_PROGRAM:
             return
         try:
             self._ask(now)
@@ -302,15 +324,16 @@ class Placer:
     def _give_up(self, now: float) -> None:
         """Let everybody in, in the engine's own order."""
         self.places = False
-        for program_id, place in list(self._by_id.items()):
-            if place.waiting:
-                self._moved(place.program, Move(program_id, Tier.DEVICE, When.NOW, MoveReason.GIVEN_UP), now)
+        waiting = [place.program for place in self._by_id.values() if place.waiting]
         self._by_id.clear()
         for places in self._in.values():
             places.clear()
         self._line.clear()
         self._refile.clear()
         self._oldest.clear()
+        for program in waiting:
+            with contextlib.suppress(Exception):  # the others are to be told, whatever happens to one
+                self._moved(program, Move(program.id, Tier.DEVICE, When.NOW, MoveReason.GIVEN_UP), now)
 
     # -- keeping order --------------------------------------------------------------
 

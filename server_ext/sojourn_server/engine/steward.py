@@ -21,7 +21,7 @@ from ..metrics.recorder import Recorder
 from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.labels import Label, label
-from ..policy.placement import Move, When
+from ..policy.placement import Move, MoveReason, When
 from ..policy.placement_views import Tier
 from ..policy.preset import Preset
 from ..policy.reload import ReloadEstimate
@@ -254,7 +254,8 @@ class Steward:
         if ticket is None:
             return None
         self._runs_no_more(ticket, now)
-        self.placer.finished(ticket, now)
+        failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
+        self.placer.finished(ticket, now, failed=failed)
         if ticket.program is None:
             return None
         program = ticket.program
@@ -264,7 +265,6 @@ class Steward:
         program.live_requests.discard(fact.request_id)
         program.last_contact_s = now
         self.foreseer.touched(program)
-        failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
         program.turns += not failed
         if program.live_requests:
             return None
@@ -294,6 +294,7 @@ class Steward:
             record = ticket.record
             record.goes_on, record.tier, record.p_reuse = program.goes_on, program.tier, program.p_reuse
         if ticket.final:
+            self.placer.forget(program.id, now)
             self.keeper.log_keep(program, Keep(0.0, Reason.FINAL_TURN), fact.cached_blocks, now)
             return None
         if program.id in self.leases:  # a parallel branch of the same program still holds one
@@ -424,7 +425,7 @@ class Steward:
             return
         if signal is Signal.END:  # silence is a guess: a tool may outlast it, and its end is still to be told
             program.tools.clear()
-        self.placer.forget(program.id)
+        self.placer.forget(program.id, now)
         if program.turns != program.turns_when_over:
             program.turns_when_over = program.turns
             self.histories.turns.observe(program.turns)
@@ -552,7 +553,7 @@ class Steward:
     def forget(self, programs: Sequence[Program], now: float) -> None:
         """Programs that had to leave the table for others: nothing of them stays, least of all KV."""
         for program in programs:
-            self.placer.forget(program.id)
+            self.placer.forget(program.id, now)
             self.keeper.order(ActionKind.DROP, program.id, Reason.SUPERSEDED, now)
             self.keeper.let_go.pop(program.id, None)
 
@@ -567,6 +568,9 @@ class Steward:
 
     def _moved(self, program: Program, move: Move, now: float) -> None:
         """The placer has moved a program: log it, and have the engine do its part."""
+        if move.reason is MoveReason.OVER:  # that it is over is logged as such
+            self.keeper.actions.append(Action(ActionKind.PLACE, program.id, Reason.END, move.to))
+            return
         kind = "to_" + move.to.value if move.when is When.NOW else "leaves_after_turn"
         self.decisions.add(now, kind, program.id, move.reason.value)
         self.recorder.count(

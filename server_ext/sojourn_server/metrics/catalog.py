@@ -80,7 +80,18 @@ TIERS = frozenset({"device"})
 LOWER_TIERS = frozenset({"host", "disk"})
 TIER_STATES = frozenset({"used", "free"})
 TIER_MOVES = frozenset(
-    {"saved", "stored", "kept", "no_room", "loaded", "failed", "dropped", "dropped_on_disk", "disk_dropped"}
+    {
+        "saved",
+        "stored",
+        "kept",
+        "no_room",
+        "loaded",
+        "failed",
+        "discarded",
+        "dropped",
+        "dropped_on_disk",
+        "disk_dropped",
+    }
     | {"spilled", "spill_full", "spill_failed", "spill_missing"}
     | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
 )

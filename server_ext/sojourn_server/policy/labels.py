@@ -15,17 +15,19 @@ class Label(str, Enum):
 
     BUSY = "busy"
     IDLE = "idle"
+    COLD = "cold"
+    """Idle for so long that they belong on disk: beyond the paper, for its further tiers (§7.1)."""
     INACTIVE = "inactive"
 
 
 _LABELS = {
     Tier.DEVICE: Label.BUSY,
     Tier.HOST: Label.IDLE,
-    Tier.DISK: Label.IDLE,
+    Tier.DISK: Label.COLD,
     Tier.WAITING: Label.INACTIVE,
 }
-_DEVICE_ORDER = {Label.INACTIVE: 0, Label.IDLE: 1, Label.BUSY: 2}
-_HOST_ORDER = {Label.INACTIVE: 0, Label.BUSY: 1, Label.IDLE: 2}
+_DEVICE_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.IDLE: 2, Label.BUSY: 3}
+_HOST_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.BUSY: 2, Label.IDLE: 3}
 
 
 def label(tier: Tier) -> Label:
@@ -34,10 +36,10 @@ def label(tier: Tier) -> Label:
 
 
 def device_rank(marked: Label) -> int:
-    """Ascending, the order in which the device's cached blocks go: inactive, idle, busy; in each the LRU."""
+    """Ascending, the order in which the device's cached blocks go: inactive, cold, idle, busy."""
     return _DEVICE_ORDER[marked]
 
 
 def host_rank(marked: Label) -> int:
-    """The same for the tiers below: inactive, busy, idle. Each tier keeps those that were placed in it."""
+    """The same for host memory: inactive, cold, busy, idle. Each tier keeps those that were placed in it."""
     return _HOST_ORDER[marked]

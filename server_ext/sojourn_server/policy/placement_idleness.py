@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..program.idleness import WINDOW_CYCLES
 from .placement import Move, WaitingKey
-from .placement_plan import Plan, has_lasted
+from .placement_plan import LOOKAHEAD, Plan, has_lasted
 from .placement_views import Activity, PlacedProgram, PlacementView, Tier
 
 # Levels of the Waiting queue.
@@ -35,7 +35,7 @@ class RelativeIdleness:
     not fit is gone past.
 
     *Stickiness.* Nothing moves unless a tier holds too much, or there is room for somebody who is ready, or
-    one of the rules 3 and 4 calls. An answer is complete: asked again with it applied, there is none.
+    one of the rules 3, 4 and 6 calls. An answer is complete: asked again with it applied, there is none.
 
     *Nobody starves*, for which the paper has no rule. Under the rules above alone a device full of acting
     programs would keep ready ones out for as long as the tools run, for ever if a tool is a sub-agent that is
@@ -52,6 +52,8 @@ class RelativeIdleness:
     5. A new program that has waited for ``patience_s`` is not gone past by other new ones. Nobody leaves for
        it: it would be let in only to push out others that have more to lose. It enters once those that
        entered before it have ended or left room, and they all get their turns by 4, so they do end.
+    6. Not all end: clients crash, and not every client says that it is done. Who has acted for ``absent_s``
+       makes room for any that is ready.
 
     Waiting times that cannot be, as after a jump of the clock, count as too long: rather a move than a stop.
 
@@ -75,6 +77,9 @@ class RelativeIdleness:
     """Seconds a ready program waits until it is overdue; ``inf``: for ever, as in the paper."""
     standstill_s: float = 0.5
     """Seconds for which nothing may run although somebody could."""
+    absent_s: float = 60.0
+    """Seconds that a program acts on the device until it makes room for whoever is ready; ``inf``: never, as
+    in the paper. Most tools take less, and nobody should wait for longer for somebody who has crashed."""
     exchange_margin: float = math.inf
     """A ready program takes the place of acting ones on the device that are more idle by more than this,
     where their KV can be kept below (§4.3, "the partition boundary"); ``inf``: never (§1, §4.3.1)."""
@@ -91,7 +96,7 @@ class RelativeIdleness:
             raise ValueError(f'size_by is {self.size_by!r}; expected "peak", "turn" or "context"')
         if not 0 <= self.disk_idleness <= 1:
             raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
-        for field in ("patience_s", "standstill_s"):
+        for field in ("patience_s", "standstill_s", "absent_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
         if not self.exchange_margin >= 0:
@@ -115,8 +120,9 @@ class RelativeIdleness:
             return ()
         plan = Plan(self, view, now, free, ready)
         if plan.serve_overdue():
-            while plan.fill_device() or plan.end_standstill() or plan.exchange():
-                pass
+            for _ in range(LOOKAHEAD):
+                if not (plan.fill_device() or plan.end_absence() or plan.end_standstill() or plan.exchange()):
+                    break
         plan.relieve(Tier.HOST)
         plan.relieve(Tier.DISK)
         return plan.answer()

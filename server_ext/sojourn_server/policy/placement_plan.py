@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from .placement_idleness import RelativeIdleness
 
 LOOKAHEAD = 64
-"""Of the Waiting queue, so many that do not fit are gone past; then the rest is left for another time."""
+"""Of the Waiting queue, so many that do not fit are gone past; and for so many at most room is made by one
+answer. The rest is left for another time."""
 
 
 class Plan:
@@ -60,7 +62,7 @@ class Plan:
 
     def serve_overdue(self) -> bool:
         """Rule 4, then demotion. False: somebody overdue waits for turns to end, and nobody goes past it."""
-        for program in self._overdue():
+        for program in self._overdue()[:LOOKAHEAD]:
             if not self._bring_in(program, MoveReason.OVERDUE):
                 return False
         self._demote_for(0, MoveReason.OVER_CAPACITY)
@@ -84,6 +86,29 @@ class Plan:
                     break
         return self._entered > before
 
+    def end_absence(self) -> bool:
+        """Rule 6. Whether anybody was promoted."""
+        limit_s = self._policy.absent_s
+        absent = [
+            program for program in self._acting() if has_lasted(program.last_active_s, limit_s, self._now)
+        ]
+        if not absent:
+            return False
+        for program in islice(self._candidates(), LOOKAHEAD):
+            room = self._free[Tier.DEVICE]
+            leaving = []
+            for victim in absent:
+                if self._policy.device_blocks(program) <= room:
+                    break
+                leaving.append(victim)
+                room += self._policy.device_blocks(victim)
+            if self._policy.device_blocks(program) <= room:
+                self._promote(program, MoveReason.ABSENT)
+                for victim in leaving:
+                    self._send(victim, self._place_below(victim), MoveReason.ABSENT)
+                return True
+        return False
+
     def end_standstill(self) -> bool:
         """Rule 3. Whether anybody was promoted."""
         if self._is_empty() or self._entered:
@@ -101,8 +126,7 @@ class Plan:
         margin = self._policy.exchange_margin
         if margin >= 1:  # idleness is at most 1
             return False
-        acting = [program for program in self._staying.values() if program.activity is Activity.ACTING]
-        acting.sort(key=self._demotion_key)
+        acting = self._acting()
         returning = (program for program in self._candidates() if program.returning)
         for program in islice(returning, len(self._below) + LOOKAHEAD):
             least = self._idleness(program) + margin
@@ -140,7 +164,7 @@ class Plan:
         left = len(self._staying) + self._entered
         now: list[tuple[PlacedProgram, MoveReason]] = []
         self._leaving = {}
-        for victim in self._leavers() if short > 0 else ():
+        for victim in list(self._leavers()) if short > 0 else ():
             if short <= 0 or (left == 1 and program is None):
                 break  # one that is alone may be larger than the device
             why = MoveReason.OVER_CAPACITY if over > 0 else reason
@@ -157,15 +181,25 @@ class Plan:
             self._send(victim, self._place_below(victim), why)
         return enters
 
-    def _leavers(self) -> list[PlacedProgram]:
+    def _leavers(self) -> Iterator[PlacedProgram]:
         """Who may be told to leave the device, in that order: all but those yet to have a turn (rule 1)."""
+        for program in self._by_demotion:
+            if program.program_id in self._staying:
+                yield program
+
+    def _acting(self) -> list[PlacedProgram]:
+        """Of these, those that act."""
+        return [program for program in self._leavers() if program.activity is Activity.ACTING]
+
+    @cached_property
+    def _by_demotion(self) -> list[PlacedProgram]:
+        # Once an answer: what it depends on does not change by the answer.
         leavers = [
             program
             for program in self._staying.values()
             if program.activity is not Activity.READY or program.pending
         ]
-        leavers.sort(key=self._demotion_key)
-        return leavers
+        return sorted(leavers, key=self._demotion_key)
 
     def _is_empty(self) -> bool:
         return not self._staying and not self._entered

@@ -133,10 +133,14 @@ class HostSlots:
             self._dirty.setdefault(entry.rank, OrderedDict())[entry.key] = entry
             self.idle_on_disk -= 1
 
-    def first_not_on_disk(self, most: int) -> list[HostEntry]:
-        """Idle entries that a reuse would lose, the next to be reused first."""
+    def idle_not_on_disk(self, rank: Rank) -> int:
+        """Idle entries of this rank that a reuse would lose."""
+        return len(self._dirty.get(rank, ()))
+
+    def first_not_on_disk(self, most: int, *, above: Rank) -> list[HostEntry]:
+        """Idle entries of higher ranks that a reuse would lose, the next to be reused first."""
         found: list[HostEntry] = []
-        for rank in sorted(self._dirty):
+        for rank in sorted(rank for rank in self._dirty if rank > above):
             for entry in self._dirty[rank].values():
                 if len(found) >= most:
                     return found

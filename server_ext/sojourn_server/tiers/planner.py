@@ -21,7 +21,9 @@ from typing import NamedTuple
 from .host_slots import HostEntry, HostSlots, Rank
 from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
 
-PLAIN_RANK: Rank = 1
+WORTHLESS_RANK: Rank = 0
+"""Of content that nobody is known to come back for: reused first, and not written to disk."""
+PLAIN_RANK: Rank = 2
 """Of content about which nothing else is known."""
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
@@ -166,6 +168,18 @@ class TierPlanner:
             self._jobs.stores[job] = copies
             self.counts["stored"] += len(copies)
         return len(copies)
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Copies of these are not to be found: they may not hold what the keys say."""
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is not None:
+                self._lost = True
+                self.host.remove(entry)
+            if key in self._disk:
+                del self._disk[key]
+                self._jobs.drops.append(key)
+            self.counts["discarded"] += entry is not None
 
     def set_rank(self, keys: Iterable[Key], rank: Rank) -> None:
         """Content of these is reused with that of another rank from now on."""
@@ -406,12 +420,13 @@ class TierPlanner:
         if not self._disk_room:
             return
         room = limits.max_spilling - len(self._being_spilled)
-        spare = self.host.free + self.host.idle_on_disk + len(self._being_spilled)
+        worthless = self.host.idle_not_on_disk(WORTHLESS_RANK)
+        spare = self.host.free + self.host.idle_on_disk + worthless + len(self._being_spilled)
         # More than the disk takes would push out what was written just before, for ever.
         wanted = min(int(limits.spill_below * limits.host_slots), self._disk_room) - spare
         if room <= 0 or wanted <= 0:
             return
-        self.spill(self.host.first_not_on_disk(min(room, wanted)))
+        self.spill(self.host.first_not_on_disk(min(room, wanted), above=WORTHLESS_RANK))
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
         """Write idle entries to disk; they stay in host memory too. Returns how many."""

@@ -30,7 +30,7 @@ from .connector import SojournConnector
 from .held_blocks import HeldBlocks, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
-from .settings import Settings
+from .settings import Settings, SettingsError
 from .shortage import Shortage
 from .waiting_queue import Key, PolicyQueue
 
@@ -115,6 +115,11 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._order.queue
         self._held = HeldBlocks(self._pool, self._queue)
+        if preset.placement.places and scheduler.policy == SchedulingPolicy.PRIORITY:
+            raise SettingsError(
+                f"policy {preset.name} decides who runs by where programs' KV is, and --scheduling-policy "
+                "priority by who is important; expected fcfs there, or a policy without placement"
+            )
         # With user priorities the gate would let an unimportant early program keep an important one out.
         gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
         scheduler.waiting = self._waiting = PolicyQueue(
@@ -220,26 +225,24 @@ class SchedulerAdapter:
             )
             self._scheduled_at = None
 
-    def refuse_parked(self) -> list[Request]:
-        """After the scheduler took in a step's results: end those that have been kept out for too long.
+    def refused(self) -> list[str]:
+        """After the scheduler took in a step's results: requests that have been kept out for too long."""
+        return self.steward.take_refused() if self.steward.refused else []
 
-        Returns them; their clients are yet to be told.
-        """
-        if not self.steward.refused:
-            return []
-        refused, limit_s = [], self.steward.limits.gate_timeout_s
-        for request_id in self.steward.take_refused():
-            request = self._scheduler.requests.get(request_id)
-            if request is None or not self._is_parked(request):
-                continue
-            logger.error(
-                "sojourn: request %s is refused: for %g s (gate_timeout_s) there was no place on the device "
-                "for its program",
-                request_id, limit_s,
-            )  # fmt: skip
+    def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
+        """End such a request with an error; ``tell`` tells its client."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or not self._is_parked(request):
+            return
+        logger.error(
+            "sojourn: request %s is refused: for %g s (gate_timeout_s) there was no place on the device for "
+            "its program",
+            request_id, self.steward.limits.gate_timeout_s,
+        )  # fmt: skip
+        try:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
-            refused.append(request)
-        return refused
+        finally:
+            tell(request)
 
     def after_results(self) -> None:
         """After the scheduler took in a step's results."""
@@ -307,13 +310,13 @@ class SchedulerAdapter:
     def not_filled(self, block_ids: set[int]) -> None:
         """Before the scheduler hears that blocks were not filled: neither they nor what was computed upon
         them may be found again."""
+        if self._below is None:
+            return
         manager = self._scheduler.kv_cache_manager
-        for request in self._scheduler.running:
-            blocks = manager.get_block_ids(request.request_id)[0]
-            first = next((place for place, block_id in enumerate(blocks) if block_id in block_ids), None)
-            if first is not None:
-                block_ids = block_ids | set(blocks[first:])
-        self._pool.evict_blocks(block_ids)
+        running = (manager.get_block_ids(each.request_id)[0] for each in self._scheduler.running)
+        spoilt = self._below.not_filled(running, block_ids)
+        self._below.discard([self._pool.blocks[block_id] for block_id in spoilt])
+        self._pool.evict_blocks(spoilt)
 
     def cache_reset(self) -> None:
         """Before the prefix cache is cleared: nothing may be held."""

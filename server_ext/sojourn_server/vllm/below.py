@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
@@ -13,10 +13,14 @@ from ..policy.labels import host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
 from ..tiers.jobs import Key
-from ..tiers.planner import PLAIN_RANK
+from ..tiers.placed_chains import PlacedChains
+from ..tiers.planner import PLAIN_RANK, WORTHLESS_RANK
 from .block_owners import BlockOwners
 from .connector import SojournConnector
 from .held_blocks import HeldBlocks, chain_hash
+
+STORED_TOGETHER = 32
+"""Blocks of one job that is stored ahead."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +32,7 @@ class Below:
     def __init__(self, connector: SojournConnector, steward: Steward) -> None:
         self._connector = connector
         self._steward = steward
+        self._placed = PlacedChains()
 
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         """Blocks are about to be reused: save what is in them."""
@@ -42,6 +47,23 @@ class Below:
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 
+    def not_filled(self, running: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
+        """Of blocks that were not filled, and of those of requests, all that must not be found again: also
+        what was computed upon them, by requests that have been aborted meanwhile too."""
+        spoilt = set(block_ids)
+        for blocks in (*running, *self._connector.loading):
+            first = next((place for place, block_id in enumerate(blocks) if block_id in block_ids), None)
+            if first is not None:
+                spoilt.update(blocks[first:])
+        return spoilt
+
+    def discard(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """What these hold is not what their names say: copies of it may not be found either."""
+        self._guarded(
+            self._connector.planner.discard,
+            [chain_hash(block) for block in blocks if block.block_hash is not None],
+        )
+
     def loaded_tokens(self, request_id: str) -> int:
         """Tokens that a request which was just admitted had from below; asked once."""
         return self._connector.loaded_tokens.pop(request_id, 0)
@@ -53,6 +75,7 @@ class Below:
 
     def reset(self) -> None:
         """The engine's cache was reset."""
+        self._placed = PlacedChains()
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
@@ -82,16 +105,25 @@ class Below:
         return rank
 
     def _place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
-        keys: Sequence[Key] = self._steward.contexts.get(program_id) or ()
         planner = self._connector.planner
         rank = host_rank(self._steward.label(program_id))
-        planner.set_rank(keys, rank)
+        keys = self._steward.contexts.get(program_id)
+        if keys is None:  # it is over: what is known of it is what was placed
+            keys = self._placed.keys_of(program_id)
+        shared = self._placed.put(program_id, keys, rank)
+        planner.set_rank(keys[shared:], rank)
+        if rank == WORTHLESS_RANK:
+            self._placed.forget(program_id)
+            return
         cached = held.still_cached(keys)
         if tier is Tier.DEVICE:
             planner.fetch(keys[len(cached) :])
         elif tier is not Tier.WAITING:
-            # Ahead of need: what is stored by then is not waited for when it is reused.
-            planner.store([(chain_hash(block), block.block_id) for block in cached], rank)
+            # Ahead of need: what is stored by then is not waited for when it is reused. A few at a time:
+            # what is reused before that has its whole job waited for.
+            blocks = [(chain_hash(block), block.block_id) for block in cached]
+            for first in range(0, len(blocks), STORED_TOGETHER):
+                planner.store(blocks[first : first + STORED_TOGETHER], rank)
 
     def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         planner = self._connector.planner

@@ -8,6 +8,7 @@ scheduler; without it nothing is saved and nothing is found.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from ..tiers.mover import Mover
 
 logger = init_logger("vllm.sojourn")
+
+MAX_LOADING = 1024
+"""Requests that are remembered for having loaded something: more than the steps in flight can admit."""
 
 
 @dataclass
@@ -78,6 +82,8 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             """Raise our own errors. For tests."""
             self.clock = time.monotonic
             self._not_filled: set[int] = set()
+            self.loading: deque[list[int]] = deque(maxlen=MAX_LOADING)
+            """All blocks of requests that loaded something of late; steps in flight have several."""
             self._asked: dict[str, tuple[int, list[Key]]] = {}
             """Of a request, the number of blocks the device had and the keys that were found."""
             self.loaded_tokens: dict[str, int] = {}
@@ -123,6 +129,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self.planner.load(request.request_id, keys[:count], block_ids)
             if count:
+                self.loading.append(list(blocks.get_block_ids()[0]))
                 self.loaded_tokens[request.request_id] = num_external_tokens
         except Exception as error:
             self._not_filled.update(block_ids)

@@ -8,12 +8,13 @@ only tells the adapter what happens; every hook and every callback fails open.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
 from ..launch.versions import check_vllm
@@ -29,13 +30,7 @@ def _tell_refused(outputs: dict[int, EngineCoreOutputs], request: Request) -> No
     """Add the end of a request that was refused to what its client is sent."""
     told = outputs.setdefault(request.client_index, EngineCoreOutputs())
     told.outputs.append(
-        EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            finish_reason=request.get_finished_reason(),
-            events=request.take_events(),
-            trace_headers=request.trace_headers,
-        )
+        EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
     )
 
 
@@ -75,8 +70,8 @@ class SojournMixin:
             self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
-        for request in self.sojourn.guarded(self.sojourn.refuse_parked) or ():
-            self.sojourn.guarded(_tell_refused, result, request)
+        for request_id in self.sojourn.guarded(self.sojourn.refused) or ():
+            self.sojourn.guarded(self.sojourn.refuse, request_id, partial(_tell_refused, result))
         return result
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
