@@ -223,7 +223,6 @@ class PlacedLife:
 
     def long_silence(self) -> None:
         self.now += self.draw.choice([70.0, 310.0, 700.0])
-        self.put_back_s = self.now  # for so long an engine stands still: nobody was kept out meanwhile
         self._tick()
 
     def clock_is_put_back(self) -> None:

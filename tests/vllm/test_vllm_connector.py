@@ -104,7 +104,8 @@ def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> Non
     assert not turn(engine, "b2", prompt(2, 480), "B")[0].loads
 
 
-def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any) -> None:
+@pytest.mark.parametrize("aborted", [False, True], ids=["it runs on", "its client has gone meanwhile"])
+def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any, aborted: bool) -> None:
     from vllm.v1.outputs import KVConnectorOutput
 
     turn(engine, "a1", prompt(1, 480), "A")
@@ -115,10 +116,14 @@ def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine:
     assert len(planned.kv_connector_metadata.jobs.loads["a2"]) > 10
     wrong = planned.kv_connector_metadata.jobs.loads["a2"][3].block_id
     first = block_ids.index(wrong)
+    keys = list(engine.scheduler.requests["a2"].block_hashes)
+    if aborted:
+        engine.abort("a2")
     engine.take_in(planned, KVConnectorOutput(invalid_block_ids={wrong}))
     named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids]
     assert not any(named[first:])
     assert all(named[:first])
+    assert not any(planner(engine).host.get(key) for key in keys[first:]), "nor a copy of it"
     engine.run()
     assert not engine.scheduler.requests
 

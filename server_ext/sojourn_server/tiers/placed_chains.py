@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sojourn.ids import ProgramId
-
 from .host_slots import Rank
 from .jobs import Key
 
@@ -15,19 +13,19 @@ class PlacedChains:
     before, so two that differ somewhere differ from there on."""
 
     def __init__(self) -> None:
-        self._of: dict[ProgramId, tuple[Sequence[Key], Rank]] = {}
-        self._by_head: dict[Key, set[ProgramId]] = {}
+        self._of: dict[str, tuple[Sequence[Key], Rank]] = {}
+        self._by_head: dict[Key, set[str]] = {}
         """Programs whose chains begin alike."""
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def keys_of(self, program_id: ProgramId) -> Sequence[Key]:
+    def keys_of(self, program_id: str) -> Sequence[Key]:
         """The chain that was put last; empty where there is none."""
         known = self._of.get(program_id)
         return known[0] if known is not None else ()
 
-    def put(self, program_id: ProgramId, keys: Sequence[Key], rank: Rank) -> int:
+    def put(self, program_id: str, keys: Sequence[Key], rank: Rank) -> int:
         """Note a program's chain and rank. Returns how many leading keys others of higher rank have too."""
         self.forget(program_id)
         if not keys:
@@ -42,7 +40,7 @@ class PlacedChains:
         self._of[program_id] = keys, rank
         return shared
 
-    def forget(self, program_id: ProgramId) -> None:
+    def forget(self, program_id: str) -> None:
         """The program has nothing placed any more."""
         known = self._of.pop(program_id, None)
         if known is None:
