@@ -236,6 +236,8 @@ class Plan:
         to = self._tier_below(program, self._free)
         if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
             return to
+        if not program.context_blocks:  # nothing to be kept
+            return Tier.WAITING
         short = program.context_blocks - self._free[Tier.HOST]
         room = self._free[Tier.DISK]
         down = []
