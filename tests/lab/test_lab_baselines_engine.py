@@ -13,7 +13,12 @@ from sojourn_server.policy.preset import preset_names
 
 BLOCK = 16
 MINE = sorted({baseline.preset for baseline in BASELINES.values() if baseline.preset})
-OTHERS = ["observe", "known-ends", "fixed-ttl", *(name for name in preset_names() if name.startswith("saga"))]
+OTHERS = [
+    "observe",
+    "known-ends",
+    "fixed-ttl",
+    *(name for name in preset_names() if name.startswith(("mori", "saga"))),
+]
 
 
 class Clock:

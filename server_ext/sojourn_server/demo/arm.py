@@ -137,7 +137,7 @@ def run_arm(
         engine=counts,
         wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
         decisions={} if name == STOCK else _decisions(url, headers),
-        tiers={} if name == STOCK else _asked(url, "stats", headers)["tiers"],
+        tiers={} if name == STOCK else _asked(url, "stats", headers).get("tiers", {}),
     )
 
 
