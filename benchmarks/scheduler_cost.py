@@ -62,7 +62,8 @@ def build(policy: str | None, host_blocks: int = 0) -> Any:
     for number in range(RUNNING):
         prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
         engine.add(f"run{number}", prompt, max_tokens=100_000, program_id=f"run{number}" if policy else None)
-    for _ in range(200):
+    until = time.monotonic() + 60.0  # a policy that places programs lets them in by and by
+    while time.monotonic() < until:
         engine.step()
         if all(r.num_output_tokens for r in engine.scheduler.requests.values()):
             break
