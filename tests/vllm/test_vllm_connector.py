@@ -128,6 +128,29 @@ def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine:
     assert not engine.scheduler.requests
 
 
+def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_filled_is_found(
+    make_engine: Any,
+) -> None:
+    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+    engine.add("a1", prompt(1, 480), max_tokens=2, program_id="A")
+    engine.plan()
+    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a1")[0]
+    engine.scheduler.sojourn.not_filled({block_ids[3]})
+    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids[:30]]
+    assert named == [True] * 3 + [False] * 27
+
+
+def test_who_loaded_something_is_remembered_for_a_few_steps_only(engine: Any) -> None:
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")
+    connector = engine.scheduler.connector
+    assert any(connector.loading())
+    engine.add("c1", prompt(3, 16), max_tokens=9, program_id="C")
+    engine.run()
+    assert not any(connector.loading())
+
+
 HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon", "evicted"]
 
 

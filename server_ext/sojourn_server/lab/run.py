@@ -94,7 +94,7 @@ class RunResult:
 def run(spec: RunSpec, on_progress: OnProgress = lambda label, now, finished: None) -> RunResult:
     """Simulate. Raises ``LabError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` first."""
     policy = find_policy(spec.policy)
-    latency, shape = _device(spec, policy)
+    latency, shape = device_of(spec, _cpu_ratio(spec, policy))
     shape = _fitted(shape)
     loop = _loop(spec, shape)
     engine, clock, host_blocks = _engine(spec, policy, shape)
@@ -131,7 +131,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
         if key in seen:
             continue
         seen.add(key)
-        _, shape = _device(spec, policy)
+        _, shape = device_of(spec, _cpu_ratio(spec, policy))
         _disk_blocks(spec, policy, shape)
         options = PlayOptions(
             max_context_tokens=_longest_turn(spec, _fitted(shape)),
@@ -168,11 +168,13 @@ def _repertoire(spec: RunSpec, options: PlayOptions) -> Repertoire:
         raise TraceError(f"{spec.workload}: {error}") from error
 
 
-def _device(spec: RunSpec, policy: LabPolicy) -> tuple[LatencyModel, DeviceShape]:
+def device_of(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
+    """The device of a run with so much host memory for KV, as a multiple of its own. Raises
+    ``LatencyProfileError``."""
     from .latency.choose import DeviceOptions, brings_its_model, latency_from
 
     options = DeviceOptions(
-        cpu_ratio=_cpu_ratio(spec, policy),
+        cpu_ratio=cpu_ratio,
         kv_pool_tokens=spec.pool_tokens,
         max_model_len=spec.max_model_len,
     )

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .latency.choose import DeviceOptions, brings_its_model, latency_from
 from .policies import Limit, find_policy
-from .run import DEFAULT_MODEL, RunSpec
+from .run import RunSpec, device_of
 
 
 class SweepError(ValueError):
@@ -123,12 +122,8 @@ def kv_bytes_per_token(spec: RunSpec) -> int | None:
 
     Raises ``LatencyProfileError``.
     """
-    model = spec.model
-    if model is None and not brings_its_model(spec.hardware):
-        model = DEFAULT_MODEL
     # Without host memory: an engine profile that does not tell what it needs is no error here.
-    options = DeviceOptions(kv_pool_tokens=spec.pool_tokens, max_model_len=spec.max_model_len)
-    _, shape = latency_from(spec.hardware, model, spec.tp, options)
+    _, shape = device_of(spec, cpu_ratio=0.0)
     return shape.kv_bytes_per_token or None
 
 

@@ -155,7 +155,7 @@ class TurnHistory:
 
     def mean_turns(self) -> float:
         """Turns of a finished program, on average; 0.0 where none is remembered."""
-        return sum(self._turns) / len(self._turns) if self._turns else 0.0
+        return self._pairs / len(self._turns) if self._turns else 0.0
 
     def memoryfulness(self) -> float:
         """η = −Corr(k, N−k) over the pairs k = 1..N of every finished program, in [-1, 1].

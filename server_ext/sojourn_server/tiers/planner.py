@@ -253,6 +253,8 @@ class TierPlanner:
 
     def fetch(self, keys: Sequence[Key]) -> int:
         """Bring leading ``keys`` from disk to host memory, ahead of need; returns how many are coming."""
+        if not self._disk:
+            return 0
         found = len(self._found(keys))
         return self._order_stage(keys[found:], None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -27,7 +27,7 @@ from .block_order import BlockOrder
 from .block_owners import Owner
 from .bucket_order import Score
 from .connector import SojournConnector
-from .held_blocks import HeldBlocks, chain_hash
+from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
 from .settings import Settings, SettingsError
@@ -72,6 +72,7 @@ class SchedulerAdapter:
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
+        host_blocks, disk_blocks = _blocks_below(scheduler)
         self.steward, desk = _steward(
             settings,
             preset,
@@ -83,8 +84,8 @@ class SchedulerAdapter:
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
                 step_tokens=scheduler.max_num_scheduled_tokens,
                 host_s_per_token=_host_s_per_token(scheduler, settings.profile()),
-                host_blocks=_blocks_below(scheduler)[0],
-                disk_blocks=_blocks_below(scheduler)[1],
+                host_blocks=host_blocks,
+                disk_blocks=disk_blocks,
             ),
             self._history.load(),
             rank,
@@ -310,12 +311,15 @@ class SchedulerAdapter:
     def not_filled(self, block_ids: set[int]) -> None:
         """Before the scheduler hears that blocks were not filled: neither they nor what was computed upon
         them may be found again."""
-        if self._below is None:
-            return
         manager = self._scheduler.kv_cache_manager
-        running = (manager.get_block_ids(each.request_id)[0] for each in self._scheduler.running)
-        spoilt = self._below.not_filled(running, block_ids)
-        self._below.discard([self._pool.blocks[block_id] for block_id in spoilt])
+        chains: list[Sequence[int]] = [
+            manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running
+        ]
+        if self._below is not None:
+            chains += self._below.loading()
+        spoilt = built_upon(chains, block_ids)
+        if self._below is not None:
+            self._below.discard([self._pool.blocks[block_id] for block_id in spoilt])
         self._pool.evict_blocks(spoilt)
 
     def cache_reset(self) -> None:

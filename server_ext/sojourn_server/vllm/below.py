@@ -8,12 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 from sojourn.ids import ProgramId
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
 from ..policy.labels import host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
 from ..tiers.jobs import Key
-from ..tiers.placed_chains import PlacedChains
 from ..tiers.planner import PLAIN_RANK, WORTHLESS_RANK
 from .block_owners import BlockOwners
 from .connector import SojournConnector
@@ -47,15 +47,10 @@ class Below:
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
 
-    def not_filled(self, running: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
-        """Of blocks that were not filled, and of those of requests, all that must not be found again: also
-        what was computed upon them, by requests that have been aborted meanwhile too."""
-        spoilt = set(block_ids)
-        for blocks in (*running, *self._connector.loading):
-            first = next((place for place, block_id in enumerate(blocks) if block_id in block_ids), None)
-            if first is not None:
-                spoilt.update(blocks[first:])
-        return spoilt
+    def loading(self) -> Iterable[Sequence[int]]:
+        """All blocks of requests that loaded something in the steps that may still be under way; of those
+        that have been aborted meanwhile too."""
+        return self._connector.loading()
 
     def discard(self, blocks: Iterable[KVCacheBlock]) -> None:
         """What these hold is not what their names say: copies of it may not be found either."""
@@ -115,13 +110,14 @@ class Below:
         if rank == WORTHLESS_RANK:
             self._placed.forget(program_id)
             return
-        cached = held.still_cached(keys)
         if tier is Tier.DEVICE:
-            planner.fetch(keys[len(cached) :])
+            # With nothing on disk, thousands of keys need not be looked up to find nothing.
+            on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
+            planner.fetch(keys[on_device:])
         elif tier is not Tier.WAITING:
             # Ahead of need: what is stored by then is not waited for when it is reused. A few at a time:
             # what is reused before that has its whole job waited for.
-            blocks = [(chain_hash(block), block.block_id) for block in cached]
+            blocks = [(chain_hash(block), block.block_id) for block in held.still_cached(keys)]
             for first in range(0, len(blocks), STORED_TOGETHER):
                 planner.store(blocks[first : first + STORED_TOGETHER], rank)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.sojourn")
 
-MAX_LOADING = 1024
-"""Requests that are remembered for having loaded something: more than the steps in flight can admit."""
+STEPS_UNDER_WAY = 4
+"""No engine plans so many steps before it has heard of the first one's loads."""
 
 
 @dataclass
@@ -82,8 +84,8 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             """Raise our own errors. For tests."""
             self.clock = time.monotonic
             self._not_filled: set[int] = set()
-            self.loading: deque[list[int]] = deque(maxlen=MAX_LOADING)
-            """All blocks of requests that loaded something of late; steps in flight have several."""
+            self._loading: deque[list[list[int]]] = deque([[]], maxlen=STEPS_UNDER_WAY)
+            """Of each newest step, the blocks of requests that load something in it."""
             self._asked: dict[str, tuple[int, list[Key]]] = {}
             """Of a request, the number of blocks the device had and the keys that were found."""
             self.loaded_tokens: dict[str, int] = {}
@@ -129,7 +131,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self.planner.load(request.request_id, keys[:count], block_ids)
             if count:
-                self.loading.append(list(blocks.get_block_ids()[0]))
+                self._loading[-1].append(list(blocks.get_block_ids()[0]))
                 self.loaded_tokens[request.request_id] = num_external_tokens
         except Exception as error:
             self._not_filled.update(block_ids)
@@ -138,6 +140,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of the step just planned."""
         self._asked.clear()
+        self._loading.append([])
         not_filled, self._not_filled = self._not_filled, set()
         try:
             return StepOrders(self.planner.take_jobs(spill=not self.off), not_filled)
@@ -154,6 +157,10 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self.planner.take_results(report.results)
             except Exception as error:
                 self.failed(error)
+
+    def loading(self) -> Iterator[list[int]]:
+        """All blocks of each request that loads something in a step that may still be under way."""
+        return chain.from_iterable(self._loading)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing holds its blocks: what is worth saving is saved when they are reused, or by order."""

@@ -107,3 +107,13 @@ def chain_hash(block: KVCacheBlock) -> Any:
     """The block's chained content hash, without the number of its cache group."""
     assert block.block_hash is not None
     return get_block_hash(block.block_hash)
+
+
+def built_upon(chains: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
+    """These blocks, and of requests' chains of blocks all that stand behind one of them."""
+    built = set(block_ids)
+    for blocks in chains:
+        first = next((place for place, block_id in enumerate(blocks) if block_id in block_ids), None)
+        if first is not None:
+            built.update(blocks[first:])
+    return built

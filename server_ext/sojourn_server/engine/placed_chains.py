@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from .host_slots import Rank
-from .jobs import Key
+from sojourn.ids import ProgramId
+
+from ..metrics.ledger import common_prefix
 
 
 class PlacedChains:
-    """The chain of block hashes of each placed program, and its rank. A chain's hashes name all that goes
-    before, so two that differ somewhere differ from there on."""
+    """The chain of block hashes of each placed program, and its rank in the order of reuse, lowest first."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[Sequence[Key], Rank]] = {}
-        self._by_head: dict[Key, set[str]] = {}
+        self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
+        self._by_head: dict[Any, set[ProgramId]] = {}
         """Programs whose chains begin alike."""
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def keys_of(self, program_id: str) -> Sequence[Key]:
+    def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
         """The chain that was put last; empty where there is none."""
         known = self._of.get(program_id)
         return known[0] if known is not None else ()
 
-    def put(self, program_id: str, keys: Sequence[Key], rank: Rank) -> int:
+    def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
         """Note a program's chain and rank. Returns how many leading keys others of higher rank have too."""
         self.forget(program_id)
         if not keys:
@@ -35,12 +36,12 @@ class PlacedChains:
         for other in alike:
             chain, others_rank = self._of[other]
             if others_rank > rank:
-                shared = max(shared, _common(keys, chain))
+                shared = max(shared, common_prefix(keys, chain))
         alike.add(program_id)
         self._of[program_id] = keys, rank
         return shared
 
-    def forget(self, program_id: str) -> None:
+    def forget(self, program_id: ProgramId) -> None:
         """The program has nothing placed any more."""
         known = self._of.pop(program_id, None)
         if known is None:
@@ -49,15 +50,3 @@ class PlacedChains:
         alike.discard(program_id)
         if not alike:
             del self._by_head[known[0][0]]
-
-
-def _common(one: Sequence[Key], other: Sequence[Key]) -> int:
-    """Leading keys that two chains share, by halving."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
