@@ -23,6 +23,7 @@ from ..program.graphs import KnownGraph
 from ..program.record import Program
 from ..program.status import ProgramStatus
 from .desk import EVENT_TYPES, Desk
+from .refusals import Refusals
 from .steward import Steward
 
 MAX_PROGRAMS_SHOWN = 1000
@@ -42,6 +43,7 @@ class UnknownOperation(ValueError):
 class Service:
     """Answers ``events, capabilities, programs, program, graphs, graph, stats, decisions, drain_metrics``.
 
+    And ``refusal``: how long a request that was refused had waited, once.
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
     ``engine`` describes the engine in capabilities; ``tier_state`` tells of each tier below the device its
     blocks ``used`` and ``free``, under ``moves`` what became of blocks so far, and under ``traffic`` how much
@@ -62,6 +64,8 @@ class Service:
         self._counted: dict[tuple[str, str], float] = {}
         """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
+        self.refusals = Refusals()
+        """To be told of each request that is refused."""
         self._engine = engine
         self._pool_state = pool_state
         self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
@@ -72,6 +76,7 @@ class Service:
             "graph": self._graph,
             "stats": self._stats,
             "decisions": self._decisions,
+            "refusal": self._refusal,
             "drain_metrics": self._drain_metrics,
         }
 
@@ -199,6 +204,10 @@ class Service:
         since = _whole(arguments, "since", 0, 0, sys.maxsize)
         chosen, following = self._steward.decisions.since(since, limit)
         return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
+
+    def _refusal(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        waited_s = self.refusals.take(str(arguments.get("request_id")))
+        return None if waited_s is None else {"waited_s": waited_s}
 
     def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
         steward = self._steward

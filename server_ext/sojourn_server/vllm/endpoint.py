@@ -1,4 +1,4 @@
-"""Our routes in vLLM's API server: a ``vllm.endpoint_plugins`` entry point, as thin as it can be.
+"""Our routes in vLLM's API server, and why a request was refused: a ``vllm.endpoint_plugins`` entry point.
 
 Loaded only where ``VLLM_PLUGINS`` names ``sojourn``. The engine's side of the call
 is ``EngineCore.sojourn_call``, which our ``vllm.general_plugins`` entry point adds.
@@ -10,7 +10,7 @@ import asyncio
 import re
 import weakref
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from sojourn_server.web.calls import EngineError, EngineStock, EngineUnavailable, is_stock
 from sojourn_server.web.keys import ApiKeys
 from sojourn_server.web.prometheus import bridge_for, poll_forever
+from sojourn_server.web.refused import TellRefused
 from sojourn_server.web.routes import build_router
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class SojournEndpoint:
         self._poller: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes. Until ``init_state`` they let nobody in."""
+        """Add the routes, which let nobody in until ``init_state``, and what tells of refusals."""
         app.include_router(build_router(self._engine, self._keys))
+        # vLLM adds its own after this, so they lie around ours and have seen to the key before.
+        app.add_middleware(TellRefused, engine=self._engine, request_id=_request_id)
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
         """Connect the routes to the engine, take over the server's keys and start the metrics."""
@@ -58,6 +61,11 @@ class SojournEndpoint:
         self._poller = asyncio.create_task(
             poll_forever(weakref.ref(self._engine), bridge_for()), name="sojourn-metrics"
         )
+
+
+def _request_id(scope: Mapping[str, Any]) -> str | None:
+    """What vLLM's route calls the request; the engine's own ids are made of it."""
+    return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
 class VllmEngine:
