@@ -56,10 +56,6 @@ class Watched:
         self.keys_asked += 1
         return self.rules.waiting_key(program, now)
 
-    def overdue_s(self, program: PlacedProgram) -> float:
-        self._perhaps_fail("overdue_s")
-        return self.rules.overdue_s(program)
-
     def _perhaps_fail(self, where: str) -> None:
         if self.fails_in == where:
             raise RuntimeError("broken on purpose")
@@ -638,17 +634,17 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
         assert len(view.on_device) == 1
     assert min(each.wants_blocks for each in policy.views[0].waiting) == 3
     assert len(engine.steward.placer._line) == 10_020
-    assert len(engine.steward.placer._refile) <= 4 * 10_020 + 64
     policy.keys_asked = 0
     engine.wait(20_000.0)
-    assert policy.keys_asked <= 2 * 10_020, "all are overdue at once: each is filed anew, once"
-    assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].waiting)
+    assert policy.keys_asked == 0, "to wait changes no place in line"
+    assert len(policy.views[-1].longest_waiting) == 64
+    assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
 
 
 # -- the line ------------------------------------------------------------------------------------
 
 
-def test_the_line_is_in_the_policys_order_and_waiting_alone_moves_a_program_in_it() -> None:
+def test_the_line_is_in_the_policys_order_and_who_has_waited_longest_is_shown_beside_it() -> None:
     policy = by_present_size(patience_s=10.0)
     engine = Engine(policy)
     engine.run("busy", 18)
@@ -657,28 +653,44 @@ def test_the_line_is_in_the_policys_order_and_waiting_alone_moves_a_program_in_i
     engine.come("small", 4)
     engine.step()
     assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
     asked = len(policy.views)
-    engine.wait(5.9)
-    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
-    engine.wait(0.1)
+    engine.wait(6.0)
     assert len(policy.views) == asked + 1, "being overdue is no occasion of its own"
-    engine.wait(TICK_S - 0.1)
-    assert [each.program_id for each in policy.views[-1].waiting] == ["large", "small"]
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
 
 
-def test_whatever_comes_and_goes_meanwhile_a_place_in_line_is_noted_a_few_times_at_most() -> None:
-    policy = by_present_size(patience_s=10.0)
+def test_who_waits_longest_is_known_whatever_comes_and_goes_meanwhile() -> None:
+    policy = by_present_size(patience_s=math.inf)
     engine = Engine(policy)
     engine.run("busy", 18)
-    engine.come("large", 10)
+    large = engine.come("large", 10)
     engine.come("small", 4)
     for _ in range(300):
         engine.finish(engine.come("large", 9), outcome=TurnOutcome.ABORTED)
-        assert len(engine.steward.placer._refile) <= 4 * 2 + 65
-    engine.now += 5.0
-    engine.come("new", 3)
-    engine.wait(5.0)
-    assert [each.program_id for each in policy.views[-1].waiting] == ["large", "small", "new"]
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
+    engine.finish(large, outcome=TurnOutcome.ABORTED)
+    engine.come("large", 9)
+    engine.wait(TICK_S)
+    assert policy.views[-1].longest_waiting[0].program_id == "small"
+
+
+def test_between_two_overdue_programs_the_gap_passes() -> None:
+    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf)
+    engine = Engine(policy, host=50)
+    for name in ("a", "b"):
+        engine.a_turn(name, 9)
+    engine.come("c", 9)
+    engine.come("d", 9)
+    engine.spend(12.0)
+    assert engine.tier("c") is DEVICE
+    assert engine.tier("d") is WAITING
+    engine.spend(20.0)
+    assert engine.tier("d") is WAITING
+    engine.spend(15.0)
+    assert engine.tier("d") is DEVICE
 
 
 def test_a_program_leaves_the_line_with_its_last_request() -> None:
@@ -745,7 +757,7 @@ def test_a_clock_that_jumps_far_ahead_breaks_nothing() -> None:
 # -- failures ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails_in", ["moves", "waiting_key", "overdue_s"])
+@pytest.mark.parametrize("fails_in", ["moves", "waiting_key"])
 def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_once(fails_in: str) -> None:
     policy = by_present_size()
     engine = Engine(policy, host=50)
@@ -782,7 +794,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.steward.refused == []
     placer = engine.steward.placer
     assert sum(placer.counts().values()) == 0
-    assert [*placer._line, *placer._refile, *placer._oldest] == [], "nothing is kept for nobody"
+    assert [*placer._line, *placer._oldest] == [], "nothing is kept for nobody"
 
 
 def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:

@@ -99,9 +99,6 @@ class Checked:
     def waiting_key(self, program: PlacedProgram, now: float) -> WaitingKey:
         return self.policy.waiting_key(program, now)
 
-    def overdue_s(self, program: PlacedProgram) -> float:
-        return self.policy.overdue_s(program)
-
 
 class PlacedLife:
     """Programs that come, return, branch, end and vanish, and an engine that does what it is told."""
@@ -437,7 +434,6 @@ class PlacedLife:
         for place in placer._by_id.values():
             assert (place.filed is not None) == (place.program.id in waiting)
             assert place.filed is None or place.filed in placer._line
-        assert len(placer._refile) <= 4 * MAX_LIVE + 65
 
     def those_are_parked_who_should_be(self) -> None:
         for request in self.requests.values():
@@ -504,7 +500,7 @@ OFTEN = {
 }
 """How often each operation is drawn."""
 
-USUAL = {"patience_s": 60.0, "standstill_s": 2.0}
+USUAL = {"patience_s": 60.0, "standstill_s": 2.0, "overdue_gap_s": 5.0}
 SETTINGS = [
     ({"size_by": "peak", **USUAL}, 40, 0),
     ({"size_by": "turn", **USUAL}, 30, 60),

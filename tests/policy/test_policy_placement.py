@@ -319,7 +319,9 @@ def test_the_idle_leave_host_memory_for_the_busier() -> None:
 
 # -- nobody starves --------------------------------------------------------------------------
 
-OURS = RelativeIdleness(absent_s=math.inf, size_by="context", patience_s=120.0, standstill_s=2.0)
+OURS = RelativeIdleness(
+    absent_s=math.inf, size_by="context", patience_s=120.0, standstill_s=2.0, overdue_gap_s=0.0
+)
 
 
 def test_into_an_empty_device_goes_whoever_is_first_whatever_its_size() -> None:
@@ -408,17 +410,35 @@ def test_of_the_overdue_the_longest_waiting_is_first() -> None:
     assert lazily(OURS, view(there, first, second)) == ["there"], "and the second is already prepared for"
 
 
-def test_an_overdue_new_program_is_not_gone_past_by_other_new_ones_and_nobody_leaves_for_it() -> None:
+def test_between_two_that_others_leave_for_there_is_time_to_do_something_else() -> None:
+    """Each has to be computed again: were all served that are overdue, little else would be done."""
+    there = [program(f"there-{i}", DEVICE, ACTING, 0.1, 50) for i in range(2)]
+    waits = [program(f"waits-{i}", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 200 + i) for i in range(2)]
+    policy = replace(OURS, overdue_gap_s=30.0)
+    assert moved(policy, view(*there, *waits))["waits-0"] is DEVICE
+    assert "waits-1" not in moved(policy, view(*there, *waits))
+    served = replace(view(*there, *waits), overdue_served_s=NOW - 29.0)
+    assert moved(policy, served) == {}
+    assert moved(policy, replace(served, overdue_served_s=NOW - 30.0)) == {
+        "waits-0": DEVICE,
+        "there-0": HOST,
+    }
+    room = replace(served, device=TierState(capacity_blocks=150))
+    assert moved(policy, room) == {"waits-0": DEVICE}, "where there is room nobody has to leave"
+    both = replace(OURS, overdue_gap_s=0.0)
+    assert set(moved(both, served)) == {"waits-0", "waits-1", "there-0", "there-1"}
+
+
+def test_for_an_overdue_new_program_others_leave_too() -> None:
     there = program("there", DEVICE, ACTING, 0.9, 80)
     large, small = newcomer("large", 40, waiting_since_s=NOW - 200.0), newcomer("small", 10)
-    ready = program("ready", HOST, READY, 0.5, 10)
     running = program("running", DEVICE, REASONING, 0.5, 1)
-    assert moved(PAPER, view(there, running, large, small)) == {"small": DEVICE}
-    assert OURS.moves(view(there, running, large, small), NOW) == ()
-    assert moved(OURS, view(there, running, large, small, ready)) == {"ready": DEVICE}, (
-        "one that ran before may"
-    )
-    assert list(moved(OURS, view(running, large, small))) == ["large", "small"]
+    assert moved(PAPER, view(there, running, large, small)) == {"small": DEVICE}, "the small ones first"
+    assert moved(OURS, view(there, running, large, small)) == {
+        "large": DEVICE,
+        "there": HOST,
+        "small": DEVICE,
+    }
 
 
 def test_a_clock_that_jumped_back_keeps_nobody_waiting() -> None:
@@ -447,15 +467,14 @@ def test_a_line_in_order_gives_the_answer_of_one_out_of_order() -> None:
         unordered,
         waiting=sorted(line, key=lambda each: policy.waiting_key(each, NOW)),
         waiting_ordered=True,
+        longest_waiting=sorted(line, key=lambda each: (each.waiting_since_s, each.program_id))[:80],
     )
     answer = policy.moves(unordered, NOW)
     assert len(answer) > 10
     assert policy.moves(ordered, NOW) == answer
-    for each in line:
-        before, at = policy.waiting_key(each, NOW), policy.overdue_s(each)
-        if at > NOW:
-            assert policy.waiting_key(each, math.nextafter(at, 0.0)) == before
-            assert policy.waiting_key(each, at) < before
+    assert [policy.waiting_key(each, NOW + 1e6) for each in line] == [
+        policy.waiting_key(each, NOW) for each in line
+    ], "waiting alone changes no place"
 
 
 def test_of_the_waiting_only_the_first_few_are_gone_past() -> None:
@@ -520,7 +539,6 @@ def test_who_stays_never_moves() -> None:
     crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
     assert Stay().moves(crowded, NOW) == ()
     assert not Stay().places
-    assert Stay().overdue_s(newcomer("new")) == math.inf
     assert Stay().waiting_key(newcomer("b"), NOW) < Stay().waiting_key(newcomer("c"), NOW + 9.0)
 
 

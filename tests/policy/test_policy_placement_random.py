@@ -30,9 +30,16 @@ DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = Activity
 PATIENCE_S, STANDSTILL_S = 60.0, 2.0
 POLICIES = [
-    RelativeIdleness(patience_s=PATIENCE_S, standstill_s=STANDSTILL_S, size_by=size, exchange_margin=margin)
+    RelativeIdleness(
+        patience_s=PATIENCE_S,
+        standstill_s=STANDSTILL_S,
+        size_by=size,
+        exchange_margin=margin,
+        overdue_gap_s=gap_s,
+    )
     for size in ("peak", "context")
     for margin in (math.inf, 0.1)
+    for gap_s in (0.0, 3.0)
 ] + [RelativeIdleness(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
 
 
@@ -107,6 +114,7 @@ class World(RuleBasedStateMachine):
         self.capacity = {DEVICE: device, HOST: host, DISK: disk}
         self.now = 1000.0
         self.agents: dict[ProgramId, Agent] = {}
+        self.overdue_served_s = -math.inf
         self.born = 0
         for blocks, growth, reasoning_s, acting_s, activity in crowd:
             self.settle(blocks, growth, reasoning_s, acting_s, activity)
@@ -252,6 +260,7 @@ class World(RuleBasedStateMachine):
             on_host=groups[HOST],
             on_disk=groups[DISK],
             waiting=groups[WAITING],
+            overdue_served_s=self.overdue_served_s,
         )
 
     def ask(self, why: Occasion) -> None:
@@ -269,6 +278,10 @@ class World(RuleBasedStateMachine):
 
     def apply(self, move: Move) -> None:
         agent = self.agents[move.program_id]
+        if move.reason is MoveReason.OVERDUE and move.to is DEVICE:
+            gap_s = self.policy.overdue_gap_s
+            assert gap_s == 0 or not 0 <= self.now - self.overdue_served_s < gap_s, "one at a time"
+            self.overdue_served_s = self.now
         if move.when is When.AFTER_TURN:
             agent.pending = True
         elif move.reason is MoveReason.KEPT:
@@ -283,6 +296,7 @@ class World(RuleBasedStateMachine):
     def same_however_it_is_asked(self, view: PlacementView, answer: object) -> None:
         assert self.policy.moves(view, self.now) == answer
         line = sorted(view.waiting, key=lambda program: self.policy.waiting_key(program, self.now))
+        below = [each for each in (*view.on_host, *view.on_disk, *view.waiting) if each.activity is READY]
         other = replace(
             view,
             on_device=view.on_device[::-1],
@@ -290,6 +304,7 @@ class World(RuleBasedStateMachine):
             on_disk=view.on_disk[::-1],
             waiting=line,
             waiting_ordered=True,
+            longest_waiting=sorted(below, key=lambda program: (program.waiting_since_s, program.program_id)),
         )
         assert set(self.policy.moves(other, self.now)) == set(answer)  # type: ignore[call-overload]
 
@@ -331,7 +346,7 @@ class World(RuleBasedStateMachine):
         )
         room = self.room(view)
         fits = any(self.size(program) <= room or not view.on_device for program in ready)
-        due = any(program.returning and self.policy.is_overdue(program, self.now) for program in ready)
+        due = any(map(self.is_overdue, ready))
         still = all(program.activity is ACTING for program in view.on_device) and ready
         absent = ready and any(
             each.activity is ACTING and has_lasted(each.last_active_s, self.policy.absent_s, self.now)
@@ -395,18 +410,19 @@ class World(RuleBasedStateMachine):
                 room, empty = room - self.size(program), False
             elif any(order.index(name) > order.index(program.program_id) for name in promoted):
                 assert self.size(program) > room, "nobody who fits is gone past"
-                new = not program.returning and self.policy.is_overdue(program, self.now)
-                assert not new, "nor a new one that has waited for long"
 
     def place_in_line(self, program: PlacedProgram) -> tuple[object, ...]:
-        """Who ran before by idleness, then new ones by age if they have waited for long, else by size."""
-        late = self.now - program.waiting_since_s >= self.policy.patience_s
-        late = late or (program.waiting_since_s > self.now and self.policy.patience_s < math.inf)
+        """Who ran before by idleness, then new ones by size."""
         if program.returning:
             place = (0, program.idleness.at(self.now))
         else:
-            place = (1, 0.0) if late else (2, float(program.wants_blocks))
+            place = (1, float(program.wants_blocks))
         return (*place, program.waiting_since_s, program.program_id)
+
+    def is_overdue(self, program: PlacedProgram) -> bool:
+        waited_s = self.now - program.waiting_since_s
+        patience_s = self.policy.patience_s
+        return patience_s < math.inf and not 0 <= waited_s < patience_s
 
     def tiers_hold_what_they_can(self, answer: tuple[Move, ...]) -> None:
         view = self.view(Occasion.TICK)
@@ -416,10 +432,8 @@ class World(RuleBasedStateMachine):
         if sum(map(self.size, stay)) > view.device.budget_blocks:
             # Who has yet to get its turn is not sent away: the next question is whether it runs.
             assert len(stay) == 1 or all(program.activity is READY for program in stay)
-        ready = [
-            p for p in (*view.on_host, *view.on_disk, *view.waiting) if p.activity is READY and p.returning
-        ]
-        if self.room(view) >= 0 and not any(self.policy.is_overdue(program, self.now) for program in ready):
+        ready = [p for p in (*view.on_host, *view.on_disk, *view.waiting) if p.activity is READY]
+        if self.room(view) >= 0 and not any(map(self.is_overdue, ready)):
             assert len(stay) == len(view.on_device), "told to leave for nobody"
         if any(move.to is DEVICE and move.reason is not MoveReason.KEPT for move in answer):
             assert self.room(view) >= 0 or len(view.on_device) == 1, "admitted beyond the capacity"
@@ -451,7 +465,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        limit = int(PATIENCE_S) + 8 * len(self.agents) + 8
+        limit = int(PATIENCE_S) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
                 return

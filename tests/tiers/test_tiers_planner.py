@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sojourn_server.tiers.jobs import Fate, TierResults
-from sojourn_server.tiers.planner import TierLimits, TierPlanner
+from sojourn_server.tiers.planner import PLAIN_RANK, WANTED_RANK, TierLimits, TierPlanner
 
 
 def key(number: int) -> bytes:
@@ -53,3 +53,121 @@ def test_the_state_adds_up() -> None:
     assert state["host"] == {"used": 1, "free": 3}
     assert state["disk"] == {"used": 2, "free": 8}
     assert state["moves"] == {"saved": 1}
+
+
+def stored(planner: TierPlanner, keys: list[bytes], rank: int = PLAIN_RANK) -> None:
+    """Copied ahead of need, in a step."""
+    planner.store([(each, 1) for each in keys], rank)
+    planner.take_results(TierResults(stored=dict.fromkeys(planner.take_jobs().stores, Fate.MOVED)))
+
+
+def in_host(planner: TierPlanner, keys: list[bytes]) -> list[bool]:
+    return [planner.host.get(each) is not None for each in keys]
+
+
+def keys(start: int, count: int) -> list[bytes]:
+    return [key(number) for number in range(start, start + count)]
+
+
+def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100))
+    context = keys(0, 80)
+    stored(planner, context)
+    for number in range(1000, 1050):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 50 + [False] * 30
+
+
+def test_of_what_was_read_or_stored_again_too() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100))
+    context = keys(0, 80)
+    stored(planner, context)
+    assert planner.lookup("r", context, 0.0) == 80
+    planner.load("r", context, range(80))
+    planner.take_jobs()
+    planner.take_jobs()
+    for number in range(1000, 1030):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 70 + [False] * 10
+    stored(planner, context[:70])
+    for number in range(1030, 1080):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 50 + [False] * 30, "newer than what was evicted before"
+
+
+def test_for_a_whole_context_there_are_jobs_that_need_not_be_waited_for_together() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100))
+    assert planner.store([(each, number) for number, each in enumerate(keys(0, 80))]) == 80
+    assert planner.under_way == 3
+    assert planner.evicted(key(79), 79)
+    jobs = planner.take_jobs()
+    assert [len(copies) for copies in jobs.stores.values()] == [32, 32]
+    assert len(jobs.saves) == 16, "only the last job is done at once"
+
+
+def test_where_room_is_short_the_beginning_is_stored() -> None:
+    planner = TierPlanner(TierLimits(host_slots=50))
+    assert planner.store([(each, 1) for each in keys(0, 80)]) == 50
+    assert in_host(planner, keys(0, 80)) == [True] * 50 + [False] * 30
+    assert planner.counts["no_room"] == 0, "nothing is lost: it is still on the device"
+
+
+def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(TierResults(on_disk=[]))
+    cold = keys(0, 30)
+    planner.store([(each, 1) for each in cold], 3)
+    planner.write_out(cold, 1)
+    jobs = planner.take_jobs()
+    assert not jobs.spills, "it is being stored"
+    planner.take_results(TierResults(stored=dict.fromkeys(jobs.stores, Fate.MOVED)))
+    jobs = planner.take_jobs()
+    assert [[file.key for file in files] for files in jobs.spills.values()] == [cold]
+    assert {planner.host.get(each).rank for each in cold} == {3}  # type: ignore[union-attr]
+    fates = {job: {file.key: Fate.MOVED for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(TierResults(spilled=fates))
+    assert {planner.host.get(each).rank for each in cold} == {1}  # type: ignore[union-attr]
+    assert not planner.take_jobs().spills
+    planner.write_out(cold, 0)
+    assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
+
+
+def test_an_order_to_write_is_void_when_its_program_is_wanted_elsewhere() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(TierResults(on_disk=[]))
+    stored(planner, keys(0, 30), 3)
+    planner.write_out(keys(0, 30), 1)
+    planner.set_rank(keys(0, 30), WANTED_RANK)
+    assert not planner.take_jobs().spills
+
+
+def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
+    planner = TierPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(TierResults(on_disk=[]))
+    stored(planner, keys(0, 30), 3)
+    planner.write_out(keys(0, 30), 1)
+    jobs = planner.take_jobs()
+    full = {job: {file.key: Fate.FULL for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(TierResults(spilled=full))
+    for _ in range(200):
+        assert not planner.take_jobs().spills
+    assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
+
+
+def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 40), 3)
+    planner.set_rank(keys(0, 20), WANTED_RANK)
+    planner.evicted(key(5), 7, 0)
+    assert planner.store([(each, 1) for each in keys(100, 40)], 3) == 20
+    assert in_host(planner, keys(0, 40)) == [True] * 20 + [False] * 20
+    assert planner.host.get(key(5)).rank == WANTED_RANK  # type: ignore[union-attr]
+
+
+def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
+    planner = TierPlanner(TierLimits(host_slots=20, disk_blocks=100))
+    planner.take_results(TierResults(on_disk=keys(10, 20)))
+    stored(planner, keys(0, 10), 2)
+    stored(planner, keys(100, 10), 2)
+    assert planner.fetch(keys(0, 30), WANTED_RANK) == 10
+    assert in_host(planner, keys(0, 20)) == [True] * 20

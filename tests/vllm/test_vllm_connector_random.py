@@ -14,19 +14,32 @@ NOTHING = b"nothing"
 
 
 class Device:
-    """Contents of device blocks and host slots: the hash of what is in them, if all of it is."""
+    """Contents of device blocks and host slots: the hash of what is in them, if all of it is.
+
+    What is stored ahead is copied as late as it may be: a step after it was ordered, or when it is awaited.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.blocks: dict[int, bytes] = {}
         self.slots: dict[int, bytes] = {}
+        self.stores: dict[int, Any] = {}
         self.counts: Counter[str] = Counter()
 
     def step(self) -> None:
+        from sojourn_server.tiers.jobs import Fate, TierResults
+        from sojourn_server.vllm.connector import StepReport
+        from vllm.v1.outputs import KVConnectorOutput
+
         planned = self.engine.plan()
         jobs = planned.kv_connector_metadata.jobs
-        for copy in jobs.saves:
-            self.slots[copy.slot] = self.blocks.get(copy.block_id, NOTHING)
+        for job, copies in jobs.awaited.items():
+            self.stores.pop(job, None)
+            self._copy_to_host(copies)
+        self._copy_to_host(jobs.saves)
+        before, self.stores = self.stores, dict(jobs.stores)
+        for copies in jobs.stores.values():
+            self.slots.update((copy.slot, b"half written") for copy in copies)
         for request_id, copies in jobs.loads.items():
             hashes = self.engine.scheduler.requests[request_id].block_hashes
             ids = self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
@@ -37,7 +50,15 @@ class Device:
                 self.counts["loaded"] += 1
         self._compute(planned)
         self.counts["preempted"] += len(planned.preempted_req_ids or ())
-        self.engine.take_in(planned)
+        for copies in before.values():
+            self._copy_to_host(copies)
+            self.counts["stored"] += len(copies)
+        results = TierResults(stored=dict.fromkeys(before, Fate.MOVED))
+        self.engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
+
+    def _copy_to_host(self, copies: Any) -> None:
+        for copy in copies:
+            self.slots[copy.slot] = self.blocks.get(copy.block_id, NOTHING)
 
     def _compute(self, planned: Any) -> None:
         manager = self.engine.scheduler.kv_cache_manager
@@ -91,6 +112,7 @@ def test_what_is_loaded_was_computed(make_engine: Any, clock: Any, policy: str) 
     assert not engine.scheduler.has_unfinished_requests()
     device.step()
     assert device.counts["loaded"] > 100
+    assert device.counts["stored"] > 100
     assert device.counts["preempted"] > 5
     planner = engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .console import CliError, console, write_json
+from .console import CliError, console
+from .outputs import Outputs
 from .sweep import given, policies_of, spread, swept_by, swept_runs_of
 
 if TYPE_CHECKING:
-    from sojourn_server.lab.lives import RunLog
+    from sojourn_server.lab.report.results import MadeWith
     from sojourn_server.lab.report.swept import SweptRuns
     from sojourn_server.lab.run import RunSpec
     from sojourn_server.lab.suite import SuiteResult
@@ -94,7 +94,8 @@ def simulate(
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
-    _check_outputs(json, plot, save)
+    outputs = Outputs(json=json, plot=plot, save=save, explain=explain)
+    outputs.check()
     swept: SweptRuns | None = None
     if load is not None:
         if workload is not None:
@@ -129,7 +130,7 @@ def simulate(
             raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
         if sweeping is not None:
             swept = swept_runs_of(sweeping, specs, result.rows)
-    _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
+    outputs.show(result, made, swept)
 
 
 def _check_unused(context: typer.Context) -> None:
@@ -184,38 +185,6 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
     return numbers
 
 
-def _check_outputs(json: str | None, plot: Path | None, save: Path | None) -> None:
-    """Before minutes of work, not after."""
-    from sojourn_server.lab.report.saved_runs import SUFFIXES
-
-    if save is not None and not save.name.endswith(SUFFIXES):
-        raise CliError(
-            f"--save {save}: the name ends in none of {', '.join(SUFFIXES)}", "name it runs.msgpack.gz"
-        )
-    if plot is not None and plot.exists() and not plot.is_dir():
-        raise CliError(f"--plot {plot} is a file", "name a folder")
-    for path in (Path(json) if json not in (None, "-") else None, save):
-        if path is not None and path.is_dir():
-            raise CliError(f"{path} is a folder", "name a file")
-    for path in (Path(json).parent if json not in (None, "-") else None, plot, save and save.parent):
-        if path is not None:
-            _check_folder(path)
-    if plot is not None:
-        from importlib.util import find_spec
-
-        if find_spec("matplotlib") is None:
-            raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
-
-
-def _check_folder(folder: Path) -> None:
-    """It is made when it is needed; here only whether it could be."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
-
-
 def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
     """Whether the workload has the program, as far as the trace tells before anything is run."""
     from sojourn_server.lab.run import LabError, program_ids
@@ -237,7 +206,7 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
 
 def _simulated(
     specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: Sweep | None
-) -> tuple[SuiteResult, Any]:
+) -> tuple[SuiteResult, MadeWith]:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -295,7 +264,7 @@ def _next_step(error: ValueError) -> str:
     return next((step for kind, step in steps if isinstance(error, kind)), "see docs/lab.md")
 
 
-def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, Any]:
+def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, MadeWith]:
     from sojourn_server.lab.report.measure import measure
     from sojourn_server.lab.report.results import ResultsError
     from sojourn_server.lab.report.saved_runs import load_runs
@@ -326,82 +295,3 @@ def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, Any]:
             f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the shortest run lasted"
         ) from None
     return SuiteResult(rows=rows, logs=saved.runs), saved.made_with
-
-
-def _show(
-    result: SuiteResult,
-    made: Any,
-    swept: SweptRuns | None,
-    *,
-    json: str | None,
-    plot: Path | None,
-    save: Path | None,
-    explain: str | None,
-) -> None:
-    from sojourn_server.lab.report.plots import write_plots, write_sweep_plot
-    from sojourn_server.lab.report.results import document
-    from sojourn_server.lab.report.saved_runs import save_runs
-    from sojourn_server.lab.report.sweep_table import render_sweep
-    from sojourn_server.lab.report.table import render
-
-    console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
-    try:
-        written: list[Any] = []
-        if json is not None:
-            write_json(document(result.rows, made, swept), json)
-            written += [json] if json != "-" else []
-        if save is not None:
-            save_runs(save, result.logs, made, result.rows)
-            written.append(save)
-        if plot is not None:
-            if swept is None:
-                written += write_plots(result.logs, plot, rows=result.rows)
-            else:
-                written += write_sweep_plot(swept, result.rows, plot)
-        for path in written:
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
-    except OSError as error:
-        where = error.filename2 or error.filename or "the output"
-        raise CliError(
-            f"{where}: {error.strerror or error}",
-            "make room or name another place, and run it again",
-            exit_code=1,
-        ) from None
-    # Last: where it has nothing to tell, the rest is written all the same.
-    if explain is not None:
-        _explain(result, explain)
-    if failed := sorted({log.policy for log in result.logs if log.hook_failures}):
-        raise CliError(
-            f"calls of {', '.join(failed)} failed: its figures are not its own",
-            "the errors above say where; mend the policy and run it again",
-            exit_code=1,
-        )
-    if not any(row.programs_per_hour for row in result.rows if not row.limit):
-        raise CliError(
-            "no program finished under any policy",
-            "simulate longer: --hours 2, or with fewer --programs",
-            exit_code=1,
-        )
-
-
-def _explain(result: SuiteResult, program_id: str) -> None:
-    from sojourn_server.lab.report.explain import UnknownProgram, explain
-
-    unknown: UnknownProgram | None = None
-    shown = False
-    for log in result.logs:
-        try:
-            console.print(explain(log, _in_run(log, program_id)))
-            shown = True
-        except UnknownProgram as error:
-            unknown = error
-    if not shown and unknown is not None:
-        raise CliError(str(unknown), "name one of these with --explain", exit_code=1)
-
-
-def _in_run(log: RunLog, name: str) -> str:
-    """A trace's name for a program is that of its first play."""
-    known = [program.program_id for program in log.programs]
-    if name in known:
-        return name
-    return next((p.program_id for p in log.programs if p.trace_id == name), name)

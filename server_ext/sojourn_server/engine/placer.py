@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +40,12 @@ from ..policy.views import GrowthView
 from ..program.idleness import IdlenessClock
 from ..program.record import Program
 from .state import Histories, Pool, Ticket
+
+_Entry = tuple[float, int, str, ProgramId]
+"""A request that waits: since when, its number, its id, its program's."""
+
+SHOWN_LONGEST = 64
+"""Of the requests that have waited longest, so many are looked through for their programs."""
 
 SHOWN_WAITING = 256
 """Of the Waiting queue a policy is shown so many, the first ones."""
@@ -106,9 +111,7 @@ class Placer:
         self._in: dict[Tier, dict[ProgramId, _Place]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs with a request, ascending."""
-        self._refile: list[tuple[float, ProgramId]] = []
-        """A heap of when waiting alone gives a program another place in it."""
-        self._oldest: deque[tuple[float, int, str, ProgramId]] = deque()
+        self._oldest: deque[_Entry] = deque()
         """Requests in the order of their arrival; those that were parked for too long are found in front."""
         self._arrivals = 0
         """Number of the newest request."""
@@ -118,6 +121,8 @@ class Placer:
         """When it was last told that time passes."""
         self._why: Occasion | None = None
         """What has happened since the policy was asked."""
+        self._overdue_served_s = -math.inf
+        """When the policy last had others leave for a program that had waited for too long."""
         self._asked_s = self._ask_at_s = -math.inf
         """When it was asked, and when it is asked next where nothing happens."""
         self._failed: Exception | None = None
@@ -246,11 +251,9 @@ class Placer:
             shift_s = paused_s if 0 < paused_s < math.inf else 0.0
             self._oldest = deque((min(entry[0] + shift_s, now), *entry[1:]) for entry in self._oldest)
         while self._oldest and now - self._oldest[0][0] >= limit_s:
-            _, arrival, request_id, program_id = self._oldest.popleft()
-            place = self._by_id.get(program_id)
-            ticket = place.waiting.get(request_id) if place is not None else None
-            # Its id may be another request's by now.
-            if ticket is not None and ticket.arrival == arrival and self.parked(ticket):
+            entry = self._oldest.popleft()
+            place = self._waits(entry)
+            if place is not None and self.parked(ticket := place.waiting[entry[2]]):
                 yield ticket
 
     def counts(self) -> dict[Tier, int]:
@@ -277,10 +280,6 @@ class Placer:
             raise
 
     def _ask(self, now: float) -> None:
-        while self._refile and self._refile[0][0] <= now:
-            place = self._by_id.get(heapq.heappop(self._refile)[1])
-            if place is not None and place.filed is not None:
-                self._file_in_line(place, now)
         why, self._why = self._why or Occasion.TICK, None
         for move in self._policy.moves(self._view(why), now):
             self._apply(move, now)
@@ -307,11 +306,32 @@ class Placer:
             on_host=seen(Tier.HOST),
             on_disk=seen(Tier.DISK),
             waiting=tuple(place for place in first if place is not None),
+            overdue_served_s=self._overdue_served_s,
             waiting_ordered=True,
+            longest_waiting=self._longest_waiting(),
         )
+
+    def _longest_waiting(self) -> tuple[PlacedProgram, ...]:
+        while self._oldest and self._waits(self._oldest[0]) is None:
+            self._oldest.popleft()
+        found: dict[ProgramId, PlacedProgram] = {}
+        for entry in islice(self._oldest, SHOWN_LONGEST):
+            place = self._waits(entry)
+            if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
+                found.setdefault(place.program.id, place.seen)
+        return tuple(found.values())
+
+    def _waits(self, entry: _Entry) -> _Place | None:
+        """Whose request this is, if it waits still: its id may be another request's by now."""
+        _, arrival, request_id, program_id = entry
+        place = self._by_id.get(program_id)
+        ticket = place.waiting.get(request_id) if place is not None else None
+        return place if ticket is not None and ticket.arrival == arrival else None
 
     def _apply(self, move: Move, now: float) -> None:
         place = self._by_id[move.program_id]
+        if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
+            self._overdue_served_s = now
         if move.when is When.AFTER_TURN:
             place.leaves_after = self._arrivals
         else:
@@ -329,7 +349,6 @@ class Placer:
         for places in self._in.values():
             places.clear()
         self._line.clear()
-        self._refile.clear()
         self._oldest.clear()
         for program in waiting:
             with contextlib.suppress(Exception):  # the others are to be told, whatever happens to one
@@ -370,15 +389,6 @@ class Placer:
             return
         place.filed = (self._policy.waiting_key(place.seen, now), place.program.id)
         bisect.insort(self._line, place.filed)
-        overdue_s = self._policy.overdue_s(place.seen)
-        if now < overdue_s < math.inf:
-            heapq.heappush(self._refile, (overdue_s, place.program.id))
-            if len(self._refile) > 4 * len(self._line) + 64:
-                self._refile = sorted({entry for entry in self._refile if self._is_filed(entry[1])})
-
-    def _is_filed(self, program_id: ProgramId) -> bool:
-        place = self._by_id.get(program_id)
-        return place is not None and place.filed is not None
 
     def _unfile(self, place: _Place) -> None:
         if place.filed is not None:

@@ -31,6 +31,9 @@ LOOKS_AT_ENDLESS = 20
 DEFAULT_MODEL = "llama-3.1-8b"
 """Where no model is named and the hardware brings none."""
 
+WITH_A_DISK = "tiers of ours among them, such as continuum+host or mori"
+"""What a policy is to have where nobody has a disk, in the words of a message."""
+
 OnProgress = Callable[[str, float, int], None]
 """(label, virtual seconds, programs finished)"""
 
@@ -123,7 +126,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
             spec,
             policy="",
             cpu_ratio=_cpu_ratio(spec, policy),
-            disk_ratio=spec.disk_ratio if policy.own_tiers else 0.0,
+            disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
             programs=0,
             rate_per_s=None,
             record_accesses=False,
@@ -184,24 +187,34 @@ def device_of(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShap
     return latency_from(spec.hardware, model, spec.tp, options)
 
 
+def uses_cpu_ratio(policy: LabPolicy) -> bool:
+    """Whether ``RunSpec.cpu_ratio`` changes anything: for who has host memory, and not without end."""
+    return policy.host_cache and policy.limit is not Limit.FREE_IO
+
+
+def uses_disk_ratio(policy: LabPolicy) -> bool:
+    """Whether ``RunSpec.disk_ratio`` changes anything."""
+    return policy.own_tiers
+
+
 def _cpu_ratio(spec: RunSpec, policy: LabPolicy) -> float:
     """An engine profile may not tell what host memory needs: only who has some and pays for it must know."""
-    return spec.cpu_ratio if policy.host_cache and policy.limit is not Limit.FREE_IO else 0.0
+    return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
 
 
 def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(find_policy(spec.policy).own_tiers for spec in specs):
+    if asked and not any(uses_disk_ratio(find_policy(spec.policy)) for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise LabError(
-            f"disk_ratio is {asked:g}, and nobody among {named} has a disk; expected a policy with tiers of "
-            "ours among them, such as continuum+host or mori"
+            f"disk_ratio is {asked:g}, and nobody among {named} has a disk; "
+            f"expected a policy with {WITH_A_DISK}"
         )
 
 
 def _disk_blocks(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> int:
     """What the engine would refuse is refused here too."""
-    if not policy.own_tiers or not spec.disk_ratio:
+    if not uses_disk_ratio(policy) or not spec.disk_ratio:
         return 0
     if not 0 <= spec.disk_ratio < float("inf"):
         raise LabError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")

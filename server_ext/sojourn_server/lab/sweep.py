@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .policies import Limit, find_policy
-from .run import RunSpec, device_of
+from .policies import find_policy
+from .run import WITH_A_DISK, RunSpec, device_of, uses_cpu_ratio, uses_disk_ratio
+
+WITH_HOST_MEMORY = "host memory among them, such as lru-offload or continuum+host"
+"""What a policy is to have where nobody has host memory, in the words of a message."""
 
 
 class SweepError(ValueError):
@@ -68,11 +71,7 @@ class Sweep:
         """
         if not any(self._touches(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
-            who = (
-                "tiers of ours among them, such as continuum+host or mori"
-                if self.field is DISK
-                else "host memory among them, such as lru-offload or continuum+host"
-            )
+            who = WITH_A_DISK if self.field is DISK else WITH_HOST_MEMORY
             raise SweepError(f"{self.field.name} changes nothing for {named}; expected a policy with {who}")
         return [self._at(spec, value) for value in self.values for spec in specs]
 
@@ -87,12 +86,9 @@ class Sweep:
         return replace(spec, **changed)
 
     def _touches(self, spec: RunSpec) -> bool:
-        if self.field not in (HOST_MEMORY, DISK):
-            return True
-        policy = find_policy(spec.policy)
-        if self.field is DISK:
-            return policy.own_tiers
-        return policy.host_cache and policy.limit is not Limit.FREE_IO
+        if self.field == HOST_MEMORY:
+            return uses_cpu_ratio(find_policy(spec.policy))
+        return self.field != DISK or uses_disk_ratio(find_policy(spec.policy))
 
 
 def read_sweep(text: str) -> Sweep:

@@ -31,7 +31,7 @@ class MoveReason(str, Enum):
     FREE_CAPACITY = "free_capacity"
     """There was room for it on the device."""
     OVERDUE = "overdue"
-    """One that ran before had waited for ``patience_s``: this one, or the one that this makes room for."""
+    """One had waited for ``patience_s``: this one, or the one that this makes room for."""
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although somebody could have."""
     ABSENT = "absent"
@@ -77,11 +77,7 @@ class PlacementPolicy(Protocol):
     def moves(self, view: PlacementView, now: float) -> Sequence[Move]: ...
 
     def waiting_key(self, program: PlacedProgram, now: float) -> WaitingKey:
-        """Its place in the Waiting queue, ascending. Holds until ``overdue_s`` or the next fact about it."""
-        ...
-
-    def overdue_s(self, program: PlacedProgram) -> float:
-        """When waiting alone gives it another place there; ``inf``: never."""
+        """Its place in the Waiting queue, ascending. Holds until the next fact about it."""
         ...
 
 
@@ -99,6 +95,3 @@ class Stay:
 
     def waiting_key(self, program: PlacedProgram, now: float) -> WaitingKey:
         return (0, program.waiting_since_s, program.arrived_s, program.program_id)
-
-    def overdue_s(self, program: PlacedProgram) -> float:
-        return math.inf

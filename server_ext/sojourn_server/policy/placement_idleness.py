@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from ..program.idleness import WINDOW_CYCLES
 from .placement import Move, WaitingKey
-from .placement_plan import LOOKAHEAD, Plan, has_lasted
+from .placement_plan import LOOKAHEAD, Plan
 from .placement_views import Activity, PlacedProgram, PlacementView, Tier
 
 # Levels of the Waiting queue.
-_OVERDUE, _RETURNING, _NEW_OVERDUE, _NEW, _NOT_READY = range(5)
+_RETURNING, _NEW, _NOT_READY = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RelativeIdleness:
     not fit is gone past.
 
     *Stickiness.* Nothing moves unless a tier holds too much, or there is room for somebody who is ready, or
-    one of the rules 3, 4 and 6 calls. An answer is complete: asked again with it applied, there is none.
+    one of the rules 3 to 5 calls. An answer is complete: asked again with it applied, there is none.
 
     *Nobody starves*, for which the paper has no rule. Under the rules above alone a device full of acting
     programs would keep ready ones out for as long as the tools run, for ever if a tool is a sub-agent that is
@@ -46,13 +46,12 @@ class RelativeIdleness:
     2. Into an empty device goes whoever is first, whatever its size.
     3. Where all on the device have acted for ``standstill_s`` while somebody is ready, as many of them leave
        as the first in line needs. With 2, something always runs where something can.
-    4. A program that ran before and has waited for ``patience_s`` is overdue. The one that has waited longest
-       is first in line, nobody goes past it, and as many leave as it needs, reasoning ones after their turn.
-       It waits at most for the longest turn that runs, and for those that were overdue before it.
-    5. A new program that has waited for ``patience_s`` is not gone past by other new ones. Nobody leaves for
-       it: it would be let in only to push out others that have more to lose. It enters once those that
-       entered before it have ended or left room, and they all get their turns by 4, so they do end.
-    6. Not all end: clients crash, and not every client says that it is done. Who has acted for ``absent_s``
+    4. A program that has waited for ``patience_s`` is overdue. The one that has waited longest is first in
+       line, nobody goes past it, and as many leave as it needs, reasoning ones after their turn. So it waits
+       at most for the longest turn that runs. But one at a time, and ``overdue_gap_s`` between two: what it
+       lost is computed again, and those who leave may lose theirs, so where many wait, a device that served
+       all who are overdue would do little else.
+    5. Not all end: clients crash, and not every client says that it is done. Who has acted for ``absent_s``
        makes room for any that is ready.
 
     Waiting times that cannot be, as after a jump of the clock, count as too long: rather a move than a stop.
@@ -75,6 +74,8 @@ class RelativeIdleness:
     """Idleness from which a program goes to disk first, where there is one: the second threshold of §7.1."""
     patience_s: float = 300.0
     """Seconds a ready program waits until it is overdue; ``inf``: for ever, as in the paper."""
+    overdue_gap_s: float = 60.0
+    """Seconds between two overdue programs for which others leave; 0: none."""
     standstill_s: float = 0.5
     """Seconds for which nothing may run although somebody could."""
     absent_s: float = 60.0
@@ -96,7 +97,7 @@ class RelativeIdleness:
             raise ValueError(f'size_by is {self.size_by!r}; expected "peak", "turn" or "context"')
         if not 0 <= self.disk_idleness <= 1:
             raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
-        for field in ("patience_s", "standstill_s", "absent_s"):
+        for field in ("patience_s", "overdue_gap_s", "standstill_s", "absent_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
         if not self.exchange_margin >= 0:
@@ -135,22 +136,11 @@ class RelativeIdleness:
         return max(blocks, program.peak_blocks if self.size_by == "peak" else program.turn_blocks)
 
     def waiting_key(self, program: PlacedProgram, now: float) -> WaitingKey:
-        """Overdue ones that ran before, the others that did, overdue new ones, other new ones."""
+        """Those that ran before by their idleness, then new ones by their size."""
         since_s = program.waiting_since_s
         if program.activity is not Activity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
-        due = self.is_overdue(program, now)
         if program.returning:
-            level, number = (_OVERDUE, 0.0) if due else (_RETURNING, program.idleness.at(now))
-        elif due:
-            level, number = _NEW_OVERDUE, 0.0
-        else:
-            level, number = _NEW, float(max(program.context_blocks, program.wants_blocks))
-        return (level, number, since_s, program.program_id)
-
-    def overdue_s(self, program: PlacedProgram) -> float:
-        return program.waiting_since_s + self.patience_s
-
-    def is_overdue(self, program: PlacedProgram, now: float) -> bool:
-        """Whether this ready program has waited for too long."""
-        return has_lasted(program.waiting_since_s, self.patience_s, now)
+            return (_RETURNING, program.idleness.at(now), since_s, program.program_id)
+        size = float(max(program.context_blocks, program.wants_blocks))
+        return (_NEW, size, since_s, program.program_id)

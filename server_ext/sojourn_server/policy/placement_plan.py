@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from sojourn.ids import ProgramId
@@ -62,9 +62,11 @@ class Plan:
 
     def serve_overdue(self) -> bool:
         """Rule 4, then demotion. False: somebody overdue waits for turns to end, and nobody goes past it."""
-        for program in self._overdue()[:LOOKAHEAD]:
-            if not self._bring_in(program, MoveReason.OVERDUE):
-                return False
+        gap_s = self._policy.overdue_gap_s
+        if has_lasted(self._view.overdue_served_s, gap_s, self._now):
+            for program in self._overdue()[: 1 if gap_s else LOOKAHEAD]:
+                if not self._bring_in(program, MoveReason.OVERDUE):
+                    return False
         self._demote_for(0, MoveReason.OVER_CAPACITY)
         return True
 
@@ -81,13 +83,12 @@ class Plan:
                     break
             elif program.tier is Tier.WAITING:
                 misses += 1
-                overdue_new = not program.returning and self._policy.is_overdue(program, self._now)
-                if overdue_new or misses == LOOKAHEAD:
+                if misses == LOOKAHEAD:
                     break
         return self._entered > before
 
     def end_absence(self) -> bool:
-        """Rule 6. Whether anybody was promoted."""
+        """Rule 5. Whether anybody was promoted."""
         limit_s = self._policy.absent_s
         absent = [
             program for program in self._acting() if has_lasted(program.last_active_s, limit_s, self._now)
@@ -279,17 +280,15 @@ class Plan:
             yield heapq.heappop(keyed)[1]
 
     def _overdue(self) -> list[PlacedProgram]:
-        """Ready programs that ran before and have waited too long, the longest-waiting first."""
-        waiting: Iterable[PlacedProgram] = self._view.waiting
+        """Ready programs off the device that have waited too long, the longest-waiting first."""
         if self._view.waiting_ordered:
-            waiting = islice(takewhile(self._is_overdue, waiting), LOOKAHEAD)
-        overdue = [*filter(self._is_overdue, self._below), *filter(self._is_overdue, waiting)]
-        overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
-        return overdue
+            return [*filter(self._is_overdue, self._view.longest_waiting)]
+        overdue = [*filter(self._is_overdue, self._below), *filter(self._is_overdue, self._view.waiting)]
+        return sorted(overdue, key=lambda program: (program.waiting_since_s, program.program_id))
 
     def _is_overdue(self, program: PlacedProgram) -> bool:
-        ready = program.returning and program.activity is Activity.READY
-        return ready and self._policy.is_overdue(program, self._now)
+        ready = program.activity is Activity.READY
+        return ready and has_lasted(program.waiting_since_s, self._policy.patience_s, self._now)
 
     def _promotion_key(self, program: PlacedProgram) -> tuple[bool, float, float, str]:
         """Of those below the device: host first, the least idle first."""

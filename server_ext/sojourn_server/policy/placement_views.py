@@ -6,6 +6,7 @@ shows, read at ``now``: whoever keeps snapshots makes one anew for the program t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -112,6 +113,11 @@ class PlacementView:
     on_disk: Sequence[PlacedProgram] = ()
     waiting: Sequence[PlacedProgram] = ()
     """The Waiting queue. Those without a request, who wait for nothing, may be left out."""
+    overdue_served_s: float = -math.inf
+    """When others last left for a program that had waited for too long."""
     waiting_ordered: bool = False
     """``waiting`` is in ascending order of the policy's ``waiting_key``, and may be cut after its first few
     hundred. Where thousands wait, an order that is kept costs less than one made for each question."""
+    longest_waiting: Sequence[PlacedProgram] = ()
+    """With ``waiting_ordered``: of the ready programs off the device the few that have waited longest, in
+    that order. They may be in other groups too, or have been cut from ``waiting``."""

@@ -25,8 +25,13 @@ WORTHLESS_RANK: Rank = 0
 """Of content that nobody is known to come back for: reused first, and not written to disk."""
 PLAIN_RANK: Rank = 2
 """Of content about which nothing else is known."""
+WANTED_RANK: Rank = 4
+"""Of what is read next: its program has just been let onto the device. Nothing takes its place."""
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
+
+STORED_TOGETHER = 32
+"""Blocks of one job that is stored ahead: what is reused before its job is over has all of it waited for."""
 
 MAX_PINNED = 0.5
 """Share of host memory that may be held for requests that wait for the disk, if they are several."""
@@ -110,6 +115,8 @@ class TierPlanner:
         self._storing: dict[int, tuple[list[HostEntry], list[Copy]]] = {}
         self._spilling: dict[int, list[HostEntry]] = {}
         self._being_spilled: set[Key] = set()
+        self._ordered: OrderedDict[Key, Rank] = OrderedDict()
+        """What is to be written to disk though there is room, and its rank once it is there."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         self._being_staged: dict[Key, list[_Staging]] = {}
         """Of each block on its way from disk, the requests that wait for it."""
@@ -135,11 +142,12 @@ class TierPlanner:
                 # A copy of just this may be under way: it must be over before the step writes.
                 self._await_store(entry.job)
             self.host.touch(entry)
-            self.host.set_rank(entry, rank)
+            self._rerank(entry, rank)
             self.counts["kept"] += 1
             return True
         entry = self._begin(key, rank, None)
         if entry is None:
+            self.counts["no_room"] += 1
             return False
         self._jobs.saves.append(Copy(block_id, entry.slot))
         self.counts["saved"] += 1
@@ -148,26 +156,36 @@ class TierPlanner:
     def store(self, blocks: Iterable[tuple[Key, int]], rank: Rank = PLAIN_RANK) -> int:
         """Copy cached blocks ahead of their eviction; returns how many. They stay where they are.
 
-        Each must stay as it is until the store is over, or be reported ``evicted``.
+        Each must stay as it is until the store is over, or be reported ``evicted``. ``blocks`` are in the
+        order of their context: where room is short its beginning is stored, and of what is stored its end
+        goes first.
         """
-        self._last_job += 1
-        job, entries, copies = self._last_job, [], []
+        used: list[HostEntry] = []
+        begun: list[tuple[HostEntry, Copy]] = []
         for key, block_id in blocks:
             entry = self.host.get(key)
             if entry is not None:
-                self.host.touch(entry)
-                self.host.set_rank(entry, rank)
+                self.host.touch(entry)  # what follows must not take its place
+                used.append(entry)
                 continue
+            job = self._last_job + 1 + len(begun) // STORED_TOGETHER
             entry = self._begin(key, rank, job)
             if entry is None:
                 break  # what follows is worth nothing without it
-            entries.append(entry)
-            copies.append(Copy(block_id, entry.slot))
-        if copies:
-            self._storing[job] = entries, copies
+            begun.append((entry, Copy(block_id, entry.slot)))
+        for entry in reversed(used):
+            self.host.touch(entry)
+            self._rerank(entry, rank)
+        # Jobs end in their order, and what ends first is reused first; of the device too the end goes first.
+        for first in reversed(range(0, len(begun), STORED_TOGETHER)):
+            together = begun[first : first + STORED_TOGETHER]
+            job = self._last_job + 1 + first // STORED_TOGETHER
+            copies = [copy for _, copy in together]
+            self._storing[job] = [entry for entry, _ in reversed(together)], copies
             self._jobs.stores[job] = copies
-            self.counts["stored"] += len(copies)
-        return len(copies)
+        self._last_job += -(-len(begun) // STORED_TOGETHER)
+        self.counts["stored"] += len(begun)
+        return len(begun)
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Copies of these are not to be found: they may not hold what the keys say."""
@@ -182,11 +200,22 @@ class TierPlanner:
             self.counts["discarded"] += entry is not None
 
     def set_rank(self, keys: Iterable[Key], rank: Rank) -> None:
-        """Content of these is reused with that of another rank from now on."""
+        """Content of these is reused with that of another rank from now on; orders to write it out are
+        void."""
         for key in keys:
+            self._ordered.pop(key, None)
             entry = self.host.get(key)
             if entry is not None:
                 self.host.set_rank(entry, rank)
+
+    def write_out(self, keys: Iterable[Key], rank: Rank) -> None:
+        """Write these to disk, in this order, as soon as it takes them; from then on they have this rank."""
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is not None and entry.on_disk:
+                self.host.set_rank(entry, rank)
+            elif entry is not None:
+                self._ordered[key] = rank
 
     # -- somebody asks for something -------------------------------------------------
 
@@ -251,12 +280,16 @@ class TierPlanner:
         """How many of ``keys`` are neither in host memory nor on disk."""
         return sum(1 for key in keys if self.host.get(key) is None and key not in self._disk)
 
-    def fetch(self, keys: Sequence[Key]) -> int:
+    def fetch(self, keys: Sequence[Key], rank: Rank = PLAIN_RANK) -> int:
         """Bring leading ``keys`` from disk to host memory, ahead of need; returns how many are coming."""
         if not self._disk:
             return 0
-        found = len(self._found(keys))
-        return self._order_stage(keys[found:], None)
+        found = self._found(keys)
+        for entry in found:  # what is here must not make way for the rest
+            self.host.pin(entry)
+        coming = self._order_stage(keys[len(found) :], None, rank, at_most=rank)
+        self._release(found)
+        return coming
 
     # -- steps ----------------------------------------------------------------------
 
@@ -333,6 +366,7 @@ class TierPlanner:
             self.host.remove(entry)
         self._jobs.drops += self._disk
         self._disk.clear()
+        self._ordered.clear()
         self._forgotten = True
 
     # -- inside ------------------------------------------------------------------------
@@ -361,11 +395,24 @@ class TierPlanner:
         for entry in entries:
             self.host.filled(entry)
 
-    def _begin(self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False) -> HostEntry | None:
+    def _rerank(self, entry: HostEntry, rank: Rank) -> None:
+        """The device has another copy of it, or had: that it is wanted remains true."""
+        if entry.rank != WANTED_RANK:
+            self.host.set_rank(entry, rank)
+
+    def _begin(
+        self,
+        key: Key,
+        rank: Rank,
+        job: int | None,
+        *,
+        on_disk: bool = False,
+        at_most: Rank | None = None,
+    ) -> HostEntry | None:
+        """A slot for this: a free one, or that of something worth ``at_most`` so much, by default as much."""
         if not self.host.free:
-            reused = self.host.reuse(at_most=rank)
+            reused = self.host.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
-                self.counts["no_room"] += 1
                 return None
             self.counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
         return self.host.begin(key, rank, job, on_disk=on_disk or key in self._disk)
@@ -375,8 +422,8 @@ class TierPlanner:
         if before is not None:
             self._release(before.found)
 
-    def _release(self, entries: Iterable[HostEntry]) -> None:
-        for entry in entries:
+    def _release(self, entries: Sequence[HostEntry]) -> None:
+        for entry in reversed(entries):  # of a context the end is reused first
             self.host.unpin(entry)
 
     def _end_fill(self, entry: HostEntry, fate: Fate) -> None:
@@ -422,6 +469,7 @@ class TierPlanner:
         if not self._disk_room:
             return
         room = limits.max_spilling - len(self._being_spilled)
+        room -= self.spill(self._first_ordered(min(room, self._disk_room)))
         worthless = self.host.idle_not_on_disk(WORTHLESS_RANK)
         spare = self.host.free + self.host.idle_on_disk + worthless + len(self._being_spilled)
         # More than the disk takes would push out what was written just before, for ever.
@@ -429,6 +477,19 @@ class TierPlanner:
         if room <= 0 or wanted <= 0:
             return
         self.spill(self.host.first_not_on_disk(min(room, wanted), above=WORTHLESS_RANK))
+
+    def _first_ordered(self, most: int) -> list[HostEntry]:
+        """The first of what is to be written to disk by order, as far as it has been stored."""
+        found: list[HostEntry] = []
+        for key in list(islice(self._ordered, max(0, most))):
+            entry = self.host.get(key)
+            if entry is None or entry.on_disk:
+                del self._ordered[key]
+            elif entry.job is not None:
+                break
+            else:
+                found.append(entry)
+        return found
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
         """Write idle entries to disk; they stay in host memory too. Returns how many."""
@@ -461,9 +522,11 @@ class TierPlanner:
                 self.counts["spilled"] += 1
                 self._disk[entry.key] = None
                 self.host.set_on_disk(entry, True)
+                self.host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             if fate is Fate.FULL:
                 # Somebody else fills the disk too: for a while what we have there is all we may have.
                 self._disk_room = min(self._disk_room, len(self._disk))
+                self.host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             self.host.unpin(entry, used=False)
         # Once a job: a batch that fails is one failure.
         if Fate.FAILED in seen or Fate.FULL in seen:
@@ -478,13 +541,16 @@ class TierPlanner:
         for entry in self._found(keys[:found]):
             self.host.pin(entry)
             waiting.entries.append(entry)
-        if not self._order_stage(keys[found:], waiting):
+        # It runs next, and what it waits for is pinned: it is worth more than what waits for its turn.
+        if not self._order_stage(keys[found:], waiting, PLAIN_RANK, at_most=WANTED_RANK - 1):
             self._release(waiting.entries)
             return False
         self._staging[request_id] = waiting
         return True
 
-    def _order_stage(self, keys: Sequence[Key], waiting: _Staging | None) -> int:
+    def _order_stage(
+        self, keys: Sequence[Key], waiting: _Staging | None, rank: Rank, *, at_most: Rank
+    ) -> int:
         """Have leading ``keys`` read, as far as the disk has them; returns how many are on their way."""
         self._last_job += 1
         ordered: list[HostEntry] = []
@@ -500,7 +566,7 @@ class TierPlanner:
             if entry is None:
                 if key not in self._disk or len(ordered) >= room:
                     break
-                entry = self._begin(key, PLAIN_RANK, self._last_job, on_disk=True)
+                entry = self._begin(key, rank, self._last_job, on_disk=True, at_most=at_most)
                 if entry is None:
                     break
                 self._disk.move_to_end(key)

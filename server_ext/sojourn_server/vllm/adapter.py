@@ -190,6 +190,8 @@ class SchedulerAdapter:
         if self._promotions and self._promotions[0][0] <= now:
             self._promote(now)
         self._order.before_step()
+        if self._below is not None:
+            self._below.store_ahead(self._queue)
         self._shortage.prepare_step()
 
     def _promote(self, now: float) -> None:
@@ -240,6 +242,8 @@ class SchedulerAdapter:
             "its program",
             request_id, self.steward.limits.gate_timeout_s,
         )  # fmt: skip
+        # Before its client is told, whose API server then asks why.
+        self.service.refusals.note(request_id, self.steward.limits.gate_timeout_s)
         try:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         finally:
@@ -453,6 +457,8 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
+        if self._below is not None and ticket.program is not None:
+            self._below.arrived(ticket.program.id)
         self.steward.admitted(
             Admission(
                 request_id=request_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
@@ -10,17 +11,25 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
-from ..policy.labels import host_rank
+from ..policy.labels import Label, host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
 from ..tiers.jobs import Key
-from ..tiers.planner import PLAIN_RANK, WORTHLESS_RANK
+from ..tiers.planner import PLAIN_RANK, WANTED_RANK, WORTHLESS_RANK
 from .block_owners import BlockOwners
 from .connector import SojournConnector
+from .free_queue import ProgramFreeQueue
 from .held_blocks import HeldBlocks, chain_hash
 
-STORED_TOGETHER = 32
-"""Blocks of one job that is stored ahead."""
+COLD_RANK = host_rank(Label.COLD)
+"""Of what belongs on disk, once it is there."""
+
+AHEAD_STEPS = 2
+"""What the largest steps may take of the device is stored that many steps ahead."""
+AHEAD_SHARE = 0.25
+"""Of the device's blocks, the most that is stored ahead."""
+LOOK_AGAIN_SHARE = 0.25
+"""Once so much of what was stored ahead has been taken, what is next is looked for."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,14 +42,32 @@ class Below:
         self._connector = connector
         self._steward = steward
         self._placed = PlacedChains()
+        self._coming: set[ProgramId] = set()
+        """Let onto the device, and yet to be admitted there."""
+        pool = steward.pool
+        most_taken = AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
+        self._ahead = min(most_taken, int(AHEAD_SHARE * pool.blocks))
+        """Of what the device reuses next, blocks that are stored before they are."""
+        self._taken = self._ahead
+        """Of those, taken since they were last looked for."""
 
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         """Blocks are about to be reused: save what is in them."""
         self._guarded(self._save, blocks, owners)
 
+    def store_ahead(self, queue: ProgramFreeQueue) -> None:
+        """Before a step is planned: what is soon reused is copied beside computing, not waited for then."""
+        if self._taken > LOOK_AGAIN_SHARE * self._ahead:
+            self._guarded(self._store_ahead, queue)
+
     def place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
         """A program's KV belongs in ``tier`` from now on."""
         self._guarded(self._place, program_id, tier, held)
+
+    def arrived(self, program_id: ProgramId) -> None:
+        """A program's request has been admitted: what it had below the device has been asked for."""
+        if program_id in self._coming:
+            self._guarded(self._arrived, program_id)
 
     def fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         """Bring these closer: how many are coming from disk, and how many are nowhere below the device."""
@@ -71,6 +98,7 @@ class Below:
     def reset(self) -> None:
         """The engine's cache was reset."""
         self._placed = PlacedChains()
+        self._coming.clear()
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
@@ -80,9 +108,29 @@ class Below:
     def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         ranks: dict[ProgramId | None, Rank] = {}
         evicted = self._connector.planner.evicted
+        self._taken += len(blocks)
         for block in blocks:
             if block.block_hash is not None:
-                evicted(chain_hash(block), block.block_id, self._rank_in(block.block_id, owners, ranks))
+                key, rank = chain_hash(block), self._rank_in(block.block_id, owners, ranks)
+                if evicted(key, block.block_id, _until_written(rank)) and rank == COLD_RANK:
+                    self._connector.planner.write_out([key], rank)
+
+    def _store_ahead(self, queue: ProgramFreeQueue) -> None:
+        self._taken = 0
+        planner = self._connector.planner
+        ranks: dict[ProgramId | None, Rank] = {}
+        by_rank: dict[Rank, list[tuple[Key, int]]] = {}
+        for block in islice(queue.iter_blocks_after(None), self._ahead):
+            if block.block_hash is not None:
+                key = chain_hash(block)
+                if planner.host.get(key) is None:
+                    rank = self._rank_in(block.block_id, queue.owners, ranks)
+                    by_rank.setdefault(rank, []).append((key, block.block_id))
+        for rank, blocks in by_rank.items():
+            # As contexts have them: reused is the end first.
+            planner.store(reversed(blocks), _until_written(rank))
+            if rank == COLD_RANK:
+                planner.write_out([key for key, _ in reversed(blocks)], rank)
 
     def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
         """The rank of what is in a block: the highest of its owners'."""
@@ -106,20 +154,30 @@ class Below:
         if keys is None:  # it is over: what is known of it is what was placed
             keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
-        planner.set_rank(keys[shared:], rank)
+        if tier is Tier.DEVICE:
+            # Else those who leave in the same step take its place in host memory before it has been read.
+            planner.set_rank(keys, WANTED_RANK)
+            self._coming.add(program_id)
+            # With nothing on disk, thousands of keys need not be looked up to find nothing.
+            on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
+            planner.fetch(keys[on_device:], WANTED_RANK)
+            return
+        planner.set_rank(keys[shared:], _until_written(rank))
+        self._coming.discard(program_id)
         if rank == WORTHLESS_RANK:
             self._placed.forget(program_id)
             return
-        if tier is Tier.DEVICE:
-            # With nothing on disk, thousands of keys need not be looked up to find nothing.
-            on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
-            planner.fetch(keys[on_device:])
-        elif tier is not Tier.WAITING:
-            # Ahead of need: what is stored by then is not waited for when it is reused. A few at a time:
-            # what is reused before that has its whole job waited for.
+        if tier is not Tier.WAITING:
+            # Ahead of need: what is stored by then is not waited for when it is reused.
             blocks = [(chain_hash(block), block.block_id) for block in held.still_cached(keys)]
-            for first in range(0, len(blocks), STORED_TOGETHER):
-                planner.store(blocks[first : first + STORED_TOGETHER], rank)
+            planner.store(blocks, _until_written(rank))
+            if rank == COLD_RANK:
+                planner.write_out(keys[shared:], rank)
+
+    def _arrived(self, program_id: ProgramId) -> None:
+        self._coming.discard(program_id)
+        keys = self._placed.keys_of(program_id)
+        self._connector.planner.set_rank(keys, host_rank(self._steward.label(program_id)))
 
     def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         planner = self._connector.planner
@@ -133,3 +191,8 @@ class Below:
         except Exception as error:  # the tiers' failure, and not the engine's or the order of reuse's
             self._connector.failed(error)
             return None
+
+
+def _until_written(rank: Rank) -> Rank:
+    """What belongs on disk and is not there is kept as what is idle is: nothing else has it."""
+    return host_rank(Label.IDLE) if rank == COLD_RANK else rank

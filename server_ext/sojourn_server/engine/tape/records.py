@@ -18,10 +18,10 @@ from ...policy.views import RoomNeed
 from ...program.toolcalls import ToolCall
 from ..desk import PROGRAM_OUTCOMES
 from ..facts import Action, Admission, Arrival, TurnEnd, TurnOutcome
+from ..hint import MAX_NAME_CHARS
 from ..identity import Identity
 from ..leases import Lease
 from ..state import Ticket
-from ..steward import MAX_NAME_CHARS
 
 
 class Shape(NamedTuple):

@@ -1,0 +1,142 @@
+"""The outputs of ``sojourn simulate``: what it writes and where, and what it shows of its runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from sojourn_server.lab.lives import RunLog
+    from sojourn_server.lab.report.results import MadeWith
+    from sojourn_server.lab.report.swept import SweptRuns
+    from sojourn_server.lab.suite import SuiteResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What was asked for, as the command's options have it."""
+
+    json: str | None
+    """A file, or ``-`` for stdout."""
+    plot: Path | None
+    """A folder."""
+    save: Path | None
+    explain: str | None
+    """A program's name."""
+
+    def check(self) -> None:
+        """Before minutes of work, not after. Raises ``CliError`` for what could not be written."""
+        from sojourn_server.lab.report.saved_runs import SUFFIXES
+
+        json = Path(self.json) if self.json not in (None, "-") else None
+        plot, save = self.plot, self.save
+        if save is not None and not save.name.endswith(SUFFIXES):
+            raise CliError(
+                f"--save {save}: the name ends in none of {', '.join(SUFFIXES)}", "name it runs.msgpack.gz"
+            )
+        if plot is not None and plot.exists() and not plot.is_dir():
+            raise CliError(f"--plot {plot} is a file", "name a folder")
+        for path in (json, save):
+            if path is not None and path.is_dir():
+                raise CliError(f"{path} is a folder", "name a file")
+        for path in (json and json.parent, plot, save and save.parent):
+            if path is not None:
+                _check_folder(path)
+        if plot is not None and find_spec("matplotlib") is None:
+            raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
+
+    def show(self, result: SuiteResult, made: MadeWith, swept: SweptRuns | None) -> None:
+        """Print the table, write what was asked for, and explain.
+
+        Raises ``CliError`` where something cannot be written, and where the figures are not worth much.
+        """
+        from sojourn_server.lab.report.sweep_table import render_sweep
+        from sojourn_server.lab.report.table import render
+
+        console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
+        try:
+            for path in self._write(result, made, swept):
+                console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        except OSError as error:
+            where = error.filename2 or error.filename or "the output"
+            raise CliError(
+                f"{where}: {error.strerror or error}",
+                "make room or name another place, and run it again",
+                exit_code=1,
+            ) from None
+        # Last: where it has nothing to tell, the rest is written all the same.
+        if self.explain is not None:
+            _explain(result, self.explain)
+        _check_figures(result)
+
+    def _write(self, result: SuiteResult, made: MadeWith, swept: SweptRuns | None) -> list[str | Path]:
+        """Returns the files that were written."""
+        from sojourn_server.lab.report.plots import write_plots, write_sweep_plot
+        from sojourn_server.lab.report.results import document
+        from sojourn_server.lab.report.saved_runs import save_runs
+
+        written: list[str | Path] = []
+        if self.json is not None:
+            write_json(document(result.rows, made, swept), self.json)
+            written += [self.json] if self.json != "-" else []
+        if self.save is not None:
+            save_runs(self.save, result.logs, made, result.rows)
+            written.append(self.save)
+        if self.plot is not None:
+            if swept is None:
+                written += write_plots(result.logs, self.plot, rows=result.rows)
+            else:
+                written += write_sweep_plot(swept, result.rows, self.plot)
+        return written
+
+
+def _check_folder(folder: Path) -> None:
+    """It is made when it is needed; here only whether it could be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
+
+
+def _check_figures(result: SuiteResult) -> None:
+    if failed := sorted({log.policy for log in result.logs if log.hook_failures}):
+        raise CliError(
+            f"calls of {', '.join(failed)} failed: its figures are not its own",
+            "the errors above say where; mend the policy and run it again",
+            exit_code=1,
+        )
+    if not any(row.programs_per_hour for row in result.rows if not row.limit):
+        raise CliError(
+            "no program finished under any policy",
+            "simulate longer: --hours 2, or with fewer --programs",
+            exit_code=1,
+        )
+
+
+def _explain(result: SuiteResult, program_id: str) -> None:
+    from sojourn_server.lab.report.explain import UnknownProgram, explain
+
+    unknown: UnknownProgram | None = None
+    shown = False
+    for log in result.logs:
+        try:
+            console.print(explain(log, _in_run(log, program_id)))
+            shown = True
+        except UnknownProgram as error:
+            unknown = error
+    if not shown and unknown is not None:
+        raise CliError(str(unknown), "name one of these with --explain", exit_code=1)
+
+
+def _in_run(log: RunLog, name: str) -> str:
+    """A trace's name for a program is that of its first play."""
+    known = [program.program_id for program in log.programs]
+    if name in known:
+        return name
+    return next((p.program_id for p in log.programs if p.trace_id == name), name)
