@@ -28,6 +28,8 @@ AHEAD_STEPS = 2
 """What the largest steps may take of the device is stored that many steps ahead."""
 AHEAD_SHARE = 0.25
 """Of the device's blocks, the most that is stored ahead."""
+AHEAD_OF_HOST = 0.125
+"""Of host memory's, too: what is dropped there before the device reuses it has been copied for nothing."""
 LOOK_AGAIN_SHARE = 0.25
 """Once so much of what was stored ahead has been taken, what is next is looked for."""
 
@@ -46,7 +48,7 @@ class Below:
         """Let onto the device, and yet to be admitted there."""
         pool = steward.pool
         most_taken = AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
-        self._ahead = min(most_taken, int(AHEAD_SHARE * pool.blocks))
+        self._ahead = min(most_taken, int(AHEAD_SHARE * pool.blocks), int(AHEAD_OF_HOST * pool.host_blocks))
         """Of what the device reuses next, blocks that are stored before they are."""
         self._taken = self._ahead
         """Of those, taken since they were last looked for."""
