@@ -167,7 +167,41 @@ def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
 def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
     planner = TierPlanner(TierLimits(host_slots=20, disk_blocks=100))
     planner.take_results(TierResults(on_disk=keys(10, 20)))
-    stored(planner, keys(0, 10), 2)
-    stored(planner, keys(100, 10), 2)
+    stored(planner, keys(0, 10))
+    stored(planner, keys(100, 10))
     assert planner.fetch(keys(0, 30), WANTED_RANK) == 10
     assert in_host(planner, keys(0, 20)) == [True] * 20
+
+
+def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 30))
+    context = [(each, 1) for each in keys(100, 30)]
+    assert planner.store_spare(context) == 10, "as much as is free"
+    planner.take_results(TierResults(stored=dict.fromkeys(planner.take_jobs().stores, Fate.MOVED)))
+    assert in_host(planner, keys(100, 30)) == [True] * 10 + [False] * 20
+    planner.evicted(key(100), 1)
+    for number in range(200, 209):
+        planner.evicted(key(number), 1)
+    assert in_host(planner, keys(100, 10)) == [True] + [False] * 9, "what is lost now is no spare copy"
+    assert all(in_host(planner, keys(0, 30)))
+
+
+def test_of_a_context_only_what_is_new_is_looked_at() -> None:
+    planner = TierPlanner(TierLimits(host_slots=400))
+    context = [(each, 1) for each in keys(0, 100)]
+    assert planner.store_spare(context[:80]) == 80
+    assert planner.store_spare(context) == 20
+    assert planner.store_spare(context) == 0
+
+
+def test_spare_copies_are_not_written_to_disk() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(TierResults(on_disk=[]))
+    planner.store_spare([(each, 1) for each in keys(0, 40)])
+    planner.take_results(TierResults(stored=dict.fromkeys(planner.take_jobs().stores, Fate.MOVED)))
+    assert not planner.take_jobs().spills
+    for number in range(35):
+        planner.evicted(key(number), 1)
+    (files,) = planner.take_jobs().spills.values()
+    assert len(files) == 5, "what is lost now is"

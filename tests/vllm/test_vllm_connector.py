@@ -15,11 +15,18 @@ def prompt(start: int, tokens: int) -> list[int]:
 
 
 def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -> list[Any]:
-    """Runs the request to its end; returns the orders of its steps."""
+    """Runs the request to its end; returns the orders of its steps, of which all stores are carried out."""
+    from sojourn_server.tiers.jobs import Fate, TierResults
+    from sojourn_server.vllm.connector import StepReport
+    from vllm.v1.outputs import KVConnectorOutput
+
     engine.add(request_id, tokens, program_id=program, max_tokens=2)
     orders = []
-    while engine.scheduler.has_unfinished_requests():
-        orders.append(engine.step().planned.kv_connector_metadata.jobs)
+    while engine.scheduler.has_unfinished_requests() or planner(engine).under_way:
+        planned = engine.plan()
+        orders.append(planned.kv_connector_metadata.jobs)
+        results = TierResults(stored=dict.fromkeys(orders[-1].stores, Fate.MOVED))
+        engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
     return orders
 
 

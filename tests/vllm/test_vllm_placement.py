@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.policy.labels import Label, host_rank
+from sojourn_server.tiers.planner import SPARE_RANK
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -401,9 +402,10 @@ def demoted(worker: Worker) -> None:
 def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker) -> None:
     demoted(worker)
     engine = worker.engine
-    assert planner(engine).counts["stored"] == 30
+    assert planner(engine).counts["stored"] == 50, "and B's, where there is room to spare"
     assert planner(engine).under_way == 0
     assert ranks(worker, "A") == {host_rank(Label.IDLE): 30}
+    assert ranks(worker, "B") == {SPARE_RANK: 20}
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -412,9 +414,8 @@ def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker)
     assert tokens["lost"] == {}
     assert program(engine, "A")["placed"] == "device"
     assert program(engine, "B")["placed"] == "host"
-    assert planner(engine).counts["stored"] == 50, "B's 20 have gone down for it"
-    assert ranks(worker, "B") == {host_rank(Label.IDLE): 20}
-    assert set(ranks(worker, "A")) == {host_rank(Label.BUSY)}
+    assert ranks(worker, "B") == {host_rank(Label.IDLE): 20}, "B has gone down for it"
+    assert set(ranks(worker, "A")) == {SPARE_RANK}
 
 
 def test_a_store_takes_no_step_where_nobody_needs_its_blocks(worker: Worker) -> None:
@@ -426,8 +427,9 @@ def test_a_store_takes_no_step_where_nobody_needs_its_blocks(worker: Worker) -> 
     steward.pool.blocks = 25  # as if others had taken the rest
     worker.clock.now += 10.0
     worker.turn("c1", prompt(3, 160), "C")
-    assert planner(engine).counts["stored"] == worker.counts["stored"] == 10
-    assert worker.counts["saved"] == 10, "copied in the background, once"
+    worker.step(3)
+    assert planner(engine).counts["stored"] == worker.counts["stored"] == 20, "A's, and C's to spare"
+    assert worker.counts["saved"] == 20, "copied in the background, once"
     assert planner(engine).counts["kept"] == 0
 
 
@@ -484,7 +486,7 @@ def test_a_disk_takes_who_is_most_idle(on_disk: Worker) -> None:
     assert engine.scheduler.sojourn.steward.pool.disk_blocks == 80
     assert placed(engine) == {"device": 1, "disk": 1}
     assert program(engine, "A")["placed"] == "disk"
-    assert planner(engine).counts["stored"] == 30
+    assert planner(engine).counts["stored"] == 60, "B's to spare"
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -534,7 +536,7 @@ def test_a_program_may_end_while_its_blocks_are_being_stored(
     worker.step()
     assert planner(engine).under_way == (lag_steps > 0)
     end(engine, "A")
-    worker.step(40)
+    worker.step(40 + lag_steps)
     assert planner(engine).under_way == 0
     assert placed(engine) == {"device": 1}
     worker.until_idle()

@@ -27,7 +27,8 @@ _LABELS = {
     Tier.WAITING: Label.INACTIVE,
 }
 _DEVICE_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.IDLE: 2, Label.BUSY: 3}
-_HOST_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.BUSY: 2, Label.IDLE: 3}
+# Between the first two is what is on the device too (``tiers.planner.SPARE_RANK``).
+_HOST_ORDER = {Label.INACTIVE: 0, Label.COLD: 2, Label.BUSY: 3, Label.IDLE: 4}
 
 
 def label(tier: Tier) -> Label:

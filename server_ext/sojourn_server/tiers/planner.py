@@ -23,9 +23,11 @@ from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
 
 WORTHLESS_RANK: Rank = 0
 """Of content that nobody is known to come back for: reused first, and not written to disk."""
-PLAIN_RANK: Rank = 2
+SPARE_RANK: Rank = 1
+"""Of what the device has too: a copy made in time, where there is room for it."""
+PLAIN_RANK: Rank = 3
 """Of content about which nothing else is known."""
-WANTED_RANK: Rank = 4
+WANTED_RANK: Rank = 5
 """Of what is read next: its program has just been let onto the device. Nothing takes its place."""
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
@@ -186,6 +188,16 @@ class TierPlanner:
         self._last_job += -(-len(begun) // STORED_TOGETHER)
         self.counts["stored"] += len(begun)
         return len(begun)
+
+    def store_spare(self, blocks: Sequence[tuple[Key, int]]) -> int:
+        """Copy what a turn has added to its context, where there is room to spare; returns how many blocks.
+
+        ``blocks`` are the whole context in its order; what comes before the newest that is here, is here.
+        """
+        first = len(blocks)
+        while first and self.host.get(blocks[first - 1][0]) is None:
+            first -= 1
+        return self.store(blocks[first:], SPARE_RANK)
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Copies of these are not to be found: they may not hold what the keys say."""
@@ -470,13 +482,13 @@ class TierPlanner:
             return
         room = limits.max_spilling - len(self._being_spilled)
         room -= self.spill(self._first_ordered(min(room, self._disk_room)))
-        worthless = self.host.idle_not_on_disk(WORTHLESS_RANK)
-        spare = self.host.free + self.host.idle_on_disk + worthless + len(self._being_spilled)
+        lost = self.host.idle_not_on_disk(WORTHLESS_RANK) + self.host.idle_not_on_disk(SPARE_RANK)
+        spare = self.host.free + self.host.idle_on_disk + lost + len(self._being_spilled)
         # More than the disk takes would push out what was written just before, for ever.
         wanted = min(int(limits.spill_below * limits.host_slots), self._disk_room) - spare
         if room <= 0 or wanted <= 0:
             return
-        self.spill(self.host.first_not_on_disk(min(room, wanted), above=WORTHLESS_RANK))
+        self.spill(self.host.first_not_on_disk(min(room, wanted), above=SPARE_RANK))
 
     def _first_ordered(self, most: int) -> list[HostEntry]:
         """The first of what is to be written to disk by order, as far as it has been stored."""

@@ -294,6 +294,8 @@ class SchedulerAdapter:
         self._carry_out(now)
         if lease is not None:
             self._held.hold(lease.program_id, cached)
+        if self._below is not None and outcome in (TurnOutcome.STOPPED, TurnOutcome.LENGTH):
+            self._below.turn_over(cached)
         self._took("retention", now)
 
     def preempted(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from ..policy.labels import Label, host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
 from ..tiers.jobs import Key
-from ..tiers.planner import PLAIN_RANK, WANTED_RANK, WORTHLESS_RANK
+from ..tiers.planner import PLAIN_RANK, SPARE_RANK, WANTED_RANK, WORTHLESS_RANK
 from .block_owners import BlockOwners
 from .connector import SojournConnector
 from .free_queue import ProgramFreeQueue
@@ -52,15 +52,23 @@ class Below:
         """Of what the device reuses next, blocks that are stored before they are."""
         self._taken = self._ahead
         """Of those, taken since they were last looked for."""
+        self._under_pressure = False
+        """The device has lost something, or somebody was sent away: what it has is worth a copy."""
 
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Blocks are about to be reused: save what is in them."""
+        """Blocks are about to be reused: save what is in them. From the first such time on copies are made
+        ahead."""
         self._guarded(self._save, blocks, owners)
 
     def store_ahead(self, queue: ProgramFreeQueue) -> None:
         """Before a step is planned: what is soon reused is copied beside computing, not waited for then."""
         if self._taken > LOOK_AGAIN_SHARE * self._ahead:
             self._guarded(self._store_ahead, queue)
+
+    def turn_over(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """A turn has ended, and its whole context is in these blocks."""
+        if self._under_pressure:
+            self._guarded(self._turn_over, blocks)
 
     def place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
         """A program's KV belongs in ``tier`` from now on."""
@@ -113,6 +121,7 @@ class Below:
         self._taken += len(blocks)
         for block in blocks:
             if block.block_hash is not None:
+                self._under_pressure = True
                 key, rank = chain_hash(block), self._rank_in(block.block_id, owners, ranks)
                 if evicted(key, block.block_id, _until_written(rank)) and rank == COLD_RANK:
                     self._connector.planner.write_out([key], rank)
@@ -125,7 +134,8 @@ class Below:
         for block in islice(queue.iter_blocks_after(None), self._ahead):
             if block.block_hash is not None:
                 key = chain_hash(block)
-                if planner.host.get(key) is None:
+                entry = planner.host.get(key)
+                if entry is None or entry.rank == SPARE_RANK:
                     rank = self._rank_in(block.block_id, queue.owners, ranks)
                     by_rank.setdefault(rank, []).append((key, block.block_id))
         for rank, blocks in by_rank.items():
@@ -133,6 +143,9 @@ class Below:
             planner.store(reversed(blocks), _until_written(rank))
             if rank == COLD_RANK:
                 planner.write_out([key for key, _ in reversed(blocks)], rank)
+
+    def _turn_over(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._connector.planner.store_spare([(chain_hash(block), block.block_id) for block in blocks])
 
     def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
         """The rank of what is in a block: the highest of its owners'."""
@@ -173,13 +186,13 @@ class Below:
             # Ahead of need: what is stored by then is not waited for when it is reused.
             blocks = [(chain_hash(block), block.block_id) for block in held.still_cached(keys)]
             planner.store(blocks, _until_written(rank))
+            self._under_pressure = True
             if rank == COLD_RANK:
                 planner.write_out(keys[shared:], rank)
 
     def _arrived(self, program_id: ProgramId) -> None:
         self._coming.discard(program_id)
-        keys = self._placed.keys_of(program_id)
-        self._connector.planner.set_rank(keys, host_rank(self._steward.label(program_id)))
+        self._connector.planner.set_rank(self._placed.keys_of(program_id), SPARE_RANK)
 
     def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         planner = self._connector.planner
