@@ -4,7 +4,8 @@
 
 Three set-ups, 20, 50 and 80 programs at once, host memory of once and twice the device's, one virtual hour
 each of the Claude Code trace, closed loop: output throughput and mean TTFT as the run has them, and as ratios
-to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` runs some and keeps the others.
+to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` and ``--policies …`` run some and keep
+the others of the JSON.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ POLICIES = ("mori", BASELINE, "lru-offload", "admit", "stock")
 RATIOS = ("1", "2")
 
 
-def simulate(trace: Path, options: tuple[str, ...], load: str, hours: str, target: Path) -> dict[str, Any]:
+def simulate(
+    trace: Path, options: tuple[str, ...], policies: list[str], load: str, hours: str, target: Path
+) -> dict[str, Any]:
     """The JSON of one sweep over host memory."""
     command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "simulate", str(trace)]
     ratios = ("--sweep", f"cpu_ratio={','.join(RATIOS)}")
-    more = ("--policy", ",".join(POLICIES), "--programs", load, "--hours", hours, *ratios)
+    more = ("--policy", ",".join(policies), "--programs", load, "--hours", hours, *ratios)
     subprocess.run([*command, *options, *more, "--json", str(target)], check=True)
     document: dict[str, Any] = json.loads(target.read_text())
     return document
@@ -66,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help=f"folder of {TRACE}")
     parser.add_argument("--only", nargs="+", choices=list(SETUPS), default=list(SETUPS))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--programs", nargs="+", default=["20", "50", "80"])
     parser.add_argument("--hours", default="1")
     parser.add_argument("--json", type=Path, help="write the result here")
@@ -75,10 +79,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for load in options.programs:
             for setup in options.only:
+                target = Path(folder) / "run.json"
                 document = simulate(
-                    options.traces / TRACE, SETUPS[setup], load, options.hours, Path(folder) / "run.json"
+                    options.traces / TRACE, SETUPS[setup], options.policies, load, options.hours, target
                 )
-                found.setdefault(setup, {})[load] = cells(document)
+                of_load = found.setdefault(setup, {}).setdefault(load, {})
+                for ratio, of in cells(document).items():
+                    of_load.setdefault(ratio, {}).update(of)
                 if options.json:
                     facts = {"hours": options.hours, "seed": 0, "made_with": document["made_with"]}
                     result = {"command": COMMAND, **facts, "setups": found}
@@ -87,6 +94,8 @@ def main() -> None:
     for setup, loads in found.items():
         for load, ratios in loads.items():
             for ratio, of in ratios.items():
+                if not set(POLICIES) <= set(of):
+                    continue
                 cell = [
                     f"{of[name]['output_tok_per_s']:.0f} / {of[name]['ttft_mean_s']:.0f} s"
                     for name in POLICIES

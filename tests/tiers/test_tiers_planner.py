@@ -177,7 +177,7 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
     planner = TierPlanner(TierLimits(host_slots=40))
     stored(planner, keys(0, 30))
     context = [(each, 1) for each in keys(100, 30)]
-    assert planner.store_spare(context) == 10, "as much as is free"
+    assert planner.store_spare(context[::-1]) == 10, "as much as is free"
     planner.take_results(TierResults(stored=dict.fromkeys(planner.take_jobs().stores, Fate.MOVED)))
     assert in_host(planner, keys(100, 30)) == [True] * 10 + [False] * 20
     planner.evicted(key(100), 1)
@@ -190,9 +190,11 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
 def test_of_a_context_only_what_is_new_is_looked_at() -> None:
     planner = TierPlanner(TierLimits(host_slots=400))
     context = [(each, 1) for each in keys(0, 100)]
-    assert planner.store_spare(context[:80]) == 80
-    assert planner.store_spare(context) == 20
-    assert planner.store_spare(context) == 0
+    assert planner.store_spare(context[79::-1]) == 80
+    looked_at = iter(context[::-1])
+    assert planner.store_spare(looked_at) == 20
+    assert len([*looked_at]) == 79
+    assert planner.store_spare(context[::-1]) == 0
 
 
 def test_spare_copies_are_not_written_to_disk() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from .host_slots import HostEntry, HostSlots, Rank
@@ -189,15 +189,13 @@ class TierPlanner:
         self.counts["stored"] += len(begun)
         return len(begun)
 
-    def store_spare(self, blocks: Sequence[tuple[Key, int]]) -> int:
+    def store_spare(self, newest_first: Iterable[tuple[Key, int]]) -> int:
         """Copy what a turn has added to its context, where there is room to spare; returns how many blocks.
 
-        ``blocks`` are the whole context in its order; what comes before the newest that is here, is here.
+        Of the context, against its order, only what is not here is looked at, and the first that is.
         """
-        first = len(blocks)
-        while first and self.host.get(blocks[first - 1][0]) is None:
-            first -= 1
-        return self.store(blocks[first:], SPARE_RANK)
+        added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
+        return self.store(reversed(added), SPARE_RANK)
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Copies of these are not to be found: they may not hold what the keys say."""

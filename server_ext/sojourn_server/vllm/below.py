@@ -145,7 +145,7 @@ class Below:
                 planner.write_out([key for key, _ in reversed(blocks)], rank)
 
     def _turn_over(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._connector.planner.store_spare([(chain_hash(block), block.block_id) for block in blocks])
+        self._connector.planner.store_spare((chain_hash(block), block.block_id) for block in reversed(blocks))
 
     def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
         """The rank of what is in a block: the highest of its owners'."""
