@@ -637,7 +637,7 @@ def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_
     policy.keys_asked = 0
     engine.wait(20_000.0)
     assert policy.keys_asked == 0, "to wait changes no place in line"
-    assert len(policy.views[-1].longest_waiting) == 64
+    assert len(policy.views[-1].longest_waiting) == 16
     assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
 
 

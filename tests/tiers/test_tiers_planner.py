@@ -122,7 +122,7 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert not jobs.spills, "it is being stored"
     planner.take_results(TierResults(stored=dict.fromkeys(jobs.stores, Fate.MOVED)))
     jobs = planner.take_jobs()
-    assert [[file.key for file in files] for files in jobs.spills.values()] == [cold]
+    assert [[file.key for file in files] for files in jobs.spills.values()] == [cold[::-1]]
     assert {planner.host.get(each).rank for each in cold} == {3}  # type: ignore[union-attr]
     fates = {job: {file.key: Fate.MOVED for file in files} for job, files in jobs.spills.items()}
     planner.take_results(TierResults(spilled=fates))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,8 +44,8 @@ from .state import Histories, Pool, Ticket
 _Entry = tuple[float, int, str, ProgramId]
 """A request that waits: since when, its number, its id, its program's."""
 
-SHOWN_LONGEST = 64
-"""Of the requests that have waited longest, so many are looked through for their programs."""
+SHOWN_LONGEST = 16
+"""Of the programs that have waited longest a policy is shown so many."""
 
 SHOWN_WAITING = 256
 """Of the Waiting queue a policy is shown so many, the first ones."""
@@ -111,8 +111,9 @@ class Placer:
         self._in: dict[Tier, dict[ProgramId, _Place]] = {tier: {} for tier in Tier}
         self._line: list[tuple[WaitingKey, ProgramId]] = []
         """The Waiting queue: programs with a request, ascending."""
-        self._oldest: deque[_Entry] = deque()
-        """Requests in the order of their arrival; those that were parked for too long are found in front."""
+        self._oldest: OrderedDict[int, _Entry] = OrderedDict()
+        """Requests that wait, by number and in the order of their arrival, but those once told as parked for
+        too long."""
         self._arrivals = 0
         """Number of the newest request."""
         self._others: dict[str, int] = {}
@@ -143,7 +144,7 @@ class Placer:
         self._arrivals = ticket.arrival
         place.clock.arrived(ticket.request_id, now)
         place.waiting[ticket.request_id] = ticket
-        self._oldest.append((now, ticket.arrival, ticket.request_id, program.id))
+        self._oldest[ticket.arrival] = (now, ticket.arrival, ticket.request_id, program.id)
         self._note(place, now, Occasion.TOOL_ENDED if place.returning else Occasion.ARRIVAL)
 
     def admitted(self, ticket: Ticket, now: float) -> None:
@@ -157,6 +158,7 @@ class Placer:
         self._others.pop(ticket.request_id, None)
         place.clock.admitted(ticket.request_id, now)
         place.waiting.pop(ticket.request_id, None)
+        self._oldest.pop(ticket.arrival, None)
         place.running[ticket.request_id] = ticket
         place.returning = True
         if place.tier is not Tier.DEVICE:  # it runs, whoever let it in: that is where it is
@@ -179,6 +181,7 @@ class Placer:
         """A request has left the engine. ``failed``: it was broken off, and adds nothing to a context."""
         if not self.places:
             return
+        self._oldest.pop(ticket.arrival, None)
         if self._others.pop(ticket.request_id, None) is not None and self._kept_out():
             self._why = Occasion.TURN_ENDED  # its room is for programs to have
         place = self._place_of(ticket)
@@ -205,6 +208,8 @@ class Placer:
         if place is not None:
             self._unfile(place)
             del self._in[place.tier][program_id]
+            for ticket in place.waiting.values():
+                self._oldest.pop(ticket.arrival, None)
             for ticket in place.running.values():
                 self._others[ticket.request_id] = ticket.prompt_tokens
             self._why = Occasion.TURN_ENDED
@@ -249,9 +254,10 @@ class Placer:
             # The engine stood still, or its clock was set: nobody was kept out meanwhile. Later than now is
             # nobody's arrival.
             shift_s = paused_s if 0 < paused_s < math.inf else 0.0
-            self._oldest = deque((min(entry[0] + shift_s, now), *entry[1:]) for entry in self._oldest)
-        while self._oldest and now - self._oldest[0][0] >= limit_s:
-            entry = self._oldest.popleft()
+            for arrival, entry in self._oldest.items():
+                self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
+        while self._oldest and now - next(iter(self._oldest.values()))[0] >= limit_s:
+            _, entry = self._oldest.popitem(last=False)
             place = self._waits(entry)
             if place is not None and self.parked(ticket := place.waiting[entry[2]]):
                 yield ticket
@@ -312,13 +318,13 @@ class Placer:
         )
 
     def _longest_waiting(self) -> tuple[PlacedProgram, ...]:
-        while self._oldest and self._waits(self._oldest[0]) is None:
-            self._oldest.popleft()
         found: dict[ProgramId, PlacedProgram] = {}
-        for entry in islice(self._oldest, SHOWN_LONGEST):
+        for entry in self._oldest.values():
             place = self._waits(entry)
             if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
                 found.setdefault(place.program.id, place.seen)
+                if len(found) == SHOWN_LONGEST:
+                    break
         return tuple(found.values())
 
     def _waits(self, entry: _Entry) -> _Place | None:

@@ -91,6 +91,10 @@ class Pause:
     def worked(self) -> None:
         self._steps = 0
 
+    @property
+    def lasts(self) -> bool:
+        return self._left > 0
+
     def over(self) -> bool:
         """Whether it may be tried again; asked once a step."""
         self._left = max(0, self._left - 1)
@@ -155,12 +159,14 @@ class TierPlanner:
         self.counts["saved"] += 1
         return True
 
-    def store(self, blocks: Iterable[tuple[Key, int]], rank: Rank = PLAIN_RANK) -> int:
+    def store(
+        self, blocks: Iterable[tuple[Key, int]], rank: Rank = PLAIN_RANK, *, at_most: Rank | None = None
+    ) -> int:
         """Copy cached blocks ahead of their eviction; returns how many. They stay where they are.
 
         Each must stay as it is until the store is over, or be reported ``evicted``. ``blocks`` are in the
         order of their context: where room is short its beginning is stored, and of what is stored its end
-        goes first.
+        goes first. What takes up the room must be worth no more than ``at_most``, by default ``rank``.
         """
         used: list[HostEntry] = []
         begun: list[tuple[HostEntry, Copy]] = []
@@ -171,7 +177,7 @@ class TierPlanner:
                 used.append(entry)
                 continue
             job = self._last_job + 1 + len(begun) // STORED_TOGETHER
-            entry = self._begin(key, rank, job)
+            entry = self._begin(key, rank, job, at_most=at_most)
             if entry is None:
                 break  # what follows is worth nothing without it
             begun.append((entry, Copy(block_id, entry.slot)))
@@ -195,7 +201,8 @@ class TierPlanner:
         Of the context, against its order, only what is not here is looked at, and the first that is.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
-        return self.store(reversed(added), SPARE_RANK)
+        # Not each other's place: where there is no room for all, each turn would copy a whole context.
+        return self.store(reversed(added), SPARE_RANK, at_most=WORTHLESS_RANK)
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Copies of these are not to be found: they may not hold what the keys say."""
@@ -209,12 +216,14 @@ class TierPlanner:
                 self._jobs.drops.append(key)
             self.counts["discarded"] += entry is not None
 
-    def set_rank(self, keys: Iterable[Key], rank: Rank) -> None:
-        """Content of these is reused with that of another rank from now on; orders to write it out are
-        void."""
-        for key in keys:
-            self._ordered.pop(key, None)
+    def set_rank(self, keys: Sequence[Key], rank: Rank, *, only: Rank | None = None) -> None:
+        """Content of these, of a context in its order, is reused with that of another rank from now on, the
+        end first. Orders to write it out are void. ``only``: what has this rank now."""
+        for key in reversed(keys):
             entry = self.host.get(key)
+            if only is not None and (entry is None or entry.rank != only):
+                continue
+            self._ordered.pop(key, None)
             if entry is not None:
                 self.host.set_rank(entry, rank)
 
@@ -223,7 +232,7 @@ class TierPlanner:
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:
-                self.host.set_rank(entry, rank)
+                self._rerank(entry, rank)
             elif entry is not None:
                 self._ordered[key] = rank
 
@@ -297,7 +306,7 @@ class TierPlanner:
         found = self._found(keys)
         for entry in found:  # what is here must not make way for the rest
             self.host.pin(entry)
-        coming = self._order_stage(keys[len(found) :], None, rank, at_most=rank)
+        coming = self._order_stage(keys[len(found) :], None, rank, at_most=min(rank, WANTED_RANK - 1))
         self._release(found)
         return coming
 
@@ -339,8 +348,11 @@ class TierPlanner:
     def has_orders(self) -> bool:
         """Whether a step is needed though no request asks for one: orders wait, or it is not known yet what
         an earlier engine left on disk."""
-        unknown = self.limits.disk_blocks > 0 and not self._disk_known
-        return bool(self._jobs) or (unknown and self._steps < ASK_STEPS)
+        if self.limits.disk_blocks and not self._disk_known:
+            return bool(self._jobs) or self._steps < ASK_STEPS
+        # While a batch is being written nothing is asked for: an idle engine would turn in circles.
+        writes = bool(self._ordered) and not self._spilling and not self._pause.lasts
+        return bool(self._jobs) or writes
 
     def state(self) -> dict[str, dict[str, int]]:
         """Blocks below the device by tier, and what became of blocks so far."""
@@ -499,7 +511,7 @@ class TierPlanner:
                 break
             else:
                 found.append(entry)
-        return found
+        return found[::-1]  # as any batch: the end first
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
         """Write idle entries to disk; they stay in host memory too. Returns how many."""
@@ -520,6 +532,7 @@ class TierPlanner:
 
     def _spilled(self, job: int, fates: Mapping[Key, Fate]) -> None:
         seen: set[Fate] = set()
+        written: list[Key] = []
         for entry in reversed(self._spilling.pop(job, ())):
             self._being_spilled.discard(entry.key)
             fate = fates.get(entry.key, Fate.FAILED)
@@ -530,7 +543,7 @@ class TierPlanner:
                 self._jobs.drops.append(entry.key)
             else:
                 self.counts["spilled"] += 1
-                self._disk[entry.key] = None
+                written.append(entry.key)
                 self.host.set_on_disk(entry, True)
                 self.host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             if fate is Fate.FULL:
@@ -538,6 +551,8 @@ class TierPlanner:
                 self._disk_room = min(self._disk_room, len(self._disk))
                 self.host.set_rank(entry, self._ordered.pop(entry.key, entry.rank))
             self.host.unpin(entry, used=False)
+        # Of a context the end is deleted first.
+        self._disk.update(dict.fromkeys(reversed(written)))
         # Once a job: a batch that fails is one failure.
         if Fate.FAILED in seen or Fate.FULL in seen:
             self._pause.failed()

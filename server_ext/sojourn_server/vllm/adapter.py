@@ -269,6 +269,8 @@ class SchedulerAdapter:
         if ticket.program is None:
             self.steward.stranger_left(request.request_id)
             return
+        if self._below is not None and not ticket.admitted:
+            self._below.arrived(ticket.program.id, ())
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
         calls = ()
         if outcome is TurnOutcome.STOPPED:
@@ -295,7 +297,7 @@ class SchedulerAdapter:
         if lease is not None:
             self._held.hold(lease.program_id, cached)
         if self._below is not None and outcome in (TurnOutcome.STOPPED, TurnOutcome.LENGTH):
-            self._below.turn_over(cached)
+            self._below.turn_over(ticket.program.id, cached)
         self._took("retention", now)
 
     def preempted(self, request: Request) -> None:
@@ -460,7 +462,7 @@ class SchedulerAdapter:
         if ticket is None or request is None:
             return
         if self._below is not None and ticket.program is not None:
-            self._below.arrived(ticket.program.id)
+            self._below.arrived(ticket.program.id, request.block_hashes)
         self.steward.admitted(
             Admission(
                 request_id=request_id,

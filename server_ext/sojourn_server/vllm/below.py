@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
+from ..metrics.ledger import common_prefix
 from ..policy.labels import Label, host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
@@ -65,19 +66,20 @@ class Below:
         if self._taken > LOOK_AGAIN_SHARE * self._ahead:
             self._guarded(self._store_ahead, queue)
 
-    def turn_over(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """A turn has ended, and its whole context is in these blocks."""
-        if self._under_pressure:
+    def turn_over(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
+        """A turn of a program has ended, and its whole context is in these blocks."""
+        if self._under_pressure and self._steward.label(program_id) is not Label.INACTIVE:
             self._guarded(self._turn_over, blocks)
 
     def place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
         """A program's KV belongs in ``tier`` from now on."""
         self._guarded(self._place, program_id, tier, held)
 
-    def arrived(self, program_id: ProgramId) -> None:
-        """A program's request has been admitted: what it had below the device has been asked for."""
+    def arrived(self, program_id: ProgramId, hashes: Sequence[Key]) -> None:
+        """A program's request has been admitted, and has on the device what begins as these do; or it never
+        will be, and nothing does."""
         if program_id in self._coming:
-            self._guarded(self._arrived, program_id)
+            self._guarded(self._arrived, program_id, hashes)
 
     def fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         """Bring these closer: how many are coming from disk, and how many are nowhere below the device."""
@@ -168,14 +170,18 @@ class Below:
         keys = self._steward.contexts.get(program_id)
         if keys is None:  # it is over: what is known of it is what was placed
             keys = self._placed.keys_of(program_id)
+        before = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
+        # What a context was before it was compacted, say, nobody names after this.
+        planner.set_rank(before[common_prefix(before, keys) :], host_rank(Label.INACTIVE))
         if tier is Tier.DEVICE:
-            # Else those who leave in the same step take its place in host memory before it has been read.
-            planner.set_rank(keys, WANTED_RANK)
-            self._coming.add(program_id)
-            # With nothing on disk, thousands of keys need not be looked up to find nothing.
-            on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
-            planner.fetch(keys[on_device:], WANTED_RANK)
+            if not self._runs(program_id):
+                # Else those who leave in the same step take its place in host memory before it was read.
+                planner.set_rank(keys, WANTED_RANK)
+                self._coming.add(program_id)
+                # With nothing on disk, thousands of keys need not be looked up to find nothing.
+                on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
+                planner.fetch(keys[on_device:], WANTED_RANK)
             return
         planner.set_rank(keys[shared:], _until_written(rank))
         self._coming.discard(program_id)
@@ -190,9 +196,21 @@ class Below:
             if rank == COLD_RANK:
                 planner.write_out(keys[shared:], rank)
 
-    def _arrived(self, program_id: ProgramId) -> None:
+    def _arrived(self, program_id: ProgramId, hashes: Sequence[Key]) -> None:
         self._coming.discard(program_id)
-        self._connector.planner.set_rank(self._placed.keys_of(program_id), SPARE_RANK)
+        planner, rank = self._connector.planner, host_rank(self._steward.label(program_id))
+        keys = self._placed.keys_of(program_id)
+        shared = self._placed.put(program_id, keys, rank)
+        here = max(shared, common_prefix(keys, hashes))
+        planner.set_rank(keys[here:], rank)
+        planner.set_rank(keys[shared:here], SPARE_RANK)
+        planner.set_rank(keys[:shared], host_rank(Label.IDLE), only=WANTED_RANK)
+
+    def _runs(self, program_id: ProgramId) -> bool:
+        """Whether a request of the program has been admitted: it reads nothing any more."""
+        program, tickets = self._steward.table.get(program_id), self._steward.tickets
+        live = program.live_requests if program is not None else ()
+        return any(ticket is not None and ticket.admitted for ticket in map(tickets.get, live))
 
     def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         planner = self._connector.planner
