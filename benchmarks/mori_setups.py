@@ -4,8 +4,8 @@
 
 Three set-ups, 20, 50 and 80 programs at once, host memory of once and twice the device's, one virtual hour
 each of the Claude Code trace, closed loop: output throughput and mean TTFT as the run has them, and as ratios
-to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` and ``--policies …`` run some and keep
-the others of the JSON.
+to ``thunderagent-offload``, the paper's own baseline. ``--only SETUP …`` and ``--policies …`` run some and
+keep the others of the JSON.
 """
 
 from __future__ import annotations

@@ -677,6 +677,24 @@ def test_who_waits_longest_is_known_whatever_comes_and_goes_meanwhile() -> None:
     assert policy.views[-1].longest_waiting[0].program_id == "small"
 
 
+@pytest.mark.parametrize("others", [10, 300])
+def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: int) -> None:
+    """The second request of a program that leaves after its turn is no candidate, and hides nobody."""
+    policy = by_present_size(patience_s=120.0, overdue_gap_s=0.0, absent_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, blocks=40, limits=StewardLimits(gate_timeout_s=1e6), host=100)
+    engine.run("long", 20)
+    engine.run("rest", 16)
+    leave = Move(ProgramId("long"), HOST, When.AFTER_TURN, MoveReason.OVER_CAPACITY)
+    engine.steward.placer._apply(leave, engine.now)
+    engine.steward.pool.blocks = 19  # the device holds too much for it to be kept
+    assert engine.parked(engine.come("long", 21))
+    for _ in range(others):
+        engine.finish(engine.come("fast", 4), outcome=TurnOutcome.ABORTED)
+    engine.come("late", 9)
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["late"]
+
+
 def test_between_two_overdue_programs_the_gap_passes() -> None:
     policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf)
     engine = Engine(policy, host=50)

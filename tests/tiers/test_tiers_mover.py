@@ -20,6 +20,7 @@ from faulty_files import WRITES, FaultyFiles, broken, key  # noqa: E402
 from sojourn_server.tiers.host_memory import CHUNK_BLOCKS, HostMemory  # noqa: E402
 from sojourn_server.tiers.jobs import Copy, Fate, FileCopy, TierJobs  # noqa: E402
 from sojourn_server.tiers.lane import Lane  # noqa: E402
+from sojourn_server.tiers.mover import Mover  # noqa: E402
 from tier_rig import LAYERS, PATIENCE_S, Engine, merged, nothing_is_pinned, slots_add_up  # noqa: E402
 
 pytestmark = [
@@ -232,6 +233,36 @@ def test_a_store_under_way_is_waited_for_before_its_block_is_overwritten(make: C
     assert engine.results.waited_s > 0
     assert engine.device.calls.count("to_host") == 1
     engine.load([A])
+
+
+def test_a_store_that_is_needed_now_does_not_wait_for_those_in_front_of_it() -> None:
+    """What is copied to spare must not hold up a step."""
+    begun, release = threading.Event(), threading.Event()
+    copied: list[list[Copy]] = []
+
+    class Device:
+        layers = ("layer",)
+        block_bytes = 1
+
+        def to_host(self, copies: Any) -> None:
+            copied.append(list(copies))
+            if copies[0].slot == 0:
+                begun.set()
+                assert release.wait(60)
+
+        def to_device(self, copies: Any, layer: int) -> None: ...
+
+        def slot(self, slot: int) -> memoryview:
+            return memoryview(bytearray(1))
+
+    mover = Mover(Device())
+    mover.begin_step(TierJobs(stores={job: [Copy(job, job)] for job in range(3)}))
+    assert begun.wait(60)
+    mover.begin_step(TierJobs(awaited={2: [Copy(2, 2)]}))
+    assert copied == [[Copy(0, 0)], [Copy(2, 2)]]
+    release.set()
+    mover.close()
+    assert copied == [[Copy(0, 0)], [Copy(2, 2)], [Copy(1, 1)]], "and it is not done twice"
 
 
 def test_a_store_that_is_over_is_not_done_again(make: Callable[..., Engine]) -> None:

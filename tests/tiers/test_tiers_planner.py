@@ -207,3 +207,62 @@ def test_spare_copies_are_not_written_to_disk() -> None:
         planner.evicted(key(number), 1)
     (files,) = planner.take_jobs().spills.values()
     assert len(files) == 5, "what is lost now is"
+
+
+def test_spare_copies_do_not_take_each_others_place() -> None:
+    """Else each turn copies its whole context again, as soon as not all contexts fit."""
+    planner = TierPlanner(TierLimits(host_slots=60))
+    copied = []
+    for turn in range(6):
+        for program in range(5):
+            context = keys(1000 * program, 20 + turn)
+            copied.append(planner.store_spare([(each, 1) for each in context[::-1]]))
+            jobs = planner.take_jobs()
+            planner.take_results(TierResults(stored=dict.fromkeys(jobs.stores, Fate.MOVED)))
+    assert sum(copied) == 60
+
+
+def test_with_another_rank_the_end_goes_first_all_the_same() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 30))
+    planner.set_rank(keys(0, 30), 0)
+    for number in range(100, 120):
+        planner.evicted(key(number), 1)
+    assert planner.lookup("r", keys(0, 30), 0.0) == 20
+
+
+def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40, disk_blocks=30))
+    planner.take_results(TierResults(on_disk=[]))
+    stored(planner, keys(0, 30), 4)
+    planner.write_out(keys(0, 30), 2)
+    answered(planner)
+    for number in range(100, 120):
+        planner.evicted(key(number), 1)
+    assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
+    planner._make_disk_room(10)
+    assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10
+
+
+def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:
+    planner = TierPlanner(TierLimits(host_slots=20, disk_blocks=100))
+    planner.take_results(TierResults(on_disk=keys(100, 20)))
+    stored(planner, keys(0, 20))
+    planner.set_rank(keys(0, 20), WANTED_RANK)
+    planner.write_out(keys(0, 5), 2)
+    assert planner.fetch(keys(100, 20), WANTED_RANK) == 0
+    assert all(in_host(planner, keys(0, 20)))
+
+
+def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
+    planner = TierPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(TierResults(on_disk=[]))
+    stored(planner, keys(0, 30))
+    assert not planner.has_orders
+    planner.write_out(keys(0, 30), 2)
+    assert planner.has_orders
+    jobs = planner.take_jobs()
+    assert not planner.has_orders, "it is being written: to turn in circles meanwhile helps nobody"
+    failed = {job: {file.key: Fate.FAILED for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(TierResults(spilled=failed))
+    assert not planner.has_orders, "and a disk that fails is left alone for a while"

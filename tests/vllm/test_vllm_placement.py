@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.policy.labels import Label, host_rank
-from sojourn_server.tiers.planner import SPARE_RANK
+from sojourn_server.tiers.planner import SPARE_RANK, WANTED_RANK
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -560,26 +560,105 @@ def test_what_an_ended_program_had_below_is_the_first_that_host_memory_reuses(
 
 
 def test_who_is_given_up_is_the_first_that_host_memory_reuses(make_engine: Any, clock: Any) -> None:
-    """Host memory takes 35 blocks: of A's 30 and B's 30 it cannot have both, and C has the device."""
-    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 35}), clock)
+    """Host memory takes 28 blocks: A's 30 have no place there, and what is saved of them goes first."""
+    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 28}), clock)
     engine = worker.engine
-    for number, name in enumerate("ABC", start=1):
-        worker.turn(f"{name}1", prompt(number, 480), name)
-        clock.now += 10.0
-    assert placed(engine)["waiting"] == 1
-    given_up = next(name for name in "AB" if program(engine, name)["placed"] == "waiting")
-    assert set(ranks(worker, given_up)) <= {host_rank(Label.INACTIVE)}
-
-
-def test_for_whom_there_is_no_room_below_nothing_is_kept_that_others_need(
-    make_engine: Any, clock: Any
-) -> None:
-    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 20}), clock)
     worker.turn("a1", prompt(1, 480), "A")
     clock.now += 10.0
     worker.turn("b1", prompt(2, 320), "B")
-    assert program(worker.engine, "A")["placed"] == "waiting"
-    assert set(ranks(worker, "A")) <= {host_rank(Label.INACTIVE)}
+    worker.turn("s1", prompt(9, 160), None)
+    assert program(engine, "A")["placed"] == "waiting"
+    assert set(ranks(worker, "A")) == {host_rank(Label.INACTIVE)}
+
+
+# -- what is about to be read ----------------------------------------------------------------------------
+
+
+def host_ranks(worker: Worker) -> Counter[int]:
+    return Counter(entry.rank for entry in planner(worker.engine).host)
+
+
+def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
+    from sojourn_server.policy.placement import Move, MoveReason, When
+    from sojourn_server.policy.placement_views import Tier
+
+    adapter = worker.engine.scheduler.sojourn
+    move = Move(program_id, Tier(to), When(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
+    adapter.steward.placer._apply(move, worker.clock.now)
+    adapter._carry_out(worker.clock.now)
+
+
+def test_who_is_let_in_has_what_it_is_about_to_read_kept_for_it(make_engine: Any, clock: Any) -> None:
+    """B leaves for A in the same step: its 20 blocks must not take the place of A's in 45."""
+    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45}), clock)
+    demoted(worker)
+    worker.clock.now += 10.0
+    moved(worker, "A", "device")
+    assert ranks(worker, "A") == {WANTED_RANK: 30}
+    moved(worker, "B", "host")
+    assert ranks(worker, "A") == {WANTED_RANK: 30}
+    worker.turn("a2", [*prompt(1, 480), *prompt(3, 16)], "A")
+    assert program(worker.engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
+    assert not host_ranks(worker)[WANTED_RANK]
+
+
+def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None:
+    """Told to leave and then to stay, it used to keep its copies from everybody for good."""
+    engine = worker.engine
+    demoted(worker)
+    engine.add("b2", [*prompt(2, 32), *prompt(7, 160)], program_id="B", max_tokens=20)
+    worker.step(2)
+    moved(worker, "B", "host", "after_turn")
+    worker.clock.now += 6.0
+    worker.step(2)
+    kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
+    assert len(kept) == 1
+    assert not host_ranks(worker)[WANTED_RANK]
+    worker.until_idle()
+    moved(worker, "B", "host")
+    end(engine, "B")
+    end(engine, "A", 2)
+    worker.step(3)
+    assert set(host_ranks(worker)) == {host_rank(Label.INACTIVE)}, "of its context before that, too"
+
+
+def test_a_request_that_is_broken_off_before_it_runs_wants_nothing_any_more(worker: Worker) -> None:
+    engine = worker.engine
+    demoted(worker)
+    worker.clock.now += 10.0
+    end(engine, "B")
+    engine.add("a2", [*prompt(1, 480), *prompt(3, 40)], program_id="A", max_tokens=2)
+    moved(worker, "A", "device")
+    assert host_ranks(worker)[WANTED_RANK] == 30
+    engine.abort("a2")
+    worker.step(3)
+    assert not host_ranks(worker)[WANTED_RANK]
+
+
+def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Worker) -> None:
+    """A title or a summary is asked for with another prompt: the context is only in host memory then."""
+    engine = worker.engine
+    demoted(worker)
+    worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
+    worker.step(3)
+    keys = list(engine.scheduler.sojourn.steward.contexts.get("A"))
+    worker.clock.now += 10.0
+    worker.turn("a-title", prompt(8, 64), "A")
+    host = planner(engine).host
+    spare = [key for key in keys if (entry := host.get(key)) is not None and entry.rank == SPARE_RANK]
+    assert len(spare) <= len(engine.scheduler.sojourn._held.still_cached(keys))
+
+
+def test_of_a_program_that_is_over_nothing_is_copied(worker: Worker) -> None:
+    engine = worker.engine
+    demoted(worker)
+    before = planner(engine).counts["stored"]
+    engine.add("c1", prompt(5, 160), program_id="C", max_tokens=30)
+    worker.step(2)
+    end(engine, "C")
+    worker.until_idle()
+    worker.step(3)
+    assert planner(engine).counts["stored"] == before
 
 
 # -- failures ----------------------------------------------------------------------------------------------
