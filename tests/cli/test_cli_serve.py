@@ -35,10 +35,10 @@ def dry_run(*args) -> list[str]:
 
 
 def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
-    options = ["--sojourn-option", "n=3", "--sojourn-option", "s=x"]
+    options = ["--sojourn-option", "max_programs=3", "--sojourn-option", "tape_file=x"]
     parts = dry_run("tiny", "--port", "8123", "-tp", "2", *options)
     assert parts[parts.index("--port") :][:4] == ["--port", "8123", "-tp", "2"]
-    assert '{"sojourn": {"n": 3, "s": "x", "policy": "continuum"}}' in parts
+    assert '{"sojourn": {"max_programs": 3, "tape_file": "x", "policy": "continuum"}}' in parts
     assert str(tmp_path / "cache" / "tiny-1") in parts
     assert not (tmp_path / "cache").exists()
 
@@ -61,7 +61,7 @@ def test_an_unknown_policy_names_the_known_ones():
 
 def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.toml").write_text("")
+    (tmp_path / "p.toml").write_text('extends = "continuum"\nname = "p"\n')
     line = " ".join(dry_run("tiny", "--policy-file", "p.toml", "--sojourn-history", "h.json"))
     assert f'"policy_file": "{tmp_path}/p.toml"' in line
     assert f'"history_file": "{tmp_path}/h.json"' in line
@@ -216,3 +216,29 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
         invoke("hub/id", *tiers(tmp_path / "[b]"))
     assert f"--kv-disk {tmp_path}/[b] has no KV store, but other things: c" in said.get()
     assert len(became) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sojourn-option", "gate_timeout_s=soon"], "gate_timeout_s is 'soon'; expected a number"),
+        (["--sojourn-option", "gate_timeout=3"], "did you mean 'gate_timeout_s'?"),
+        (["--scheduling-policy", "priority"], "expected fcfs there, or a policy without placement"),
+    ],
+)
+def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(options, message):
+    assert message in str(
+        failure("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run", *options)
+    )
+
+
+def test_what_makes_a_policy_useless_is_said():
+    assert "mori has no memory below the device" in invoke("tiny", "--policy", "mori", "--dry-run").output
+    assert "no memory below" not in invoke("tiny", "--policy", "saga", "--dry-run").output
+    with_host = invoke("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run").output
+    assert "no memory below" not in with_host
+    assert "prefix caching" in invoke("tiny", "--no-enable-prefix-caching", "--dry-run").output
+    assert (
+        "prefix caching"
+        not in invoke("tiny", "--policy", "stock", "--no-enable-prefix-caching", "--dry-run").output
+    )

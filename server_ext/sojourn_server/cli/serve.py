@@ -85,6 +85,7 @@ def serve(
             os.environ,
         )
         _print_notes(command.warnings)
+        _print_notes(_check_settings(policy, command.argv))
         if dry_run:
             sys.stdout.write(command.as_shell() + "\n")
             return
@@ -137,6 +138,32 @@ def _check_engine(policy: str) -> None:
     except UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
+
+
+def _check_settings(policy: str, argv: Sequence[str]) -> list[str]:
+    """What the engine would refuse to start with, after a minute. Raises ``CliError``; returns notes."""
+    from sojourn_server.launch.command import STOCK, Flags
+    from sojourn_server.policy.preset import PresetError
+    from sojourn_server.vllm.settings import Settings, SettingsError
+
+    if policy == STOCK:
+        return []
+    flags = Flags(tuple(argv))
+    try:
+        settings = Settings.read(json.loads(flags.value("--additional-config") or "{}"))
+        preset = settings.preset()
+        settings.check_scheduling(preset, flags.value("--scheduling-policy") or "")
+    except (SettingsError, PresetError) as error:
+        raise CliError(str(error), "sojourn serve --help lists our options") from None
+    notes = []
+    if preset.placement.places and not flags.has("--kv-transfer-config"):
+        notes.append(
+            f"policy {preset.name} has no memory below the device: whose KV leaves it is computed again; "
+            "give some with --kv-host-gib"
+        )
+    if flags.has("--no-enable-prefix-caching"):
+        notes.append("without prefix caching every turn is computed whole, and nothing of ours helps")
+    return notes
 
 
 def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str]) -> list[str]:

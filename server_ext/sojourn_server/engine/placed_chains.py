@@ -26,6 +26,10 @@ class PlacedChains:
         known = self._of.get(program_id)
         return known[0] if known is not None else ()
 
+    def alike(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
+        """How many leading keys of the program's chain are those of ``keys``."""
+        return common_prefix(self.keys_of(program_id), keys)
+
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
         """Note a program's chain and rank. Returns how many leading keys others of higher rank have too."""
         self.forget(program_id)

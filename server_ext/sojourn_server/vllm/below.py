@@ -11,7 +11,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
-from ..metrics.ledger import common_prefix
 from ..policy.labels import Label, host_rank
 from ..policy.placement_views import Tier
 from ..tiers.host_slots import Rank
@@ -171,9 +170,10 @@ class Below:
         if keys is None:  # it is over: what is known of it is what was placed
             keys = self._placed.keys_of(program_id)
         before = self._placed.keys_of(program_id)
+        before = before[self._placed.alike(program_id, keys) :]
         shared = self._placed.put(program_id, keys, rank)
         # What a context was before it was compacted, say, nobody names after this.
-        planner.set_rank(before[common_prefix(before, keys) :], host_rank(Label.INACTIVE))
+        planner.set_rank(before, host_rank(Label.INACTIVE))
         if tier is Tier.DEVICE:
             if not self._runs(program_id):
                 # Else those who leave in the same step take its place in host memory before it was read.
@@ -201,7 +201,7 @@ class Below:
         planner, rank = self._connector.planner, host_rank(self._steward.label(program_id))
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
-        here = max(shared, common_prefix(keys, hashes))
+        here = max(shared, self._placed.alike(program_id, hashes))
         planner.set_rank(keys[here:], rank)
         planner.set_rank(keys[shared:here], SPARE_RANK)
         planner.set_rank(keys[:shared], host_rank(Label.IDLE), only=WANTED_RANK)
