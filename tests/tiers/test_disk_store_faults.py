@@ -412,17 +412,32 @@ def process(script: str, root: Path) -> Iterator[subprocess.Popen[str]]:
             running.kill()
 
 
+def stop_in_mid_write(writer: subprocess.Popen[str], folder: Path) -> None:
+    """Stop the process, and again if need be, until it stands still with a file half written."""
+    for _ in range(10_000):
+        writer.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(writer.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        if any(name.endswith(".partial") for name in files_below(folder)):
+            return
+        writer.send_signal(signal.SIGCONT)
+        threading.Event().wait(0.001)
+    raise AssertionError("it was never stopped while it wrote")
+
+
 def test_a_writer_that_is_killed_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
     size = 1 << 16
     model = identity(block_bytes=size)
     moments = random.Random(6)
     halves = reads = 0
-    for _ in range(12):
+    folder = tmp_path / model.digest().hex()[:16]
+    for number in range(12):
         with process(WRITER, tmp_path) as writer:
             threading.Event().wait(moments.uniform(0.0, 0.15))
+            if number % 3 == 2:
+                stop_in_mid_write(writer, folder)
             writer.send_signal(signal.SIGKILL)
             writer.wait()
-        folder = tmp_path / model.digest().hex()[:16]
         left = files_below(folder)
         halves += sum(name.endswith(".partial") for name in left)
         with DiskStore.open(tmp_path, model, budget_bytes=40 * (size + 128)) as store:
@@ -440,7 +455,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_or_none(tmp_path: Path) -> 
             fresh = key(1000)
             assert store.put(fresh, [payload(fresh, size)]) is Outcome.STORED
             store.drop(fresh)
-    assert halves > 0, "no process was killed while it wrote: this showed nothing"
+    assert halves >= 4
     assert reads > 100
 
 
