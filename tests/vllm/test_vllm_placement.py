@@ -622,6 +622,23 @@ def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None
     assert set(host_ranks(worker)) == {host_rank(Label.INACTIVE)}, "of its context before that, too"
 
 
+def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_without_it(worker: Worker) -> None:
+    engine = worker.engine
+    system = prompt(5, 96)
+    worker.turn("a1", [*system, *prompt(1, 160)], "A")
+    worker.turn("b1", [*system, *prompt(2, 160)], "B")
+    moved(worker, "A", "host")
+    moved(worker, "B", "host")
+    worker.step(3)
+    keys = list(engine.scheduler.sojourn.steward.contexts.get("A"))[:6]
+    moved(worker, "B", "device")
+    worker.turn("b2", prompt(6, 160), "B")  # its context was compacted
+    moved(worker, "B", "host")
+    worker.step(3)
+    host = planner(engine).host
+    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [host_rank(Label.IDLE)] * 6
+
+
 def test_a_request_that_is_broken_off_before_it_runs_wants_nothing_any_more(worker: Worker) -> None:
     engine = worker.engine
     demoted(worker)

@@ -144,15 +144,14 @@ def _check_settings(policy: str, argv: Sequence[str]) -> list[str]:
     """What the engine would refuse to start with, after a minute. Raises ``CliError``; returns notes."""
     from sojourn_server.launch.command import STOCK, Flags
     from sojourn_server.policy.preset import PresetError
-    from sojourn_server.vllm.settings import Settings, SettingsError
+    from sojourn_server.vllm.settings import Settings, SettingsError, check_scheduling
 
     if policy == STOCK:
         return []
     flags = Flags(tuple(argv))
     try:
-        settings = Settings.read(json.loads(flags.value("--additional-config") or "{}"))
-        preset = settings.preset()
-        settings.check_scheduling(preset, flags.value("--scheduling-policy") or "")
+        preset = Settings.read(json.loads(flags.value("--additional-config") or "{}")).preset()
+        check_scheduling(preset, flags.value("--scheduling-policy") or "")
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "sojourn serve --help lists our options") from None
     notes = []

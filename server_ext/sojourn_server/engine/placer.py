@@ -123,7 +123,7 @@ class Placer:
         self._why: Occasion | None = None
         """What has happened since the policy was asked."""
         self._overdue_served_s = -math.inf
-        """When the policy last had others leave for a program that had waited for too long."""
+        """When the policy last let one in since it had waited for too long."""
         self._asked_s = self._ask_at_s = -math.inf
         """When it was asked, and when it is asked next where nothing happens."""
         self._failed: Exception | None = None

@@ -75,7 +75,7 @@ class RelativeIdleness:
     patience_s: float = 300.0
     """Seconds a ready program waits until it is overdue; ``inf``: for ever, as in the paper."""
     overdue_gap_s: float = 60.0
-    """Seconds between two overdue programs for which others leave; 0: none."""
+    """Seconds between two programs that are let in since they are overdue; 0: none."""
     standstill_s: float = 0.5
     """Seconds for which nothing may run although somebody could."""
     absent_s: float = 60.0

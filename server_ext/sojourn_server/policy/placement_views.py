@@ -114,7 +114,7 @@ class PlacementView:
     waiting: Sequence[PlacedProgram] = ()
     """The Waiting queue. Those without a request, who wait for nothing, may be left out."""
     overdue_served_s: float = -math.inf
-    """When others last left for a program that had waited for too long."""
+    """When a program was last let in since it had waited for too long."""
     waiting_ordered: bool = False
     """``waiting`` is in ascending order of the policy's ``waiting_key``, and may be cut after its first few
     hundred. Where thousands wait, an order that is kept costs less than one made for each question."""

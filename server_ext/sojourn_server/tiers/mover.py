@@ -44,7 +44,7 @@ class _Store:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self.copies = copies
-        self._begun = threading.Lock()
+        self._begun = threading.Lock()  # taken once, by whoever carries it out
         self.over = threading.Event()
         self.fate = Fate.FAILED
 

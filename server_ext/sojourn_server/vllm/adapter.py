@@ -30,7 +30,7 @@ from .connector import SojournConnector
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
-from .settings import Settings
+from .settings import Settings, check_scheduling
 from .shortage import Shortage
 from .waiting_queue import Key, PolicyQueue
 
@@ -116,7 +116,7 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._order.queue
         self._held = HeldBlocks(self._pool, self._queue)
-        settings.check_scheduling(preset, scheduler.policy.value)
+        check_scheduling(preset, scheduler.policy.value)
         # With user priorities the gate would let an unimportant early program keep an important one out.
         gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
         scheduler.waiting = self._waiting = PolicyQueue(

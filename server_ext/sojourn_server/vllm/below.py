@@ -169,11 +169,13 @@ class Below:
         keys = self._steward.contexts.get(program_id)
         if keys is None:  # it is over: what is known of it is what was placed
             keys = self._placed.keys_of(program_id)
-        before = self._placed.keys_of(program_id)
-        before = before[self._placed.alike(program_id, keys) :]
+        before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
+        if alike < len(before):
+            # What a context was before it was compacted, say, nobody names after this; but who begins alike.
+            worthless = host_rank(Label.INACTIVE)
+            alike = max(alike, self._placed.put(program_id, before, worthless))
+            planner.set_rank(before[alike:], worthless)
         shared = self._placed.put(program_id, keys, rank)
-        # What a context was before it was compacted, say, nobody names after this.
-        planner.set_rank(before, host_rank(Label.INACTIVE))
         if tier is Tier.DEVICE:
             if not self._runs(program_id):
                 # Else those who leave in the same step take its place in host memory before it was read.

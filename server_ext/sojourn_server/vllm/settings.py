@@ -81,14 +81,6 @@ class Settings:
             raise SettingsError(f"policy_file {path}: {error.strerror}") from error
         return text, str(path)
 
-    def check_scheduling(self, preset: Preset, scheduling_policy: str) -> None:
-        """Whether the preset goes with vLLM's ``--scheduling-policy``. Raises ``SettingsError``."""
-        if preset.placement.places and scheduling_policy == "priority":
-            raise SettingsError(
-                f"policy {preset.name} decides who runs by where programs' KV is, and --scheduling-policy "
-                "priority by who is important; expected fcfs there, or a policy without placement"
-            )
-
     def profile(self) -> EngineProfile | None:
         """The engine profile, if one was named. Raises ``SettingsError``."""
         if self.profile_file is None:
@@ -106,6 +98,15 @@ class Settings:
             max_hinted_ttl_s=self.max_hinted_ttl_s,
             return_grace_s=self.return_grace_s,
             gate_timeout_s=self.gate_timeout_s,
+        )
+
+
+def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
+    """Whether the preset goes with vLLM's ``--scheduling-policy``. Raises ``SettingsError``."""
+    if preset.placement.places and scheduling_policy == "priority":
+        raise SettingsError(
+            f"policy {preset.name} decides who runs by where programs' KV is, and --scheduling-policy "
+            "priority by who is important; expected fcfs there, or a policy without placement"
         )
 
 
