@@ -20,13 +20,13 @@ from ..engine.identity import read_identity
 from ..engine.service import Service
 from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
-from ..policy.costs import EngineProfile
 from ..policy.preset import Preset
 from .below import Below
 from .block_order import BlockOrder
 from .block_owners import Owner
 from .bucket_order import Score
 from .connector import SojournConnector
+from .engine_facts import block_bytes, blocks_below, described, host_s_per_token, vllm_version
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -72,18 +72,18 @@ class SchedulerAdapter:
         rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
-        host_blocks, disk_blocks = _blocks_below(scheduler)
+        host_blocks, disk_blocks = blocks_below(scheduler)
         self.steward, desk = _steward(
             settings,
             preset,
             Pool(
                 blocks=self._pool.num_gpu_blocks - 1,
                 block_size=scheduler.block_size,
-                block_bytes=_block_bytes(scheduler),
+                block_bytes=block_bytes(scheduler),
                 max_context_tokens=scheduler.max_model_len,
                 dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
                 step_tokens=scheduler.max_num_scheduled_tokens,
-                host_s_per_token=_host_s_per_token(scheduler, settings.profile()),
+                host_s_per_token=host_s_per_token(scheduler, settings.profile()),
                 host_blocks=host_blocks,
                 disk_blocks=disk_blocks,
             ),
@@ -94,7 +94,7 @@ class SchedulerAdapter:
         self.steward.recorder.strict = settings.strict
         self.service = Service(
             self.steward,
-            engine=_described(scheduler),
+            engine=described(scheduler),
             pool_state=self.pool_state,
             desk=desk,
             tier_state=lambda: self._below.state() if self._below is not None else {},
@@ -588,7 +588,7 @@ def _steward(
         limits=limits,
         curve=curve,
         histories=histories,
-        versions={"vllm": _vllm_version()},
+        versions={"vllm": vllm_version()},
     )
     path = settings.tape_file if rank is None else f"{settings.tape_file}.rank{rank}"
 
@@ -598,51 +598,3 @@ def _steward(
     tape = TapeFile(path, header, warn=warn)
     steward = TapingSteward(tape, preset, pool, limits=limits, curve=curve, histories=histories)
     return steward, TapingDesk(steward)
-
-
-def _host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
-    """Where the engine has a connector and the profile a bandwidth; None: not known."""
-    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
-    block_bytes = _block_bytes(scheduler)
-    if scheduler.connector is None or not bytes_per_s or not block_bytes:
-        return None
-    return block_bytes / scheduler.block_size / bytes_per_s
-
-
-def _blocks_below(scheduler: Scheduler) -> tuple[int, int]:
-    """What our tiers in host memory and on disk can hold."""
-    connector = scheduler.connector
-    if not isinstance(connector, SojournConnector):
-        return 0, 0
-    limits = connector.planner.limits
-    return limits.host_slots, limits.disk_blocks
-
-
-def _block_bytes(scheduler: Scheduler) -> int:
-    config = scheduler.kv_cache_config
-    tensors = getattr(config, "kv_cache_tensors", None) or []
-    blocks = max(1, config.num_blocks)
-    return sum(tensor.size for tensor in tensors) // blocks
-
-
-def _described(scheduler: Scheduler) -> dict[str, str]:
-    """What ``sojourn profile`` needs to know of the engine to stand in for it."""
-    config = scheduler.scheduler_config
-    devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
-    told = {
-        "vllm": _vllm_version(),
-        "block_size": str(scheduler.block_size),
-        "num_blocks": str(scheduler.kv_cache_config.num_blocks),
-        "max_num_seqs": str(config.max_num_seqs),
-        "max_num_batched_tokens": str(config.max_num_batched_tokens),
-    }
-    # One worker's share; a scheduler without a model has no tensors to tell from.
-    if block_bytes := _block_bytes(scheduler):
-        told["kv_bytes_per_token"] = str(block_bytes * devices // scheduler.block_size)
-    return told
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

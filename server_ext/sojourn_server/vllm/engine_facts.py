@@ -1,0 +1,61 @@
+"""What an engine says of itself: sizes, versions and what is below its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..policy.costs import EngineProfile
+from .connector import SojournConnector
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
+    """Where the engine has a connector and the profile a bandwidth; None: not known."""
+    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
+    size = block_bytes(scheduler)
+    if scheduler.connector is None or not bytes_per_s or not size:
+        return None
+    return size / scheduler.block_size / bytes_per_s
+
+
+def blocks_below(scheduler: Scheduler) -> tuple[int, int]:
+    """What our tiers in host memory and on disk can hold."""
+    connector = scheduler.connector
+    if not isinstance(connector, SojournConnector):
+        return 0, 0
+    limits = connector.planner.limits
+    return limits.host_slots, limits.disk_blocks
+
+
+def block_bytes(scheduler: Scheduler) -> int:
+    """Of one block of one worker; 0 where there is no model."""
+    config = scheduler.kv_cache_config
+    tensors = getattr(config, "kv_cache_tensors", None) or []
+    blocks = max(1, config.num_blocks)
+    return sum(tensor.size for tensor in tensors) // blocks
+
+
+def described(scheduler: Scheduler) -> dict[str, str]:
+    """What ``sojourn profile`` needs to know of the engine to stand in for it."""
+    config = scheduler.scheduler_config
+    devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
+    told = {
+        "vllm": vllm_version(),
+        "block_size": str(scheduler.block_size),
+        "num_blocks": str(scheduler.kv_cache_config.num_blocks),
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+    }
+    # One worker's share; a scheduler without a model has no tensors to tell from.
+    if size := block_bytes(scheduler):
+        told["kv_bytes_per_token"] = str(size * devices // scheduler.block_size)
+    return told
+
+
+def vllm_version() -> str:
+    """The release that runs."""
+    import vllm
+
+    return str(vllm.__version__)
