@@ -25,7 +25,7 @@ from sojourn_server.program.status import OVER, Signal
 DEVICE, HOST, DISK, WAITING = Tier
 BLOCK = 4
 DEVICE_BLOCKS = 40
-LIMITS = StewardLimits(max_programs=9, gate_timeout_s=400.0, idle_program_s=300.0)
+LIMITS = StewardLimits(max_programs=9, gate_timeout_s=150.0, idle_program_s=300.0)
 PATIENT = dataclasses.replace(LIMITS, gate_timeout_s=math.inf, idle_program_s=math.inf)
 MAX_LIVE = 24
 
@@ -406,7 +406,9 @@ class PlacedLife:
             # Who has yet to get its turn is not sent away.
             assert len(stay) == 1 or all(each.activity is Activity.READY for each in stay)
         # Who came back while it was to leave is sent away first, and may find room when it is asked again.
-        steady = self.policy.size_by == "context" and not self.put_back and not self.sent_away_ready
+        # Who is refused in this step does not come any more, and somebody else may be the first in line.
+        moved_since = self.put_back or self.sent_away_ready or self.steward.refused
+        steady = self.policy.size_by == "context" and not moved_since
         if steady:
             assert self.policy.moves(view, self.now) == ()
 
@@ -501,13 +503,14 @@ OFTEN = {
 """How often each operation is drawn."""
 
 USUAL = {"patience_s": 60.0, "standstill_s": 2.0, "overdue_gap_s": 5.0}
+PAPERS = {"patience_s": math.inf, "absent_s": math.inf, "exchange_reserve": 1.0}
 SETTINGS = [
     ({"size_by": "peak", **USUAL}, 40, 0),
     ({"size_by": "turn", **USUAL}, 30, 60),
-    ({"size_by": "context", "exchange_margin": 0.0, **USUAL}, 30, 60),
-    ({"size_by": "context", "patience_s": math.inf, "standstill_s": 2.0, "disk_idleness": 1.0}, 20, 20),
-    ({"size_by": "context", "patience_s": math.inf, "standstill_s": math.inf}, 40, 40),
-    ({"size_by": "turn", "patience_s": 0.0, "standstill_s": 0.0, "exchange_margin": 0.2}, 15, 15),
+    ({"size_by": "context", "exchange_reserve": 0.0, **USUAL}, 30, 60),
+    ({"size_by": "context", **PAPERS, "standstill_s": 2.0, "disk_idleness": 1.0}, 20, 20),
+    ({"size_by": "context", **PAPERS, "standstill_s": math.inf}, 40, 40),
+    ({"size_by": "turn", "patience_s": 0.0, "standstill_s": 0.0, "exchange_reserve": 0.2}, 15, 15),
     ({"size_by": "peak", "patience_s": 10.0, "standstill_s": math.inf, "k": 1}, 0, 0),
     ({"size_by": "context", "disk_idleness": 0.2, **USUAL}, 25, 60),
 ]

@@ -28,7 +28,7 @@ NOW = 1000.0
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = Activity
 PAPER = RelativeIdleness(
-    size_by="context", patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf, exchange_margin=math.inf
+    size_by="context", patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf, exchange_reserve=1.0
 )
 
 
@@ -265,21 +265,42 @@ def test_without_a_violation_or_room_nothing_moves() -> None:
     assert PAPER.moves(view(), NOW) == ()
 
 
-def test_with_a_margin_a_busier_ready_program_takes_the_place_of_a_more_idle_acting_one() -> None:
-    """§4.3: "a busy program whose KV cache is sitting idle on CPU, or an idle program occupying GPU HBM"."""
-    idle, other = program("idle", DEVICE, ACTING, 0.8, 50), program("other", DEVICE, REASONING, 1.0, 50)
-    ready = program("ready", HOST, READY, 0.5, 50)
-    exchanging = replace(PAPER, exchange_margin=0.25)
-    seen = view(idle, other, ready, host=50)
-    assert exchanging.moves(seen, NOW) == (
-        Move(ProgramId("ready"), DEVICE, When.NOW, MoveReason.EXCHANGE),
-        Move(ProgramId("idle"), HOST, When.NOW, MoveReason.EXCHANGE),
+def test_with_room_to_spare_below_who_acts_leaves_to_who_is_ready() -> None:
+    """Not in the paper: a place on the device is no more than a copy where host memory takes it."""
+    idle, other = program("idle", DEVICE, ACTING, 0.2, 50), program("other", DEVICE, REASONING, 1.0, 50)
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    for ready in (program("ready", WAITING, READY, 0.9, 50), newcomer("ready", 50)):
+        seen = view(idle, other, ready, host=80)
+        assert exchanging.moves(seen, NOW) == (
+            Move(ProgramId("ready"), DEVICE, When.NOW, MoveReason.EXCHANGE),
+            Move(ProgramId("idle"), HOST, When.NOW, MoveReason.EXCHANGE),
+        )
+        assert exchanging.moves(view(idle, other, ready, host=66), NOW) == (), "16 would be left"
+        assert PAPER.moves(seen, NOW) == ()
+
+
+def test_who_comes_from_host_memory_leaves_its_place_there_to_whom_it_replaces() -> None:
+    idle, ready = program("idle", DEVICE, ACTING, 0.2, 100), program("ready", HOST, READY, 0.9, 100)
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    assert len(exchanging.moves(view(idle, ready, host=140), NOW)) == 2
+    assert exchanging.moves(view(idle, ready, host=130), NOW) == (), "30 are free now, and would be then"
+
+
+def test_most_idle_first_and_no_more_than_needed_leave_in_an_exchange() -> None:
+    acting = [program(f"p{tenth}", DEVICE, ACTING, tenth / 10, 25) for tenth in range(4)]
+    seen = view(*acting, program("ready", WAITING, READY, 0.5, 50), host=1000)
+    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
+    assert [move.program_id for move in moves] == ["ready", "p3", "p2"]
+
+
+def test_nobody_leaves_for_one_that_would_not_fit_even_so() -> None:
+    seen = view(
+        program("acting", DEVICE, ACTING, 0.5, 50),
+        program("reasoning", DEVICE, REASONING, 0.5, 50),
+        program("large", WAITING, READY, 0.5, 51),
+        host=1000,
     )
-    assert replace(PAPER, exchange_margin=0.3).moves(seen, NOW) == (), "more by more than the margin"
-    assert exchanging.moves(view(idle, other, replace(ready, context_blocks=49), host=49), NOW) == (), (
-        "the idle one's KV would be lost"
-    )
-    assert exchanging.moves(view(idle, other, newcomer("new")), NOW) == (), "nobody leaves for a new one"
+    assert replace(PAPER, exchange_reserve=0.0).moves(seen, NOW) == ()
 
 
 # -- disk (M9, §7.1) -------------------------------------------------------------------------
@@ -320,7 +341,12 @@ def test_the_idle_leave_host_memory_for_the_busier() -> None:
 # -- nobody starves --------------------------------------------------------------------------
 
 OURS = RelativeIdleness(
-    absent_s=math.inf, size_by="context", patience_s=120.0, standstill_s=2.0, overdue_gap_s=0.0
+    exchange_reserve=1.0,
+    absent_s=math.inf,
+    size_by="context",
+    patience_s=120.0,
+    standstill_s=2.0,
+    overdue_gap_s=0.0,
 )
 
 
@@ -545,7 +571,7 @@ def test_who_stays_never_moves() -> None:
 def test_defaults_are_the_papers_where_it_has_them() -> None:
     policy = RelativeIdleness()
     assert (policy.k, policy.tick_s, policy.size_by) == (5, 5.0, "peak")
-    assert policy.exchange_margin == math.inf
+    assert policy.exchange_reserve == 0.25
     assert policy == RelativeIdleness()
     assert hash(policy) == hash(RelativeIdleness())
 
@@ -562,7 +588,8 @@ def test_defaults_are_the_papers_where_it_has_them() -> None:
         ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
         ({"patience_s": -1.0}, "patience_s is -1.0; expected"),
         ({"standstill_s": math.nan}, "standstill_s is nan; expected"),
-        ({"exchange_margin": -0.1}, "exchange_margin is -0.1; expected"),
+        ({"exchange_reserve": -0.1}, "exchange_reserve is -0.1; expected 0 to 1"),
+        ({"exchange_reserve": math.nan}, "exchange_reserve is nan; expected 0 to 1"),
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any], text: str) -> None:

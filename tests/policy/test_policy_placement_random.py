@@ -34,11 +34,11 @@ POLICIES = [
         patience_s=PATIENCE_S,
         standstill_s=STANDSTILL_S,
         size_by=size,
-        exchange_margin=margin,
+        exchange_reserve=reserve,
         overdue_gap_s=gap_s,
     )
     for size in ("peak", "context")
-    for margin in (math.inf, 0.1)
+    for reserve in (1.0, 0.25)
     for gap_s in (0.0, 3.0)
 ] + [RelativeIdleness(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
 
@@ -352,7 +352,7 @@ class World(RuleBasedStateMachine):
             each.activity is ACTING and has_lasted(each.last_active_s, self.policy.absent_s, self.now)
             for each in view.on_device
         )
-        sticky = self.policy.exchange_margin > 1 and not absent
+        sticky = self.policy.exchange_reserve == 1 and not absent
         if room >= 0 and not over and not fits and not due and not still and sticky:
             assert all(move.reason is MoveReason.KEPT for move in answer)
 

@@ -35,7 +35,13 @@ class RelativeIdleness:
     not fit is gone past.
 
     *Stickiness.* Nothing moves unless a tier holds too much, or there is room for somebody who is ready, or
-    one of the rules 3 to 5 calls. An answer is complete: asked again with it applied, there is none.
+    one of the rules 3 to 5 calls, or by exchange. An answer is complete: asked again with it applied, there
+    is none.
+
+    *Exchange*, for which the paper has no rule either: where host memory has room to spare, a place on the
+    device is no more than a copy, and acting programs, the most idle first, leave it to whoever is ready. It
+    ends where less than ``exchange_reserve`` of host memory would stay free: from there on, by the paper, a
+    device whose programs come and go computes most of them again.
 
     *Nobody starves*, for which the paper has no rule. Under the rules above alone a device full of acting
     programs would keep ready ones out for as long as the tools run, for ever if a tool is a sub-agent that is
@@ -81,9 +87,9 @@ class RelativeIdleness:
     absent_s: float = 60.0
     """Seconds that a program acts on the device until it makes room for whoever is ready; ``inf``: never, as
     in the paper. Most tools take less, and nobody should wait for longer for somebody who has crashed."""
-    exchange_margin: float = math.inf
-    """A ready program takes the place of acting ones on the device that are more idle by more than this,
-    where their KV can be kept below (§4.3, "the partition boundary"); ``inf``: never (§1, §4.3.1)."""
+    exchange_reserve: float = 0.25
+    """Share of host memory that stays free where acting programs leave the device to one that is ready; 1:
+    they never do, as in the paper (§1, §4.3.1)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -100,8 +106,8 @@ class RelativeIdleness:
         for field in ("patience_s", "overdue_gap_s", "standstill_s", "absent_s"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} is {getattr(self, field)}; expected seconds ≥ 0, or inf for never")
-        if not self.exchange_margin >= 0:
-            raise ValueError(f"exchange_margin is {self.exchange_margin}; expected ≥ 0, or inf for never")
+        if not 0 <= self.exchange_reserve <= 1:
+            raise ValueError(f"exchange_reserve is {self.exchange_reserve}; expected 0 to 1, 1 for never")
 
     def moves(self, view: PlacementView, now: float) -> Sequence[Move]:
         """What to move now; empty where all stays. The order of the view's groups does not matter."""

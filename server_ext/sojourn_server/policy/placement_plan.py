@@ -123,31 +123,27 @@ class Plan:
         return self._bring_in(first, MoveReason.STANDSTILL)
 
     def exchange(self) -> bool:
-        """One ready program for acting ones that are more idle, if their KV can be kept. Whether any was."""
-        margin = self._policy.exchange_margin
-        if margin >= 1:  # idleness is at most 1
-            return False
+        """One ready program for acting ones, whose KV host memory takes with room to spare. Whether any was."""
+        reserve = math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
         acting = self._acting()
-        returning = (program for program in self._candidates() if program.returning)
-        for program in islice(returning, len(self._below) + LOOKAHEAD):
-            least = self._idleness(program) + margin
-            free = dict(self._free)
-            if program.tier in free:
-                free[program.tier] += program.context_blocks
+        most = self._free[Tier.DEVICE] + sum(map(self._policy.device_blocks, acting))
+        for program in islice(self._candidates(), LOOKAHEAD):
+            wanted = self._policy.device_blocks(program)
+            room, below = self._free[Tier.DEVICE], self._free[Tier.HOST] - reserve
+            if program.tier is Tier.HOST:
+                below += program.context_blocks
             victims = []
-            for victim in (each for each in acting if self._idleness(each) > least):
-                if self._policy.device_blocks(program) <= free[Tier.DEVICE]:
+            for victim in acting if wanted <= most else ():
+                if wanted <= room or below <= 0:
                     break
-                to = self._tier_below(victim, free)
-                if to is Tier.WAITING:
-                    continue
-                victims.append((victim, to))
-                free[to] -= victim.context_blocks
-                free[Tier.DEVICE] += self._policy.device_blocks(victim)
-            if self._policy.device_blocks(program) <= free[Tier.DEVICE]:
+                if 0 < victim.context_blocks <= below:
+                    victims.append(victim)
+                    below -= victim.context_blocks
+                    room += self._policy.device_blocks(victim)
+            if wanted <= room:
                 self._promote(program, MoveReason.EXCHANGE)
-                for victim, to in victims:
-                    self._send(victim, to, MoveReason.EXCHANGE)
+                for victim in victims:
+                    self._send(victim, Tier.HOST, MoveReason.EXCHANGE)
                 return True
         return False
 
