@@ -123,7 +123,7 @@ class Plan:
         return self._bring_in(first, MoveReason.STANDSTILL)
 
     def exchange(self) -> bool:
-        """One ready program for acting ones, whose KV host memory takes with room to spare. Whether any was."""
+        """One ready program for acting ones, where host memory has room to spare. Whether any was."""
         reserve = math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
         acting = self._acting()
         most = self._free[Tier.DEVICE] + sum(map(self._policy.device_blocks, acting))
