@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policy.eviction import TypedLabels
-from sojourn_server.policy.labels import Label, device_rank, host_rank, label
+from sojourn_server.policy.labels import Label, device_rank, label
 from sojourn_server.policy.placement import Move, MoveReason, Stay, When
 from sojourn_server.policy.placement_idleness import RelativeIdleness
 from sojourn_server.policy.placement_plan import LOOKAHEAD
@@ -537,11 +537,10 @@ def test_labels_follow_the_queue() -> None:
     assert labels == [Label.BUSY, Label.IDLE, Label.COLD, Label.INACTIVE]
 
 
-def test_the_two_orders_are_reversed_but_for_inactive() -> None:
-    """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"; "CPU DRAM: … then busy, then idle"."""
+def test_the_device_keeps_busy_programs_longest() -> None:
+    """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"."""
     busy, idle, cold, inactive = Label
     assert sorted(Label, key=device_rank) == [inactive, cold, idle, busy]
-    assert sorted(Label, key=host_rank) == [inactive, cold, busy, idle]
 
 
 def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over_is_inactive() -> None:

@@ -446,8 +446,10 @@ def test_one_opener_at_a_time_in_one_process_too(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "root")
     with open_store(tmp_path / "root"):
         for root in (tmp_path / "root", tmp_path / "link"):
-            with pytest.raises(StoreInUse, match="in use by this process itself"):
+            with pytest.raises(StoreInUse, match="in use by this process itself") as caught:
                 open_store(root)
+            assert f"another than {tmp_path / 'root'}, or stop the engine" in caught.value.advice
+            assert "one of its workers" not in caught.value.advice
     store = open_store(tmp_path / "root")
     store.close()
     store.close()

@@ -469,7 +469,8 @@ def test_a_second_opener_is_refused_until_the_first_has_died(tmp_path: Path) -> 
             for _ in range(2):  # the first refusal must not have let go of anything
                 with pytest.raises(StoreInUse, match=f"in use by process {holder.pid}\\b") as caught:
                     DiskStore.open(tmp_path, model, budget_bytes=0)
-            assert "a directory of its own" in str(caught.value)
+            assert f"a directory of its own, another than {tmp_path}, or stop" in str(caught.value)
+            assert f"process {holder.pid} is one of its workers" in str(caught.value)
             holder.send_signal(signal.SIGKILL)
             holder.wait()
             os.kill(child, 0)  # it lives

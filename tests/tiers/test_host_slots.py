@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from sojourn_server.tiers.host_slots import HostEntry, HostSlots
 
@@ -51,6 +53,30 @@ def test_what_is_full_begins_nothing_and_changes_nothing() -> None:
     assert host.begin(B, 1, None) is None
     assert host.get(B) is None
     assert order_of_reuse(host) == [A]
+
+
+def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:
+    counts: Counter[str] = Counter()
+    host = HostSlots(2, counts)
+    filled(host, A, on_disk=True)
+    filled(host, B, rank=3)
+    assert host.take(C, 0, None) is None, "it is worth less than either"
+    taken = host.take(C, 2, None)
+    assert taken is not None
+    assert (taken.key, taken.rank, host.get(A)) == (C, 2, None)
+    assert host.take(D, 4, None, at_most=1) is None
+    assert host.take(D, 4, 7, on_disk=True) is not None
+    assert [(entry.key, entry.job, entry.on_disk) for entry in host] == [(B, None, False), (D, 7, True)]
+    assert counts == {"dropped": 1, "dropped_on_disk": 1}
+
+
+def test_of_what_a_reader_releases_the_end_is_reused_first() -> None:
+    host = HostSlots(3)
+    entries = filled(host, A, B, C)
+    for entry in entries:
+        host.pin(entry)
+    host.release(entries)
+    assert order_of_reuse(host) == [C, B, A]
 
 
 def test_no_slots_at_all() -> None:

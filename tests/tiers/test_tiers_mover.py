@@ -446,7 +446,7 @@ def test_a_full_disk_keeps_what_it_has(make: Callable[..., Engine], tmp_path: Pa
     assert engine.planner.counts["spilled"] == 2  # not one in place of the other, and back
     files.before = lambda name, path: None
     engine.steps_until(lambda: engine.planner.disk_blocks == 4)  # it has room again, and is tried again
-    assert set(engine.disk.keys()) == set(engine.planner._disk)
+    assert set(engine.disk.keys()) == set(engine.planner.disk)
 
 
 def test_a_disk_smaller_than_what_is_on_its_way_gets_no_more_than_it_holds(
@@ -460,7 +460,7 @@ def test_a_disk_smaller_than_what_is_on_its_way_gets_no_more_than_it_holds(
     for start in range(0, 12, 2):
         engine.save({KEYS[start]: 0, KEYS[start + 1]: 1})
         engine.step()
-        assert engine.planner.disk_blocks + len(engine.planner._being_spilled) <= 3
+        assert engine.planner.disk_blocks + len(engine.planner.disk.being_spilled) <= 3
     assert engine.planner.spill(engine.planner.host.first_not_on_disk(6, above=-1)) == 0
     goes_on.set()
     engine.rest()
@@ -478,7 +478,7 @@ def test_at_its_budget_what_is_new_takes_the_place_of_what_is_old(
         engine.rest()
         assert engine.planner.counts["spill_full"] == 0
     assert engine.disk is not None
-    assert set(engine.disk.keys()) == set(engine.planner._disk) == set(KEYS[36:40])
+    assert set(engine.disk.keys()) == set(engine.planner.disk) == set(KEYS[36:40])
 
 
 def test_a_disk_that_cannot_be_written_is_left_alone_and_tried_again(
@@ -555,7 +555,7 @@ def test_a_slow_disk_is_not_given_more_than_it_takes(make: Callable[..., Engine]
     engine.save(KEYS[:6])
     for _ in range(50):
         engine.step()
-        assert len(engine.planner._being_spilled) == 2
+        assert len(engine.planner.disk.being_spilled) == 2
     goes_on.set()
     engine.steps_until(lambda: engine.planner.disk_blocks == 6)
     engine.load(KEYS[:6])
@@ -664,7 +664,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
 
     engine = make(tmp_path)
     engine.step()
-    found = list(engine.planner._disk)
+    found = list(engine.planner.disk)
     assert found  # the one that was under way
     engine.load(found)
 

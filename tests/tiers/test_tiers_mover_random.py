@@ -315,8 +315,8 @@ class Life:
         assert slots_add_up(self.planner)
         disk = self.engine.disk
         assert disk is not None
-        if self.planner._disk_known:
-            assert set(disk.keys()) == set(self.planner._disk)
+        if self.planner.disk.known:
+            assert set(disk.keys()) == set(self.planner.disk)
         assert len(disk) <= DISK_BLOCKS
 
     def all_that_is_on_disk_is_what_it_is_called(self) -> None:
@@ -326,7 +326,7 @@ class Life:
         self._start()
         self.step()
         self._catch_up()
-        for key in list(self.planner._disk):
+        for key in list(self.planner.disk):
             if self.engine.wait_for([key], "last"):
                 self.engine.load([key], "last")
             self.planner.abandon("last")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from sojourn_server.tiers.jobs import Fate, TierResults
-from sojourn_server.tiers.planner import PLAIN_RANK, WANTED_RANK, TierLimits, TierPlanner
+from sojourn_server.tiers.limits import TierLimits
+from sojourn_server.tiers.planner import TierPlanner
+from sojourn_server.tiers.ranks import Rank
 
 
 def key(number: int) -> bytes:
@@ -55,7 +57,7 @@ def test_the_state_adds_up() -> None:
     assert state["moves"] == {"saved": 1}
 
 
-def stored(planner: TierPlanner, keys: list[bytes], rank: int = PLAIN_RANK) -> None:
+def stored(planner: TierPlanner, keys: list[bytes], rank: int = Rank.PLAIN) -> None:
     """Copied ahead of need, in a step."""
     planner.store([(each, 1) for each in keys], rank)
     planner.take_results(TierResults(stored=dict.fromkeys(planner.take_jobs().stores, Fate.MOVED)))
@@ -132,12 +134,16 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
 
 
+def test_only_what_belongs_on_disk_has_another_rank_until_it_is_there() -> None:
+    assert {rank: rank.until_written for rank in Rank if rank.until_written != rank} == {Rank.COLD: Rank.IDLE}
+
+
 def test_an_order_to_write_is_void_when_its_program_is_wanted_elsewhere() -> None:
     planner = TierPlanner(TierLimits(host_slots=100, disk_blocks=1000))
     planner.take_results(TierResults(on_disk=[]))
     stored(planner, keys(0, 30), 3)
     planner.write_out(keys(0, 30), 1)
-    planner.set_rank(keys(0, 30), WANTED_RANK)
+    planner.set_rank(keys(0, 30), Rank.WANTED)
     assert not planner.take_jobs().spills
 
 
@@ -157,11 +163,11 @@ def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> Non
 def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
     planner = TierPlanner(TierLimits(host_slots=40))
     stored(planner, keys(0, 40), 3)
-    planner.set_rank(keys(0, 20), WANTED_RANK)
+    planner.set_rank(keys(0, 20), Rank.WANTED)
     planner.evicted(key(5), 7, 0)
     assert planner.store([(each, 1) for each in keys(100, 40)], 3) == 20
     assert in_host(planner, keys(0, 40)) == [True] * 20 + [False] * 20
-    assert planner.host.get(key(5)).rank == WANTED_RANK  # type: ignore[union-attr]
+    assert planner.host.get(key(5)).rank == Rank.WANTED  # type: ignore[union-attr]
 
 
 def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
@@ -169,7 +175,7 @@ def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
     planner.take_results(TierResults(on_disk=keys(10, 20)))
     stored(planner, keys(0, 10))
     stored(planner, keys(100, 10))
-    assert planner.fetch(keys(0, 30), WANTED_RANK) == 10
+    assert planner.fetch(keys(0, 30), Rank.WANTED) == 10
     assert in_host(planner, keys(0, 20)) == [True] * 20
 
 
@@ -240,7 +246,7 @@ def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
     for number in range(100, 120):
         planner.evicted(key(number), 1)
     assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
-    planner._make_disk_room(10)
+    planner.disk.make_room(10)
     assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10
 
 
@@ -248,9 +254,9 @@ def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:
     planner = TierPlanner(TierLimits(host_slots=20, disk_blocks=100))
     planner.take_results(TierResults(on_disk=keys(100, 20)))
     stored(planner, keys(0, 20))
-    planner.set_rank(keys(0, 20), WANTED_RANK)
+    planner.set_rank(keys(0, 20), Rank.WANTED)
     planner.write_out(keys(0, 5), 2)
-    assert planner.fetch(keys(100, 20), WANTED_RANK) == 0
+    assert planner.fetch(keys(100, 20), Rank.WANTED) == 0
     assert all(in_host(planner, keys(0, 20)))
 
 
@@ -266,3 +272,27 @@ def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> No
     failed = {job: {file.key: Fate.FAILED for file in files} for job, files in jobs.spills.items()}
     planner.take_results(TierResults(spilled=failed))
     assert not planner.has_orders, "and a disk that fails is left alone for a while"
+
+
+def test_a_disk_that_always_fails_leaves_no_orders_behind_for_what_is_here_no_more() -> None:
+    """Orders of what had long made way used to stay for as long as the disk was left alone: for ever."""
+    planner = TierPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(TierResults(on_disk=[]))
+    for number in range(200):
+        context = keys(100 * number, 20)
+        stored(planner, context, Rank.COLD.until_written)
+        planner.write_out(context, Rank.COLD)
+        failing(planner)
+        assert len(planner.disk._ordered) <= 2 * 40
+    here = keys(100 * 198, 20) + keys(100 * 199, 20)
+    assert {planner.host.get(each).rank for each in here} == {Rank.IDLE}  # type: ignore[union-attr]
+    for _ in range(5000):
+        answered(planner)
+    assert all(planner.on_disk(each) for each in here), "what is here is still to be written"
+
+
+def failing(planner: TierPlanner) -> None:
+    """One step whose spills fail."""
+    spills = planner.take_jobs().spills
+    failed = {job: {file.key: Fate.FAILED for file in files} for job, files in spills.items()}
+    planner.take_results(TierResults(spilled=failed))

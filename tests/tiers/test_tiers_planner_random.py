@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from sojourn_server.tiers.jobs import Fate, TierJobs, TierResults
-from sojourn_server.tiers.planner import TierLimits, TierPlanner
+from sojourn_server.tiers.limits import TierLimits
+from sojourn_server.tiers.planner import TierPlanner
 
 DEVICE_BLOCKS = 12
 HOST_SLOTS = 7
@@ -272,9 +273,9 @@ class TierLife:
         planner = self.planner
         expected: Counter[int] = Counter()
         found = [lookup.found for lookup in planner._looked_up.values()]
-        for entries in [*found, planner._loading, *planner._spilling.values()]:
+        for entries in [*found, planner._loading, *planner.disk._spilling.values()]:
             expected.update(entry.slot for entry in entries)
-        for waiting in planner._staging.values():
+        for waiting in planner.disk._staging.values():
             expected.update(entry.slot for entry in waiting.entries)
         for entry in planner.host._by_slot.values():
             assert entry.pins == expected[entry.slot]
@@ -284,11 +285,11 @@ class TierLife:
         on_their_way = {*planner._jobs.stores, *mover.stores, *mover.results.stored}
         assert planner._storing.keys() <= on_their_way
         files = {job for _, job, _ in mover.file_jobs}
-        assert planner._spilling.keys() <= {*planner._jobs.spills, *files, *mover.results.spilled}
-        assert planner._staged_by.keys() <= {*planner._jobs.stages, *files, *mover.results.staged}
+        assert planner.disk._spilling.keys() <= {*planner.disk._spills, *files, *mover.results.spilled}
+        assert planner.disk._staged_by.keys() <= {*planner.disk._stages, *files, *mover.results.staged}
 
     def the_disk_holds_no_more_than_it_may(self) -> None:
-        assert len(self.planner._disk) + len(self.planner._being_spilled) <= DISK_BLOCKS
+        assert len(self.planner.disk) + len(self.planner.disk.being_spilled) <= DISK_BLOCKS
 
     def it_comes_to_rest(self) -> None:
         self.mover.fault = None
@@ -303,8 +304,8 @@ class TierLife:
         self._step({})
         assert not any(entry.pins for entry in self.planner.host)
         assert self.planner.under_way == 0
-        if self.planner._disk_known:
-            assert self.disk.keys() == self.planner._disk.keys()
+        if self.planner.disk.known:
+            assert self.disk.keys() == set(self.planner.disk)
 
 
 OFTEN = {

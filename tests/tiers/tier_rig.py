@@ -18,8 +18,9 @@ from sojourn_server.tiers.disk_store import DiskStore
 from sojourn_server.tiers.full_block import HEADER_BYTES, FileSystem
 from sojourn_server.tiers.host_memory import HostMemory
 from sojourn_server.tiers.jobs import Copy, TierJobs, TierResults
+from sojourn_server.tiers.limits import TierLimits
 from sojourn_server.tiers.mover import Mover
-from sojourn_server.tiers.planner import TierLimits, TierPlanner
+from sojourn_server.tiers.planner import TierPlanner
 
 LAYERS = 3
 PATIENCE_S = 20.0

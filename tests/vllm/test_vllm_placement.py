@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sojourn_server.policy.labels import Label, host_rank
-from sojourn_server.tiers.planner import SPARE_RANK, WANTED_RANK
+from sojourn_server.policy.labels import Label
+from sojourn_server.tiers.ranks import Rank
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -387,6 +387,18 @@ def test_who_is_let_in_by_the_very_step_is_not_refused(make_engine: Any, clock: 
     worker.until_idle()
 
 
+# -- labels (M5) ---------------------------------------------------------------------------------------
+
+
+def test_host_memory_keeps_idle_programs_longest() -> None:
+    """§4.3.2: "CPU DRAM: … then busy, then idle"; the device has the last two the other way round."""
+    from sojourn_server.vllm.host_ranks import host_rank
+
+    busy, idle, cold, inactive = Label
+    assert sorted(Label, key=host_rank) == [inactive, cold, busy, idle]
+    assert host_rank(cold).until_written == host_rank(idle), "it is not yet where it belongs"
+
+
 # -- down and up again ---------------------------------------------------------------------------------
 
 
@@ -404,8 +416,8 @@ def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker)
     engine = worker.engine
     assert planner(engine).counts["stored"] == 50, "and B's, where there is room to spare"
     assert planner(engine).under_way == 0
-    assert ranks(worker, "A") == {host_rank(Label.IDLE): 30}
-    assert ranks(worker, "B") == {SPARE_RANK: 20}
+    assert ranks(worker, "A") == {Rank.IDLE: 30}
+    assert ranks(worker, "B") == {Rank.SPARE: 20}
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -414,8 +426,8 @@ def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker)
     assert tokens["lost"] == {}
     assert program(engine, "A")["placed"] == "device"
     assert program(engine, "B")["placed"] == "host"
-    assert ranks(worker, "B") == {host_rank(Label.IDLE): 20}, "B has gone down for it"
-    assert set(ranks(worker, "A")) == {SPARE_RANK}
+    assert ranks(worker, "B") == {Rank.IDLE: 20}, "B has gone down for it"
+    assert set(ranks(worker, "A")) == {Rank.SPARE}
 
 
 def test_a_store_takes_no_step_where_nobody_needs_its_blocks(worker: Worker) -> None:
@@ -556,7 +568,7 @@ def test_what_an_ended_program_had_below_is_the_first_that_host_memory_reuses(
     end(worker.engine, "A")
     worker.step()
     host = planner(worker.engine).host
-    assert {host.get(key).rank for key in keys} == {host_rank(Label.INACTIVE)}
+    assert {host.get(key).rank for key in keys} == {Rank.WORTHLESS}
 
 
 def test_who_is_given_up_is_the_first_that_host_memory_reuses(make_engine: Any, clock: Any) -> None:
@@ -568,7 +580,7 @@ def test_who_is_given_up_is_the_first_that_host_memory_reuses(make_engine: Any, 
     worker.turn("b1", prompt(2, 320), "B")
     worker.turn("s1", prompt(9, 160), None)
     assert program(engine, "A")["placed"] == "waiting"
-    assert set(ranks(worker, "A")) == {host_rank(Label.INACTIVE)}
+    assert set(ranks(worker, "A")) == {Rank.WORTHLESS}
 
 
 # -- what is about to be read ----------------------------------------------------------------------------
@@ -594,12 +606,12 @@ def test_who_is_let_in_has_what_it_is_about_to_read_kept_for_it(make_engine: Any
     demoted(worker)
     worker.clock.now += 10.0
     moved(worker, "A", "device")
-    assert ranks(worker, "A") == {WANTED_RANK: 30}
+    assert ranks(worker, "A") == {Rank.WANTED: 30}
     moved(worker, "B", "host")
-    assert ranks(worker, "A") == {WANTED_RANK: 30}
+    assert ranks(worker, "A") == {Rank.WANTED: 30}
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 16)], "A")
     assert program(worker.engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
-    assert not host_ranks(worker)[WANTED_RANK]
+    assert not host_ranks(worker)[Rank.WANTED]
 
 
 def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None:
@@ -613,13 +625,13 @@ def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None
     worker.step(2)
     kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
     assert len(kept) == 1
-    assert not host_ranks(worker)[WANTED_RANK]
+    assert not host_ranks(worker)[Rank.WANTED]
     worker.until_idle()
     moved(worker, "B", "host")
     end(engine, "B")
     end(engine, "A", 2)
     worker.step(3)
-    assert set(host_ranks(worker)) == {host_rank(Label.INACTIVE)}, "of its context before that, too"
+    assert set(host_ranks(worker)) == {Rank.WORTHLESS}, "of its context before that, too"
 
 
 def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_without_it(worker: Worker) -> None:
@@ -636,7 +648,7 @@ def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_witho
     moved(worker, "B", "host")
     worker.step(3)
     host = planner(engine).host
-    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [host_rank(Label.IDLE)] * 6
+    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [Rank.IDLE] * 6
 
 
 def test_a_request_that_is_broken_off_before_it_runs_wants_nothing_any_more(worker: Worker) -> None:
@@ -646,10 +658,10 @@ def test_a_request_that_is_broken_off_before_it_runs_wants_nothing_any_more(work
     end(engine, "B")
     engine.add("a2", [*prompt(1, 480), *prompt(3, 40)], program_id="A", max_tokens=2)
     moved(worker, "A", "device")
-    assert host_ranks(worker)[WANTED_RANK] == 30
+    assert host_ranks(worker)[Rank.WANTED] == 30
     engine.abort("a2")
     worker.step(3)
-    assert not host_ranks(worker)[WANTED_RANK]
+    assert not host_ranks(worker)[Rank.WANTED]
 
 
 def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Worker) -> None:
@@ -662,7 +674,7 @@ def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Wor
     worker.clock.now += 10.0
     worker.turn("a-title", prompt(8, 64), "A")
     host = planner(engine).host
-    spare = [key for key in keys if (entry := host.get(key)) is not None and entry.rank == SPARE_RANK]
+    spare = [key for key in keys if (entry := host.get(key)) is not None and entry.rank == Rank.SPARE]
     assert len(spare) <= len(engine.scheduler.sojourn._held.still_cached(keys))
 
 
@@ -676,6 +688,48 @@ def test_of_a_program_that_is_over_nothing_is_copied(worker: Worker) -> None:
     worker.until_idle()
     worker.step(3)
     assert planner(engine).counts["stored"] == before
+
+
+@pytest.fixture
+def spare_copies(make_engine: Any, clock: Any) -> Any:
+    """Without placement: the device is full, and host memory too, of what it lost of A and of D's copies."""
+
+    def make(policy: str) -> Worker:
+        worker = Worker(make_engine(policy, **{**SHAPE, "blocks": 121, "host_blocks": 32}), clock)
+        for number, name in enumerate("ABC", start=1):
+            worker.turn(f"{name}1", prompt(number, 616), name)
+            clock.now += 1.0
+        worker.turn("d1", [*prompt(3, 96), *prompt(4, 232)], "D")
+        worker.step(3)
+        assert len(planner(worker.engine).host) == 32
+        return worker
+
+    return make
+
+
+@pytest.mark.parametrize("policy", ["saga", "continuum", "known-ends"])
+def test_without_placement_too_copies_of_who_has_ended_make_way_for_others(
+    spare_copies: Any, policy: str
+) -> None:
+    worker = spare_copies(policy)
+    copies = ranks(worker, "D")[Rank.SPARE]
+    keys = list(worker.engine.scheduler.sojourn.steward.contexts.get("D"))
+    assert copies > 10
+    end(worker.engine, "D")
+    worker.step()
+    host = planner(worker.engine).host
+    rank_of = [entry.rank for key in keys if (entry := host.get(key)) is not None]
+    assert rank_of == [Rank.SPARE] * 6 + [Rank.WORTHLESS] * (copies - 6), "C begins alike"
+    worker.turn("e1", prompt(5, 48), "E")  # in blocks that hold nothing, as ends of contexts leave them
+    assert ranks(worker, "E") == {Rank.SPARE: 3}
+
+
+def test_where_ends_change_nothing_they_change_no_copies_either(spare_copies: Any) -> None:
+    worker = spare_copies("observe")
+    before = host_ranks(worker)
+    end(worker.engine, "D")
+    worker.step()
+    assert host_ranks(worker) == before
 
 
 # -- failures ----------------------------------------------------------------------------------------------

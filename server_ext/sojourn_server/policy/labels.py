@@ -27,8 +27,6 @@ _LABELS = {
     Tier.WAITING: Label.INACTIVE,
 }
 _DEVICE_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.IDLE: 2, Label.BUSY: 3}
-# Between the first two is what is on the device too (``tiers.planner.SPARE_RANK``).
-_HOST_ORDER = {Label.INACTIVE: 0, Label.COLD: 2, Label.BUSY: 3, Label.IDLE: 4}
 
 
 def label(tier: Tier) -> Label:
@@ -37,10 +35,8 @@ def label(tier: Tier) -> Label:
 
 
 def device_rank(marked: Label) -> int:
-    """Ascending, the order in which the device's cached blocks go: inactive, cold, idle, busy."""
+    """Ascending, the order in which the device's cached blocks go: inactive, cold, idle, busy.
+
+    Below the device busy goes before idle; what labels are worth there is its tiers' to say.
+    """
     return _DEVICE_ORDER[marked]
-
-
-def host_rank(marked: Label) -> int:
-    """The same for host memory: inactive, cold, busy, idle. Each tier keeps those that were placed in it."""
-    return _HOST_ORDER[marked]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .jobs import Key
-
-Rank = int
-"""Slots of the lowest rank are reused first; within one, the longest unused."""
+from .ranks import Rank
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +29,10 @@ class HostEntry:
 class HostSlots:
     """The slots of one engine's host memory, and the order in which they are reused. All O(1) a block."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
+        """``counts`` is where blocks are counted that had to make way for others."""
         self.slots = slots
+        self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[Key, HostEntry] = {}
         self._by_slot: dict[int, HostEntry] = {}
@@ -72,6 +72,18 @@ class HostSlots:
         self._settle(entry)
         return entry
 
+    def take(
+        self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False, at_most: Rank | None = None
+    ) -> HostEntry | None:
+        """A slot for a block that is not here: a free one, or that of something worth ``at_most`` so much, by
+        default as much. ``None``: there is none."""
+        if not self._free:
+            reused = self.reuse(at_most=rank if at_most is None else at_most)
+            if reused is None:
+                return None
+            self._counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
+        return self.begin(key, rank, job, on_disk=on_disk)
+
     def reuse(self, *, at_most: Rank) -> HostEntry | None:
         """Free the slot whose turn it is, of a rank that is no higher; ``None``: the others are worth more,
         pinned, or being filled."""
@@ -102,6 +114,11 @@ class HostSlots:
             self._idle[entry.rank].move_to_end(entry.key, last=False)
             if not entry.on_disk:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
+
+    def release(self, entries: Sequence[HostEntry]) -> None:
+        """A reader of these, of a context in its order, is through: its end is reused first."""
+        for entry in reversed(entries):
+            self.unpin(entry)
 
     def touch(self, entry: HostEntry) -> None:
         """It was used, or would have been."""

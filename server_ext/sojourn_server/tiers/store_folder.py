@@ -49,8 +49,12 @@ class StoreInUse(TierError):
     def __init__(self, store: Path, holder: str) -> None:
         self.what = f"the KV store {store} is in use by {holder}"
         self.advice = (
-            "One process writes a store: give each engine a directory of its own, or end the other one first"
+            f"One engine at a time writes a store: give this one a directory of its own, another than "
+            f"{store.parent}, or stop the engine that has it"
         )
+        if holder != _OURSELVES:
+            # The number is a worker's, and whoever started the engine has never seen it.
+            self.advice += f" ({holder} is one of its workers; `ps -ef --forest` shows which command that is)"
         super().__init__(f"{self.what}. {self.advice}")
         self.path = store
         self.holder = holder

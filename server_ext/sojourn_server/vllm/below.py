@@ -11,18 +11,15 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
-from ..policy.labels import Label, host_rank
+from ..policy.labels import Label
 from ..policy.placement_views import Tier
-from ..tiers.host_slots import Rank
 from ..tiers.jobs import Key
-from ..tiers.planner import PLAIN_RANK, SPARE_RANK, WANTED_RANK, WORTHLESS_RANK
+from ..tiers.ranks import Rank
 from .block_owners import BlockOwners
 from .connector import SojournConnector
 from .free_queue import ProgramFreeQueue
 from .held_blocks import HeldBlocks, chain_hash
-
-COLD_RANK = host_rank(Label.COLD)
-"""Of what belongs on disk, once it is there."""
+from .host_ranks import host_rank
 
 AHEAD_STEPS = 2
 """What the largest steps may take of the device is stored that many steps ahead."""
@@ -32,6 +29,8 @@ AHEAD_OF_HOST = 0.125
 """Of host memory's, too: what is dropped there before the device reuses it has been copied for nothing."""
 LOOK_AGAIN_SHARE = 0.25
 """Once so much of what was stored ahead has been taken, what is next is looked for."""
+
+_PLAIN = Rank.PLAIN  # to name a member takes long, and each block is asked about
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,6 +72,12 @@ class Below:
     def place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:
         """A program's KV belongs in ``tier`` from now on."""
         self._guarded(self._place, program_id, tier, held)
+
+    def over(self, program_id: ProgramId, owners: BlockOwners) -> None:
+        """A program has ended, and is about to own nothing any more: spare copies of what it alone has used
+        are worthless from now on. Where programs are placed, ``place`` says the same of all they had."""
+        if self._under_pressure:
+            self._guarded(self._over, program_id, owners)
 
     def arrived(self, program_id: ProgramId, hashes: Sequence[Key]) -> None:
         """A program's request has been admitted, and has on the device what begins as these do; or it never
@@ -118,35 +123,45 @@ class Below:
 
     def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         ranks: dict[ProgramId | None, Rank] = {}
-        evicted = self._connector.planner.evicted
+        planner, cold = self._connector.planner, Rank.COLD
         self._taken += len(blocks)
         for block in blocks:
             if block.block_hash is not None:
                 self._under_pressure = True
                 key, rank = chain_hash(block), self._rank_in(block.block_id, owners, ranks)
-                if evicted(key, block.block_id, _until_written(rank)) and rank == COLD_RANK:
-                    self._connector.planner.write_out([key], rank)
+                if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
+                    planner.write_out([key], rank)
 
     def _store_ahead(self, queue: ProgramFreeQueue) -> None:
         self._taken = 0
-        planner = self._connector.planner
+        planner, spare = self._connector.planner, Rank.SPARE
         ranks: dict[ProgramId | None, Rank] = {}
         by_rank: dict[Rank, list[tuple[Key, int]]] = {}
         for block in islice(queue.iter_blocks_after(None), self._ahead):
             if block.block_hash is not None:
                 key = chain_hash(block)
                 entry = planner.host.get(key)
-                if entry is None or entry.rank == SPARE_RANK:
+                if entry is None or entry.rank == spare:
                     rank = self._rank_in(block.block_id, queue.owners, ranks)
                     by_rank.setdefault(rank, []).append((key, block.block_id))
         for rank, blocks in by_rank.items():
             # As contexts have them: reused is the end first.
-            planner.store(reversed(blocks), _until_written(rank))
-            if rank == COLD_RANK:
+            planner.store(reversed(blocks), rank.until_written)
+            if rank == Rank.COLD:
                 planner.write_out([key for key, _ in reversed(blocks)], rank)
 
     def _turn_over(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._connector.planner.store_spare((chain_hash(block), block.block_id) for block in reversed(blocks))
+
+    def _over(self, program_id: ProgramId, owners: BlockOwners) -> None:
+        owner_of, common = owners.of, owners.common
+        alone = [
+            chain_hash(block)
+            for block_id, block in owners.blocks.get(program_id, {}).items()
+            if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
+        ]
+        # Another copy may be of somebody who has lost it from the device, and is no owner for that.
+        self._connector.planner.set_rank(alone, Rank.WORTHLESS, only=Rank.SPARE)
 
     def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
         """The rank of what is in a block: the highest of its owners'."""
@@ -155,7 +170,7 @@ class Below:
         owner = owners.of.get(block_id)
         if isinstance(owner, str):
             return self._rank(owner, ranks)
-        return max((self._rank(name, ranks) for name in owner or ()), default=PLAIN_RANK)
+        return max((self._rank(name, ranks) for name in owner or ()), default=_PLAIN)
 
     def _rank(self, program_id: ProgramId | None, ranks: dict[ProgramId | None, Rank]) -> Rank:
         rank = ranks.get(program_id)
@@ -172,30 +187,29 @@ class Below:
         before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
         if alike < len(before):
             # What a context was before it was compacted, say, nobody names after this; but who begins alike.
-            worthless = host_rank(Label.INACTIVE)
-            alike = max(alike, self._placed.put(program_id, before, worthless))
-            planner.set_rank(before[alike:], worthless)
+            alike = max(alike, self._placed.put(program_id, before, Rank.WORTHLESS))
+            planner.set_rank(before[alike:], Rank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
             if not self._runs(program_id):
                 # Else those who leave in the same step take its place in host memory before it was read.
-                planner.set_rank(keys, WANTED_RANK)
+                planner.set_rank(keys, Rank.WANTED)
                 self._coming.add(program_id)
                 # With nothing on disk, thousands of keys need not be looked up to find nothing.
                 on_device = len(held.still_cached(keys)) if planner.disk_blocks else 0
-                planner.fetch(keys[on_device:], WANTED_RANK)
+                planner.fetch(keys[on_device:], Rank.WANTED)
             return
-        planner.set_rank(keys[shared:], _until_written(rank))
+        planner.set_rank(keys[shared:], rank.until_written)
         self._coming.discard(program_id)
-        if rank == WORTHLESS_RANK:
+        if rank == Rank.WORTHLESS:
             self._placed.forget(program_id)
             return
         if tier is not Tier.WAITING:
             # Ahead of need: what is stored by then is not waited for when it is reused.
             blocks = [(chain_hash(block), block.block_id) for block in held.still_cached(keys)]
-            planner.store(blocks, _until_written(rank))
+            planner.store(blocks, rank.until_written)
             self._under_pressure = True
-            if rank == COLD_RANK:
+            if rank == Rank.COLD:
                 planner.write_out(keys[shared:], rank)
 
     def _arrived(self, program_id: ProgramId, hashes: Sequence[Key]) -> None:
@@ -205,8 +219,8 @@ class Below:
         shared = self._placed.put(program_id, keys, rank)
         here = max(shared, self._placed.alike(program_id, hashes))
         planner.set_rank(keys[here:], rank)
-        planner.set_rank(keys[shared:here], SPARE_RANK)
-        planner.set_rank(keys[:shared], host_rank(Label.IDLE), only=WANTED_RANK)
+        planner.set_rank(keys[shared:here], Rank.SPARE)
+        planner.set_rank(keys[:shared], Rank.IDLE, only=Rank.WANTED)
 
     def _runs(self, program_id: ProgramId) -> bool:
         """Whether a request of the program has been admitted: it reads nothing any more."""
@@ -226,8 +240,3 @@ class Below:
         except Exception as error:  # the tiers' failure, and not the engine's or the order of reuse's
             self._connector.failed(error)
             return None
-
-
-def _until_written(rank: Rank) -> Rank:
-    """What belongs on disk and is not there is kept as what is idle is: nothing else has it."""
-    return host_rank(Label.IDLE) if rank == COLD_RANK else rank

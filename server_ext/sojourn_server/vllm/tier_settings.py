@@ -11,7 +11,7 @@ from ..launch.machine_memory import read_memory
 from ..launch.weights import fingerprint
 from ..tiers.disk_store import DiskStore
 from ..tiers.full_block import KvIdentity
-from ..tiers.planner import TierLimits
+from ..tiers.limits import TierLimits
 from .settings import SettingsError
 
 if TYPE_CHECKING:

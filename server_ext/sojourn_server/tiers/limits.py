@@ -1,0 +1,22 @@
+"""What bounds the tiers below one engine's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    """What bounds the planner. Times in seconds."""
+
+    host_slots: int
+    disk_blocks: int = 0
+    """0: no disk."""
+    spill_below: float = 0.25
+    """Spill while less than this share of host memory is free or on disk too."""
+    max_spilling: int = 256
+    """Blocks on their way to disk at once: a slow disk is not given more than it takes."""
+    max_staging: int = 4096
+    """Blocks on their way from disk at once."""
+    max_stage_wait_s: float = 10.0
+    """A request waits no longer for the disk; it computes the rest."""
