@@ -39,6 +39,9 @@ call id is never a label; for single programs ask `/sojourn/v1/programs` and `/s
 engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} learnt names, the rest is
 `{OTHER_TOOL}`.
 
+Counters without that label are there from the start, at 0, so that `rate()` sees their first increment; of
+`sojourn_placements_total` only what our own policies can do, and the rest once it is counted.
+
 Use ratios of rates, not a ratio of totals; for instance, the share of prompt tokens computed again:
 
 ```

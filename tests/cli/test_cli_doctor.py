@@ -87,6 +87,43 @@ def test_each_fault_is_named_with_what_to_do(changes, name, said, advice):
     assert advice in check.next_step
 
 
+TIERS = {
+    "connector": "SojournConnector",
+    "on": True,
+    "off_because": None,
+    "host": {"blocks": 2048, "bytes": 8 << 30},
+    "disk": {"blocks": 25600, "bytes": 100 << 30},
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "ok", "said"),
+    [
+        (
+            TIERS,
+            True,
+            "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600 b",
+        ),
+        ({**TIERS, "disk": None}, True, "host memory for 8 GiB or 2,048 blocks"),
+        ({**TIERS, "host": {"blocks": None, "bytes": 1 << 29}}, True, "host memory for 0.5 GiB, disk"),
+        ({**TIERS, "on": False, "off_because": "an error of ours"}, False, "turned off: an error of ours"),
+        (None, None, "nothing below the device"),
+        ({"on": True, "host": {"bytes": "8"}}, True, "host memory of unknown size"),
+        ([1], None, "not understood: [1]"),
+    ],
+)
+def test_what_is_below_the_device_is_told(told, ok, said):
+    server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "tiers": told}))
+    check = server.examine()["tiers"]
+    assert check.ok is ok
+    assert said in check.detail
+    assert bool(check.next_step) == (ok is False)
+
+
+def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
+    assert "tiers" not in Server().examine()
+
+
 def test_a_missing_and_a_wrong_key_are_told_apart():
     server = Server(key="Bearer right")
     assert "pass --api-key" in server.examine()["API key"].next_step

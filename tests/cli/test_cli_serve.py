@@ -175,7 +175,25 @@ def test_a_disk_that_cannot_be_fails_before_anything_is_loaded(tmp_path, nothing
     assert error.exit_code == failure("tiny", "--sojourn-lease-budget", "2").exit_code == 2
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "file") in failure("tiny", *tiers("file")).message
-    dry_run("tiny", *tiers(tmp_path / "file"))
+
+
+def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp_path, nothing_starts):
+    there = tmp_path / "kv"
+    assert "--kv-transfer-config" in dry_run("tiny", *tiers(there / "new"))
+    assert not there.exists()
+    (tmp_path / "file").write_text("")
+    for options, message in (
+        (tiers(tmp_path / "file"), "file is not a directory"),
+        (tiers(there, host_gib="1e7"), "--kv-host-gib is 1e+07"),
+    ):
+        result = invoke("tiny", *options, "--dry-run")
+        assert message in str(result.exception)
+        assert result.exception.exit_code == 2
+        assert "--kv-transfer-config" in shlex.split(result.stdout), "it may be for another machine"
+    (there / "other").mkdir(parents=True)
+    with serve_command.console.capture() as said:
+        invoke("tiny", *tiers(there), "--dry-run")
+    assert "has no KV store, but other things: other" in said.get()
 
 
 def test_more_host_memory_than_there_is_fails_before_anything_is_loaded(tmp_path, nothing_starts):

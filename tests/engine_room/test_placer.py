@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sojourn.events import ProgramEnd
+from sojourn.events import ProgramEnd, ProgramStart
 from sojourn.ids import ProgramId
 from sojourn_server.engine.facts import Action, ActionKind, TurnOutcome
 from sojourn_server.engine.placer import FEW_PROGRAMS, SHOWN_WAITING
@@ -140,6 +140,28 @@ def seen(view: PlacementView, program: str) -> PlacedProgram:
     groups = (view.on_device, view.on_host, view.on_disk, view.waiting)
     (found,) = [each for group in groups for each in group if each.program_id == program]
     return found
+
+
+# -- what a summary says -----------------------------------------------------------------
+
+
+def test_a_summary_says_where_a_program_is_placed_and_nothing_of_one_that_has_ended() -> None:
+    def placed(program: str) -> Any:
+        (listed,) = [each for each in engine.ask("programs")["programs"] if each["program_id"] == program]
+        assert engine.ask("program", program_id=program)["placed"] == listed["placed"]
+        return listed["placed"]
+
+    engine = Engine(by_present_size())
+    engine.a_turn("a", 15)
+    engine.come("b", 10)
+    engine.send(ProgramStart(program_id="c", seq=-1))
+    assert (placed("a"), placed("b"), placed("c")) == ("device", "waiting", None)
+    engine.end("a")
+    assert placed("a") is None
+    engine.come("a", 16)
+    assert placed("a") == "waiting", "its id is used again"
+    assert sum(engine.ask("stats")["placed"].values()) == 2
+    assert VirtualEngine("fixed-ttl").steward.placer.placed(ProgramId("a")) is None
 
 
 # -- who is parked ---------------------------------------------------------------------
@@ -696,7 +718,7 @@ def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: i
 
 
 def test_between_two_overdue_programs_the_gap_passes() -> None:
-    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf)
+    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf, exchange_reserve=1.0)
     engine = Engine(policy, host=50)
     for name in ("a", "b"):
         engine.a_turn(name, 9)
@@ -730,7 +752,7 @@ def test_a_program_leaves_the_line_with_its_last_request() -> None:
 
 def test_a_clock_that_jumps_back_stops_nobody() -> None:
     """Nothing happens any more, and by the clock the next question is an hour away."""
-    policy = by_present_size()
+    policy = by_present_size(exchange_reserve=1.0)
     engine = Engine(policy, host=50)
     engine.a_turn("a", 15)
     engine.step()

@@ -13,6 +13,7 @@ from sojourn_server.engine.service import (
     MAX_DECISIONS_SHOWN,
     MAX_PROGRAMS_SHOWN,
     MAX_TOOLS_SHOWN,
+    Service,
     UnknownOperation,
 )
 from sojourn_server.metrics.catalog import CATALOG, METRICS_DROPPED
@@ -42,6 +43,15 @@ def test_capabilities(engine: VirtualEngine) -> None:
     assert told["limits"]["batch_events"] == MAX_BATCH_EVENTS
     assert told["limits"]["hinted_ttl_s"] == 300.0
     assert told["engine"] == {"virtual": "1"}
+    assert told["tiers"] is None
+
+
+def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:
+    below = {"connector": "X", "on": True}
+    service = Service(engine.steward, engine={}, pool_state=dict, below_device=lambda: below)
+    assert json.loads(service.call("capabilities", "", engine.now))["tiers"] == below
+    below["on"] = False
+    assert json.loads(service.call("capabilities", "", engine.now))["tiers"]["on"] is False
 
 
 def test_programs_latest_first(engine: VirtualEngine) -> None:

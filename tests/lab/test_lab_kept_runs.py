@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sojourn_server
 from lab_report_runs import made_up_run
 from sojourn_server.lab import suite
 from sojourn_server.lab.kept_runs import KeptRuns, Outcome, code_digest
@@ -43,6 +45,46 @@ def test_other_code_and_changed_files_are_other_runs(tmp_path: Path, spec: RunSp
     Path(spec.workload).write_text("changed")
     assert kept.get(spec) is None
     assert len(code_digest()) == 12
+
+
+def test_all_code_that_a_run_is_made_by_counts(tmp_path: Path) -> None:
+    """Whatever the lab's run imports, however far away, and each of these rooms by itself."""
+    package = Path(sojourn_server.__file__).parent
+    rooms = {module.split(".")[1] for module in imported(package, "sojourn_server.lab.run")}
+    assert {"lab", "tiers", "vllm"} <= rooms
+    for room in rooms:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "x.py").write_text("before")
+    for room in rooms:
+        before = code_digest(tmp_path)
+        (tmp_path / room / "x.py").write_text("after")
+        assert code_digest(tmp_path) != before, f"kept runs outlive a change of {room}"
+
+
+def imported(package: Path, start: str) -> set[str]:
+    """Our modules that ``start`` imports, and those that these import."""
+
+    def file_of(module: str) -> Path | None:
+        path = package.joinpath(*module.split(".")[1:])
+        return next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
+
+    found: set[str] = set()
+    ahead = [start]
+    while ahead:
+        module = ahead.pop()
+        file = file_of(module) if module.startswith(f"{package.name}.") else None
+        if file is None or module in found:
+            continue
+        found.add(module)
+        above = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                ahead += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = above[: len(above) + 1 - node.level] if node.level else []
+                name = ".".join([*base, *([node.module] if node.module else [])])
+                ahead += [name, *(f"{name}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def test_a_damaged_file_counts_as_absent(tmp_path: Path, spec: RunSpec) -> None:

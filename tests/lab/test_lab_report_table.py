@@ -13,7 +13,7 @@ from rich.console import Console
 from sojourn_server.lab.report.columns import ENGINE, SERVICE, Cell, Column, cells, shown
 from sojourn_server.lab.report.measure import limit_row, measure
 from sojourn_server.lab.report.row import Figures, RunRow
-from sojourn_server.lab.report.table import markdown, notes, render, workloads
+from sojourn_server.lab.report.table import markdown, notes, render, title, workloads
 
 BASE = measure(made_up_run("stock", 3, virtual_s=900.0))
 
@@ -135,13 +135,13 @@ def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
 
 def test_what_was_not_measured_is_a_dash() -> None:
     limit = limit_row(BASE, "belady", regenerated_tokens=5, regenerated_over_belady=1.0)
-    for title, unit in (
+    for heading, unit in (
         ("completion", "mean s"),
         ("finished", ""),
         ("preempted", ""),
         ("on device", "% prompt"),
     ):
-        assert cells([BASE, limit], column(title, unit))[1].text == "–"
+        assert cells([BASE, limit], column(heading, unit))[1].text == "–"
     assert cells([BASE, limit], column("again", "÷ Bélády"))[1].text == "1.00"
 
 
@@ -230,3 +230,15 @@ def test_a_note_says_whose_it_is_where_it_is_not_everybodys() -> None:
         msgspec.structs.replace(BASE, policy="belady", notes=("bound",), limit=True),
     ]
     assert notes(rows) == ["all", "stock: mine", "b: own", "belady: bound"]
+
+
+def test_the_title_tells_how_much_is_below_the_device_where_a_policy_has_it() -> None:
+    pool = f"KV pool {BASE.pool_blocks * BASE.block_size:,} tokens"
+    rows = [row("stock"), row("lru-offload", host_blocks=1000), row("free-io", limit=True, host_blocks=9999)]
+    assert f" · {pool} · host memory 16,000 tokens · seed" in title(rows)
+    with_disk = [*rows, row("mori", host_blocks=1000, disk_blocks=4000)]
+    assert f" · {pool} · host memory 16,000 tokens · disk 64,000 tokens · seed" in title(with_disk)
+    assert f" · {pool} · seed" in title([row("stock"), row("continuum")])
+    for other in (0, 2000):  # as in a sweep
+        swept = [*rows, row("lru-offload", host_blocks=other)]
+        assert "host memory" not in title(swept)

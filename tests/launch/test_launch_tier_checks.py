@@ -74,6 +74,29 @@ def refused(disk: Path, **options) -> BadOption:
     return caught.value
 
 
+# -- a dry run -------------------------------------------------------------------------
+
+
+@linux
+def test_a_dry_run_asks_the_same_and_makes_nothing_for_a_moment_either(tmp_path, monkeypatch):
+    def dry(disk):
+        options = TierOptions(host_gib=1e-6, disk=str(disk), disk_gib=1e-6)
+        return tier_checks.check_tiers(
+            options, vllm_version="0.32.0", weights=WEIGHTS, block_tokens=32, try_writing=False
+        )
+
+    monkeypatch.setattr(tier_checks.tempfile, "mkdtemp", lambda **options: pytest.fail("made something"))
+    assert dry(tmp_path / "new" / "folders") == []
+    assert list(tmp_path.iterdir()) == []
+    store = make_store(tmp_path / "kv")
+    assert dry(tmp_path / "kv") == []
+    with held(store) as holder, pytest.raises(BadOption, match=f"in use by process {holder.pid}\\b"):
+        dry(tmp_path / "kv")
+    monkeypatch.setattr(tier_checks.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(BadOption, match=r"cannot be made in .*: Permission denied; expected a directory"):
+        dry(tmp_path / "new")
+
+
 # -- the path --------------------------------------------------------------------------
 
 

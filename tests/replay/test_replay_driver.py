@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from replay_server import FakeServer
+from rich.console import Console
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.replay import register
 from sojourn_server.replay.announce import Silent
 from sojourn_server.replay.client import CompletionsClient
 from sojourn_server.replay.driver import Replay, ReplayOptions, take_programs
-from sojourn_server.replay.report import CACHED_TOKENS_MISSING, FORCING_IGNORED, OUTPUTS_UNKNOWN, Tally
+from sojourn_server.replay.report import (
+    CACHED_TOKENS_MISSING,
+    FORCING_IGNORED,
+    OUTPUTS_UNKNOWN,
+    ProgramOutcome,
+    Tally,
+)
 from sojourn_server.traces.schema import ToolRun, TraceProgram, Turn
 from typer.testing import CliRunner
 
@@ -134,6 +143,18 @@ async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None
     assert none.document()["unfinished_reasons"] == {"first turn above --max-context": 1}
 
 
+async def test_the_table_says_why_programs_did_not_finish() -> None:
+    with FakeServer(max_model_len=160) as server:
+        tally = await run(server, [append_only(name) for name in "ab"] + [append_only("c", turns=1)])
+        tally.add_program(ProgramOutcome("d", finished=False, completion_s=None, reason="[x] timeout"))
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(tally.table())
+    lines = [re.split(r"\s*[│┃]\s*", line)[1:3] for line in console.export_text().splitlines() if "│" in line]
+    at = lines.index(["programs unfinished", "3"])
+    assert lines[at + 1 : at + 3] == [["context too long for the server", "2"], ["[x] timeout", "1"]]
+    assert lines[at + 3][0] == "turns"
+
+
 async def test_a_failing_request_ends_its_program_and_is_counted() -> None:
     with FakeServer(status=500) as server:
         tally = await run(server, [append_only("a"), append_only("b")])
@@ -211,6 +232,26 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     assert document["programs_finished"] == 1
     assert (document["model"], document["engine"], document["dialect"]) == ("fake", "fake 1.2", "vllm")
     assert document["cached_tokens"] == 64
+
+
+def test_where_some_programs_finish_the_command_tells_the_first_error_of_the_others(tmp_path: Path) -> None:
+    class Failing(FakeServer):
+        """From its third request on."""
+
+        @property
+        def status(self) -> int | None:
+            return 500 if len(self.requests) > 2 else None
+
+        @status.setter
+        def status(self, value: int | None) -> None:
+            pass
+
+    trace = trace_file(tmp_path, PROGRAM, {**PROGRAM, "program_id": "q"})
+    with Failing() as server:
+        result = invoke(str(trace), "--url", server.url, "--concurrency", "1")
+    assert result.exception is None
+    assert "first failed request: HTTP 500: " in result.output
+    assert re.search(r"HTTP 500 +│ +1 ", result.output)
 
 
 def test_on_a_sojourn_server_programs_and_tools_are_reported(tmp_path: Path) -> None:

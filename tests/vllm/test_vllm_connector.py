@@ -111,6 +111,36 @@ def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> Non
     assert not turn(engine, "b2", prompt(2, 480), "B")[0].loads
 
 
+def test_capabilities_tell_what_is_below_the_device(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    shape = {"blocks": 41, "max_model_len": 640, "settings": {"strict": False}}
+    engine = make_engine("mori", host_blocks=60, disk_blocks=100, own_tiers=True, **shape)
+    size = engine.scheduler.connector.settings.block_bytes
+    told = {
+        "connector": "LabTiers",  # ours, as the lab has it
+        "on": True,
+        "off_because": None,
+        "host": {"blocks": 60, "bytes": 60 * size},
+        "disk": {"blocks": 100, "bytes": 100 * size},
+    }
+    assert engine.ask("capabilities")["tiers"] == told
+    engine.scheduler.connector.failed(KeyError("x"))
+    off = {"on": False, "off_because": "an error of ours, KeyError"}
+    assert engine.ask("capabilities")["tiers"] == {**told, **off}
+    engine.scheduler.connector.turn_off("something else")
+    assert engine.ask("capabilities")["tiers"] == {**told, **off}, "the first reason is the reason"
+
+
+def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engine: Any) -> None:
+    assert make_engine("continuum", blocks=41, max_model_len=640).ask("capabilities")["tiers"] is None
+    told = make_engine("infercept", blocks=41, max_model_len=640, host_blocks=60).ask("capabilities")["tiers"]
+    assert (told["connector"], told["on"], told["disk"]) == ("OffloadingConnector", True, None)
+    assert told["host"]["blocks"] is None
+    assert told["host"]["bytes"] > 0
+
+
 @pytest.mark.parametrize("aborted", [False, True], ids=["it runs on", "its client has gone meanwhile"])
 def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any, aborted: bool) -> None:
     from vllm.v1.outputs import KVConnectorOutput

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from sojourn_server.metrics.catalog import CATALOG, ENGINE_LABEL, SERIES_BUDGET, Kind
+from sojourn_server.metrics.catalog import CATALOG, ENGINE_LABEL, PLACEMENTS, SERIES_BUDGET, Kind
 from sojourn_server.metrics.recorder import Recorder
 from sojourn_server.web import prometheus
 from sojourn_server.web.calls import EngineError, EngineStock
@@ -177,6 +177,22 @@ async def test_counters_are_there_before_their_first_increment() -> None:
     series = scrape(registry)
     assert value(series, "sojourn_lease_ends_total", reason="silent") == 0
     assert value(series, "sojourn_events_total", type="tool_stop", outcome="duplicate") == 0
+
+
+async def test_of_placements_those_that_can_happen_are_there_and_others_as_they_do() -> None:
+    def shown() -> set[tuple[str, str, str]]:
+        found = [dict(labels) for name, labels in scrape(registry) if name == "sojourn_placements_total"]
+        return {(labels["to"], labels["when"], labels["reason"]) for labels in found}
+
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    await drain_once(engine, bridge)
+    assert shown() == PLACEMENTS
+    of_ones_own = {"to": "device", "when": "after_turn", "reason": "exchange"}
+    engine.recorder.count("sojourn_placements_total", 2, **of_ones_own)
+    await drain_once(engine, bridge)
+    assert value(scrape(registry), "sojourn_placements_total", **of_ones_own) == 2
+    assert len(shown()) == len(PLACEMENTS) + 1
 
 
 async def test_a_hundred_thousand_tool_names_stay_within_the_budget() -> None:

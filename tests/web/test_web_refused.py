@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from sojourn_server.web import refused
 from sojourn_server.web.calls import EngineError, EngineStock, EngineUnavailable
-from sojourn_server.web.refusal import message, responses_event, reworded, reworded_event
+from sojourn_server.web.refusal import message, responses_event, retry_after_s, reworded, reworded_event
 from sojourn_server.web.refused import MAX_ERROR_BYTES, TellRefused
 from web_tools import HungEngine, ScriptedEngine
 
@@ -111,6 +112,14 @@ def test_an_event_keeps_its_lines() -> None:
         assert reworded_event(other, TOLD) is None
 
 
+def test_those_who_are_refused_together_do_not_come_back_together() -> None:
+    found = Counter(retry_after_s(f"chatcmpl-{number:032x}") for number in range(3100))
+    assert sorted(found) == list(range(15, 46)), "OpenAI's clients heed at most 60"
+    assert max(found.values()) < 3 * min(found.values())
+    assert retry_after_s("chatcmpl-7") == retry_after_s("chatcmpl-7")
+    assert 15 <= retry_after_s("\ud800") <= 45
+
+
 # --- answers --------------------------------------------------------------------
 
 
@@ -122,7 +131,7 @@ async def test_a_refusal_is_a_503_with_the_reason(document: Any, told: Any) -> N
     assert answer.status_code == 503
     assert answer.json() == told
     assert answer.headers["content-length"] == str(len(answer.content))
-    assert answer.headers.get_list("retry-after") == ["30"]
+    assert answer.headers.get_list("retry-after") == [str(retry_after_s("gone"))]
     assert answer.headers["x-kept"] == "yes"
     assert engine.calls == [("refusal", '{"request_id":"gone"}')]
 

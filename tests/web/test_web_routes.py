@@ -134,6 +134,7 @@ def test_several_engines_answer_as_one() -> None:
     stats = client.get("/sojourn/v1/stats").json()
     assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
+    assert "tiers" not in client.get("/sojourn/v1/capabilities").json()
     graphs = client.get("/sojourn/v1/graphs").json()
     assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
     assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)
@@ -223,3 +224,17 @@ def test_the_routes_describe_themselves(client: TestClient) -> None:
     }
     limits = {p["name"]: p["schema"] for p in paths["/sojourn/v1/programs"]["get"]["parameters"]}
     assert limits["limit"]["maximum"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([None, None], None),
+        ([{"on": True, "n": 0}, {"on": True, "n": 1}], {"on": True, "n": 0}),
+        ([{"on": True}, {"on": False, "off_because": "x"}], {"on": False, "off_because": "x"}),
+    ],
+)
+def test_of_several_engines_the_one_whose_tiers_are_off_is_told_of(told: list[Any], expected: Any) -> None:
+    of_one = engine_answers()["capabilities"]
+    engines = [engine_answers(capabilities={**of_one, "tiers": tiers}) for tiers in told]
+    assert client_of(ScriptedEngine(*engines)).get("/sojourn/v1/capabilities").json()["tiers"] == expected

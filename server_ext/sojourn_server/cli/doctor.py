@@ -244,6 +244,8 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use one release on both ends",
     )
+    if "tiers" in document:  # an older server does not say
+        yield _tiers_check(document["tiers"])
     try:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
@@ -256,6 +258,33 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("events", False, f"{type(error).__name__}: {error}", "look into the server's log")
     else:
         yield Check("events", True, "accepted")
+
+
+def _tiers_check(told: Any) -> Check:
+    if not isinstance(told, dict):
+        nothing = "nothing below the device: KV that it loses is computed again"
+        return Check("tiers", None, nothing if told is None else f"not understood: {told!r}")
+    sizes = ", ".join(
+        f"{name} {_size(told[field])}"
+        for field, name in (("host", "host memory"), ("disk", "disk"))
+        if isinstance(told.get(field), dict)
+    )
+    what = f"{told.get('connector', '?')}, {sizes or 'of unknown size'}"
+    if told.get("on", True):
+        return Check("tiers", True, what)
+    return Check(
+        "tiers",
+        False,
+        f"{what}; turned off: {told.get('off_because') or 'it is not said why'}",
+        "the server's log says more; KV that the device loses is computed again until it is restarted",
+    )
+
+
+def _size(told: dict[str, Any]) -> str:
+    blocks, size = told.get("blocks"), told.get("bytes")
+    parts = [f"{size / (1 << 30):.3g} GiB"] if isinstance(size, int) else []
+    parts += [f"{blocks:,} blocks"] if isinstance(blocks, int) else []
+    return f"for {' or '.join(parts)}" if parts else "of unknown size"
 
 
 def _plugin_advice(answer: httpx.Response | str) -> str:

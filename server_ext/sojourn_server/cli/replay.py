@@ -94,6 +94,11 @@ def replay(
     console.print(tally.table())
     for note in tally.notes():
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+    if tally.finished and tally.first_error is not None:
+        # The table has the reasons; this is one in the server's own words.
+        console.print(
+            f"first failed request: {tally.first_error}", markup=False, highlight=False, soft_wrap=True
+        )
     if json is not None:
         write_json(document, json)
     if not tally.finished:
@@ -165,7 +170,7 @@ async def _run(
 
 
 def _nothing_finished(tally: Tally) -> CliError:
-    reasons = ", ".join(dict.fromkeys(p.reason for p in tally.programs if not p.finished))
+    reasons = ", ".join(tally.unfinished)
     detail = f" ({tally.first_error})" if tally.first_error else ""
     if "context too long" in reasons or "max-context" in reasons:
         step = "cut programs with --max-context N, shrink them with --token-scale, or serve a longer context"

@@ -86,11 +86,12 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv))
-        if dry_run:
+        if dry_run:  # first of all: the command may be for another machine than the checks are of
             sys.stdout.write(command.as_shell() + "\n")
-            return
         if tiers.any:
-            _print_notes(_check_tiers(tiers, model_path, command.argv))
+            _print_notes(_check_tiers(tiers, model_path, command.argv, try_writing=not dry_run))
+        if dry_run:
+            return
         _check_port(context.args)
     except BadOption as error:
         usage = "sojourn serve --help lists our options, vllm serve --help vLLM's"
@@ -165,7 +166,7 @@ def _check_settings(policy: str, argv: Sequence[str]) -> list[str]:
     return notes
 
 
-def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str]) -> list[str]:
+def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str], *, try_writing: bool) -> list[str]:
     """Fail now rather than after minutes. Raises ``BadOption``; returns notes."""
     from sojourn_server.launch.command import Flags
     from sojourn_server.launch.tier_checks import check_tiers
@@ -178,6 +179,7 @@ def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str]) -> li
         vllm_version=installed_vllm(),
         weights=known_weights(model_path),
         block_tokens=int(block_size) if block_size.isdecimal() else None,
+        try_writing=try_writing,
     )
 
 

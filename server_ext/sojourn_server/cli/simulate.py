@@ -54,7 +54,7 @@ def simulate(
     tp: int = typer.Option(1, min=1, help="Tensor parallel size"),
     cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV, as a multiple of the device's"),
     disk_ratio: float = typer.Option(
-        0.0, min=0.0, help="Disk for KV below it, as a multiple of the device's: presets with +host, and mori"
+        0.0, min=0.0, help="Disk for KV below host memory, likewise: presets with +host, and mori"
     ),
     programs: str = typer.Option("40", help="Programs at once; several numbers with commas between"),
     rate: str | None = typer.Option(

@@ -235,6 +235,12 @@ class Placer:
         place = self._by_id.get(program_id)
         return place.tier if place is not None else Tier.WAITING
 
+    def placed(self, program_id: ProgramId) -> Tier | None:
+        """The same, ``None`` where it stands in no queue: it has ended, has asked for nothing yet, or nobody
+        is placed."""
+        place = self._by_id.get(program_id)
+        return place.tier if place is not None else None
+
     def parked(self, ticket: Ticket) -> bool:
         """Whether a waiting request has to wait on: its program is not on the device, or about to leave."""
         if not self.places or ticket.program is None:

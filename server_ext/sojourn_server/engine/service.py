@@ -47,7 +47,8 @@ class Service:
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
     ``engine`` describes the engine in capabilities; ``tier_state`` tells of each tier below the device its
     blocks ``used`` and ``free``, under ``moves`` what became of blocks so far, and under ``traffic`` how much
-    was moved, how long that took, and what was waited for (``tiers.traffic``).
+    was moved, how long that took, and what was waited for (``tiers.traffic``). ``below_device`` is what
+    capabilities tell of the tiers (``docs/wire.md``), ``None`` where there are none.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Service:
         pool_state: Callable[[], dict[str, int]],
         desk: Desk | None = None,
         tier_state: Callable[[], dict[str, Any]] = dict,
+        below_device: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._steward = steward
         self._tier_state = tier_state
+        self._below_device = below_device
         self._counted: dict[tuple[str, str], float] = {}
         """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
@@ -116,6 +119,7 @@ class Service:
                 "hinted_ttl_s": self._steward.limits.max_hinted_ttl_s,
             },
             "engine": self._engine,
+            "tiers": self._below_device(),
         }
 
     def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
@@ -265,6 +269,7 @@ class Service:
 
     def _summary(self, program: Program, now: float) -> dict[str, Any]:
         lease = self._steward.leases.get(program.id)
+        placed = self._steward.placer.placed(program.id)
         return {
             "program_id": program.id,
             "status": program.status.value,
@@ -276,7 +281,7 @@ class Service:
             "turns": program.turns,
             "context_tokens": program.context_tokens,
             "requests": len(program.live_requests),
-            "placed": self._steward.placer.tier(program.id).value if self._steward.placer.places else None,
+            "placed": placed.value if placed is not None else None,
             "tool": program.tool_now(),
             "tools_running": len(program.tools),
             "age_s": round(now - program.arrived_s, 3),

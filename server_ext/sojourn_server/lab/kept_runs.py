@@ -17,7 +17,7 @@ from .limits.regenerated import Regenerated
 from .lives import RunLog
 from .run import RunSpec
 
-_ROOMS = ("engine", "lab", "policy", "program", "traces", "vllm")
+_ROOMS = ("engine", "lab", "launch", "metrics", "policy", "program", "tiers", "traces", "vllm")
 """What a run depends on."""
 
 
@@ -77,9 +77,9 @@ class KeptRuns:
         return digest.hexdigest()[:12]
 
 
-def code_digest() -> str:
-    """Changes with any file of ours that a run depends on."""
-    here = Path(__file__).parents[1]
+def code_digest(package: Path | None = None) -> str:
+    """Changes with any file of ours that a run depends on; ``package`` holds the rooms, this one's else."""
+    here = package if package is not None else Path(__file__).parents[1]
     digest = hashlib.sha256()
     for room in _ROOMS:
         for path in sorted((here / room).rglob("*")):

@@ -6,6 +6,7 @@ It says so all the same. Only it knows the whole identity of a store, and the ma
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -25,12 +26,18 @@ _SHOWN = 3
 
 
 def check_tiers(
-    options: TierOptions, *, vllm_version: str | None, weights: str | None, block_tokens: int | None
+    options: TierOptions,
+    *,
+    vllm_version: str | None,
+    weights: str | None,
+    block_tokens: int | None,
+    try_writing: bool = True,
 ) -> list[str]:
     """Refuse what the engine is certain to refuse; notes of a line each on what it may.
 
     ``vllm_version`` and ``weights`` (``known_weights``) are what the engine will find, ``block_tokens`` is
-    what it is told; ``None`` where that is open. Nothing is left on the disk, no lock is taken. Options are
+    what it is told; ``None`` where that is open. Nothing is left on the disk, no lock is taken; without
+    ``try_writing`` nothing is made there for a moment either, and the permissions are believed. Options are
     as ``transfer_config`` has let them through. Raises ``BadOption``.
     """
     notes = []
@@ -39,7 +46,7 @@ def check_tiers(
     if options.disk is not None and options.disk_gib is not None:
         root = Path(os.path.realpath(options.disk))  # as the engine opens it
         stores = _stores(options.disk, root, vllm_version, weights)
-        there = _writable(options.disk, root, full_is_fine=bool(stores))
+        there = _writable(options.disk, root, full_is_fine=bool(stores), try_it=try_writing)
         notes += _on_contents(options.disk, root, stores, block_tokens)
         notes += _on_free_space(options.disk, options.disk_gib, there, stores)
     return notes
@@ -78,20 +85,24 @@ def _stores(disk: str, root: Path, vllm_version: str | None, weights: str | None
         raise BadOption(f"--kv-disk {disk} cannot be read: {error.strerror}", _FOLDER_ADVICE) from None
 
 
-def _writable(disk: str, root: Path, *, full_is_fine: bool) -> Path:
+def _writable(disk: str, root: Path, *, full_is_fine: bool, try_it: bool) -> Path:
     """The folder itself, or the nearest above it that is there. Raises ``BadOption``."""
     there, mode = _nearest(disk, root)
     failed = f"--kv-disk {disk} cannot be " + ("written" if there == root else f"made in {there}")
     if not stat.S_ISDIR(mode):
         what = f"--kv-disk {disk}" if there == root else f"{failed}, which"
         raise BadOption(f"{what} is not a directory; expected one", _FOLDER_ADVICE)
+    expected = "expected a directory in which the engine can make folders"
+    if not try_it:
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise BadOption(f"{failed}: {os.strerror(errno.EACCES)}; {expected}", _FOLDER_ADVICE)
+        return there
     # Tried, since permissions tell little: not of root, of a remote disk, or of a file system like proc.
     try:
         probe = tempfile.mkdtemp(prefix=".sojourn-check-", dir=there)
     except OSError as error:
         # A store that is there can be read, and makes room for itself.
         if not (full_is_fine and error.errno in NO_SPACE):
-            expected = "expected a directory in which the engine can make folders"
             raise BadOption(f"{failed}: {error.strerror}; {expected}", _FOLDER_ADVICE) from None
     else:
         with contextlib.suppress(OSError):

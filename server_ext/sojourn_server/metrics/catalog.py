@@ -62,6 +62,9 @@ class MetricSpec:
     """Label name → its possible values, in the order in which they are kept."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
+    shown_at_zero: frozenset[tuple[str, ...]] | None = None
+    """Of a counter the label values that are there before anything is counted, in the order of ``labels``;
+    ``None``: all combinations. Others appear as they are counted."""
 
     def series(self) -> int:
         """Most sample lines one engine can make of this metric."""
@@ -112,6 +115,26 @@ LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in When)
 MOVE_REASONS = frozenset(reason.value for reason in MoveReason)
+_BELOW = (Tier.HOST, Tier.DISK, Tier.WAITING)
+_UP = (
+    MoveReason.FREE_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT,
+    MoveReason.EXCHANGE, MoveReason.KEPT, MoveReason.GIVEN_UP,
+)  # fmt: skip
+_DOWN = (MoveReason.OVER_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT)
+PLACEMENTS = frozenset(
+    (to.value, when.value, reason.value)
+    for to, when, reason in (
+        *((Tier.DEVICE, When.NOW, reason) for reason in _UP),
+        *((to, When.NOW, reason) for to in _BELOW for reason in _DOWN),
+        # For these two also those who reason are told to leave.
+        *((to, When.AFTER_TURN, reason) for to in _BELOW for reason in _DOWN[:2]),
+        (Tier.HOST, When.NOW, MoveReason.EXCHANGE),
+        (Tier.DISK, When.NOW, MoveReason.HOST_FULL),
+        (Tier.WAITING, When.NOW, MoveReason.OVER),
+    )
+)
+"""Where, when and why our own policies move programs: a third of what the labels could say. A policy of the
+user's own may do more."""
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -131,8 +154,16 @@ METRICS_DROPPED = "sojourn_metrics_dropped_total"
 """Where a measurement outside this catalogue ends up."""
 
 
-def _counter(name: str, help: str, **labels: Values) -> MetricSpec:
-    return MetricSpec(name=name, kind=Kind.COUNTER, help=help, labels=MappingProxyType(labels))
+def _counter(
+    name: str, help: str, shown_at_zero: frozenset[tuple[str, ...]] | None = None, **labels: Values
+) -> MetricSpec:
+    return MetricSpec(
+        name=name,
+        kind=Kind.COUNTER,
+        help=help,
+        labels=MappingProxyType(labels),
+        shown_at_zero=shown_at_zero,
+    )
 
 
 def _gauge(name: str, help: str, **labels: Values) -> MetricSpec:
@@ -206,6 +237,7 @@ _ALL = (
     _counter(
         "sojourn_placements_total",
         "Programs that were moved to the queue of another tier, or told to leave after their turn.",
+        PLACEMENTS,
         to=PLACES,
         when=MOVE_TIMES,
         reason=MOVE_REASONS,

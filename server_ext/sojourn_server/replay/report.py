@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
+from rich.markup import escape
 from rich.table import Table
 
 from sojourn_server.metrics.summary import summarise
@@ -81,6 +82,11 @@ class Tally:
         """The programs that came to their end."""
         return [program for program in self.programs if program.finished]
 
+    @property
+    def unfinished(self) -> Counter[str]:
+        """How many programs did not come to their end, by why."""
+        return Counter(program.reason for program in self.programs if not program.finished)
+
     def notes(self) -> list[str]:
         """What a reader must know before comparing these numbers."""
         notes = []
@@ -100,12 +106,11 @@ class Tally:
         prompt_tokens = sum(c.prompt_tokens for c in completions)
         output_tokens = sum(c.output_tokens for c in completions)
         cached_tokens = sum(c or 0 for c in cached) if cached_known else None
-        unfinished = Counter(program.reason for program in self.programs if not program.finished)
         return {
             "programs_finished": len(self.finished),
-            "programs_unfinished": sum(unfinished.values()),
+            "programs_unfinished": sum(self.unfinished.values()),
             "programs_clipped": sum(program.clipped for program in self.programs),
-            "unfinished_reasons": dict(unfinished),
+            "unfinished_reasons": dict(self.unfinished),
             "turns": len(completions),
             "wall_s": self.wall_s,
             "completion_s": summarise(p.completion_s for p in self.finished if p.completion_s is not None),
@@ -141,6 +146,11 @@ class Tally:
         for label, field in (
             ("programs finished", "programs_finished"),
             ("programs unfinished", "programs_unfinished"),
+        ):
+            table.add_row(label, _figure(document[field]))
+        for reason, count in self.unfinished.most_common():
+            table.add_row(f"  {escape(reason)}", _figure(count))
+        for label, field in (
             ("turns", "turns"),
             ("prompt tokens", "prompt_tokens"),
             ("  from the cache", "cached_tokens"),

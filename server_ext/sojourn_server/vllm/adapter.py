@@ -26,7 +26,7 @@ from .block_order import BlockOrder
 from .block_owners import Owner
 from .bucket_order import Score
 from .connector import SojournConnector
-from .engine_facts import block_bytes, blocks_below, described, host_s_per_token, vllm_version
+from .engine_facts import below_device, block_bytes, blocks_below, described, host_s_per_token, vllm_version
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .history_file import HistoryFile
 from .outputs import ToolCallReader
@@ -98,6 +98,7 @@ class SchedulerAdapter:
             pool_state=self.pool_state,
             desk=desk,
             tier_state=lambda: self._below.state() if self._below is not None else {},
+            below_device=lambda: below_device(scheduler),
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
@@ -368,6 +369,8 @@ class SchedulerAdapter:
     def _carry_out_one(self, action: Action, now: float) -> None:
         program_id = action.program_id
         if action.kind is ActionKind.DROP:
+            if self._below is not None:
+                self._below.over(program_id, self._queue.owners)
             self._held.drop(program_id)
         elif action.kind is ActionKind.RELEASE:
             self._held.release(program_id)

@@ -80,6 +80,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.traffic = Traffic()
             self.off = False
             """Nothing is saved and nothing found any more."""
+            self.off_because: str | None = None
             self.strict = False
             """Raise our own errors. For tests."""
             self.clock = time.monotonic
@@ -196,7 +197,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         What was found for a request that is just being admitted is loaded all the same: it was true.
         """
         if not self.off:
-            self.off = True
+            self.off, self.off_because = True, why
             logger.error("sojourn: tiers below the device are off: %s", why)
 
     def failed(self, error: Exception) -> None:
@@ -204,7 +205,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.strict:
             raise error
         logger.error("sojourn: a hook of the connector failed; the engine goes on", exc_info=error)
-        self.turn_off("an error of ours")
+        self.turn_off(f"an error of ours, {type(error).__name__}")
 
     # -- beside the model -------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..policy.costs import EngineProfile
 from .connector import SojournConnector
@@ -27,6 +27,25 @@ def blocks_below(scheduler: Scheduler) -> tuple[int, int]:
         return 0, 0
     limits = connector.planner.limits
     return limits.host_slots, limits.disk_blocks
+
+
+def below_device(scheduler: Scheduler) -> dict[str, Any] | None:
+    """What capabilities tell of host memory and disk below the device; ``None``: there is nothing."""
+    connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
+    if connector is None or transfer is None:
+        return None
+    told = {"connector": str(transfer.kv_connector), "on": True, "off_because": None, "disk": None}
+    if isinstance(connector, SojournConnector):
+        size, (host_blocks, disk_blocks) = connector.settings.block_bytes, blocks_below(scheduler)
+        told |= {"on": not connector.off, "off_because": connector.off_because}
+        told["host"] = {"blocks": host_blocks, "bytes": host_blocks * size}
+        if disk_blocks:
+            told["disk"] = {"blocks": disk_blocks, "bytes": disk_blocks * size}
+        return told
+    # Of other connectors no more is known than what vLLM's own is told.
+    host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
+    told["host"] = {"blocks": None, "bytes": host_bytes} if isinstance(host_bytes, int) else None
+    return told
 
 
 def block_bytes(scheduler: Scheduler) -> int:

@@ -62,6 +62,13 @@ def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
+    """The first engine's, since all are started alike; but one whose tiers are off is not passed over."""
+    told = [answer.get("tiers") for answer in answers]
+    off = next((tiers for tiers in told if isinstance(tiers, dict) and not tiers.get("on", True)), None)
+    return {**answers[0], **({"tiers": off} if off is not None else {})}
+
+
 def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
     """One engine's numbers as they are; several engines' side by side under ``engines``.
 

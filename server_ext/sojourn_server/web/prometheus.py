@@ -159,6 +159,8 @@ def _metric(spec: MetricSpec, registry: CollectorRegistry) -> Any:
 
 
 def _combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
+    if spec.shown_at_zero is not None:
+        return sorted(spec.shown_at_zero)
     combinations: list[tuple[str, ...]] = [()]
     for values in spec.labels.values():
         if not isinstance(values, frozenset):

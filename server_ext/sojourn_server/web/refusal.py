@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from typing import Any
 
 STATUS = 503
 ERROR_TYPE = "ServiceUnavailableError"
 """vLLM's own word for a request that failed and may be sent again."""
-RETRY_AFTER_S = 30
-"""A place is free once some program goes or rests, which takes a turn or more. OpenAI's clients heed at most
-a minute."""
+RETRY_AFTER_S = (15, 45)
+"""From and to. A place is free once some program goes or rests, which takes a turn or more. OpenAI's clients
+heed at most a minute."""
 
 # One event a chunk, as vLLM's routes write them.
 _EVENT = re.compile(rb"((?:event: error\r?\n)?data: )(\{.*\})(\r?\n\r?\n)", re.DOTALL)
@@ -26,6 +27,15 @@ def message(waited_s: float) -> str:
         "the KV cache of its program. Nothing was computed. Send it again later, end programs that are done, "
         "or run fewer at a time; the operator can give the KV cache more memory or raise gate_timeout_s."
     )
+
+
+def retry_after_s(request_id: str) -> int:
+    """When to send a refused request again: each at a time of its own, the same whenever it is asked for.
+
+    Those who came together are refused together, and would come back together.
+    """
+    first_s, last_s = RETRY_AFTER_S
+    return first_s + zlib.crc32(request_id.encode("utf-8", "replace")) % (last_s - first_s + 1)
 
 
 def reworded(error_text: bytes, told: str) -> bytes | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,10 +18,10 @@ from . import answers
 from .calls import EngineCalls, EngineError
 from .refusal import (
     EVENT_STARTS,
-    RETRY_AFTER_S,
     STATUS,
     message,
     responses_event,
+    retry_after_s,
     reworded,
     reworded_event,
 )
@@ -86,9 +87,10 @@ class TellRefused:
         # The routes' own state, also where the server began the request without one.
         scope.setdefault("state", {})
 
-        async def why() -> str | None:
+        async def why() -> _Refused | None:
             request_id = self._request_id(scope)
-            return await self._why(request_id) if request_id is not None else None
+            told = await self._why(request_id) if request_id is not None else None
+            return None if request_id is None or told is None else _Refused(told, retry_after_s(request_id))
 
         answer = _Answer(why, send)
         try:
@@ -98,10 +100,17 @@ class TellRefused:
                 raise
 
 
+class _Refused(NamedTuple):
+    """What the client of a refused request is told."""
+
+    told: str
+    retry_after_s: int
+
+
 class _Answer:
     """One response on its way out."""
 
-    def __init__(self, why: Callable[[], Awaitable[str | None]], send: Send) -> None:
+    def __init__(self, why: Callable[[], Awaitable[_Refused | None]], send: Send) -> None:
         self._why = why
         self._send = send
         self._failure: Message | None = None
@@ -135,8 +144,9 @@ class _Answer:
                 return
         self._failure = None
         body = bytes(self._body)
-        if is_body and not more and (told := await self._why()) and (new := reworded(body, told)) is not None:
-            await self._send(_start_of_refusal(start, len(new)))
+        refused = await self._why() if is_body and not more else None
+        if refused is not None and (new := reworded(body, refused.told)) is not None:
+            await self._send(_start_of_refusal(start, len(new), refused.retry_after_s))
             await self._send({"type": _BODY, "body": new})
             return
         await self._send(start)
@@ -159,8 +169,8 @@ class _Answer:
         if not chunk.startswith(EVENT_STARTS):
             return message
         self._streams = self._of_responses = False
-        told = await self._why()
-        new = reworded_event(chunk, told) if told else None
+        refused = await self._why()
+        new = reworded_event(chunk, refused.told) if refused is not None else None
         return message if new is None else {**message, "body": new}
 
     async def mended(self) -> bool:
@@ -168,10 +178,12 @@ class _Answer:
 
         vLLM 0.32 does so in the responses route: it cannot write its own error as an event of that stream.
         """
-        if not self._of_responses or (told := await self._why()) is None:
+        if not self._of_responses or (refused := await self._why()) is None:
             return False
         logger.debug("a stream broke off, since its request was refused", exc_info=True)
-        await self._send({"type": _BODY, "body": responses_event(told, self._events), "more_body": False})
+        await self._send(
+            {"type": _BODY, "body": responses_event(refused.told, self._events), "more_body": False}
+        )
         return True
 
 
@@ -183,7 +195,7 @@ def _content_type(start: Message) -> bytes:
     return next((value for name, value in start.get("headers", ()) if name.lower() == b"content-type"), b"")
 
 
-def _start_of_refusal(start: Message, length: int) -> Message:
+def _start_of_refusal(start: Message, length: int, retry_after_s: int) -> Message:
     others = [
         (name, value)
         for name, value in start.get("headers", ())
@@ -192,6 +204,6 @@ def _start_of_refusal(start: Message, length: int) -> Message:
     headers = [
         *others,
         (b"content-length", str(length).encode()),
-        (b"retry-after", str(RETRY_AFTER_S).encode()),
+        (b"retry-after", str(retry_after_s).encode()),
     ]
     return {**start, "status": STATUS, "headers": headers}

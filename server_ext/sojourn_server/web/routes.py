@@ -59,9 +59,9 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
 
     @router.get("/capabilities")
     async def get_capabilities() -> JSONResponse:
-        """What this server understands and how much of it: wire versions, events, policy, limits."""
-        document = answers.read((await ask("capabilities", "{}", QUERY_TIMEOUT_S))[0])
-        return JSONResponse({**document, "engines": len(engine.engine_ids())})
+        """What this server understands and how much of it: wire versions, events, policy, limits, tiers."""
+        found = [answers.read(answer) for answer in await ask("capabilities", "{}", QUERY_TIMEOUT_S)]
+        return JSONResponse({**answers.merge_capabilities(found), "engines": len(engine.engine_ids())})
 
     @router.get("/programs")
     async def get_programs(

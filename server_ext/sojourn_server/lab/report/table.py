@@ -36,10 +36,19 @@ def title(rows: Sequence[RunRow]) -> str:
     # A run ends with the step that passes its time.
     if longest_s - shortest_s <= 0.01 * longest_s:
         parts.append(f"{longest_s:,.0f} virtual s")
-    pools = {row.pool_blocks * row.block_size for row in rows if not row.limit}
-    if len(pools) == 1:
-        parts.append(f"KV pool {pools.pop():,} tokens")
+    for name, field in (("KV pool", "pool_blocks"), ("host memory", "host_blocks"), ("disk", "disk_blocks")):
+        size = _size_in_common(rows, field)
+        if size:
+            parts.append(f"{name} {size:,} tokens")
     return " · ".join([*parts, f"seed {rows[0].seed}"])
+
+
+def _size_in_common(rows: Sequence[RunRow], field: str) -> int | None:
+    """In tokens, where all policies that have such memory have the same: others may stand beside them."""
+    sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
+    owners = {policy for policy, size in sizes if size}
+    found = {size for policy, size in sizes if policy in owners}
+    return found.pop() if len(found) == 1 else None
 
 
 def load(row: RunRow) -> str:
