@@ -293,6 +293,37 @@ def test_most_idle_first_and_no_more_than_needed_leave_in_an_exchange() -> None:
     assert [move.program_id for move in moves] == ["ready", "p3", "p2"]
 
 
+def test_small_ones_stay_where_the_large_one_that_leaves_is_enough() -> None:
+    small = [program(f"s{tenth}", DEVICE, ACTING, 0.5 + tenth / 10, 1) for tenth in range(4)]
+    large = program("large", DEVICE, ACTING, 0.1, 96)
+    seen = view(*small, large, program("ready", WAITING, READY, 0.5, 96), host=1000)
+    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
+    assert [move.program_id for move in moves] == ["ready", "large"]
+
+
+def test_in_an_exchange_the_most_idle_go_to_disk_and_nobody_else_does() -> None:
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    ready = program("ready", WAITING, READY, 0.5, 60)
+    for idleness, host, to in ((0.95, 200, DISK), (0.95, 0, DISK), (0.85, 200, HOST)):
+        acting = program("acting", DEVICE, ACTING, idleness, 60)
+        moves = exchanging.moves(view(acting, ready, host=host, disk=100), NOW)
+        assert [move.to for move in moves] == [DEVICE, to]
+    busy = program("acting", DEVICE, ACTING, 0.85, 60)
+    assert exchanging.moves(view(busy, ready, host=70, disk=100), NOW) == (), "the disk is not for it"
+
+
+def test_what_a_tier_below_has_to_give_up_makes_room_for_an_exchange_in_the_same_answer() -> None:
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    seen = view(
+        program("acting", DEVICE, ACTING, 0.0, 80),
+        program("large", HOST, ACTING, 0.9, 110),
+        program("ready", WAITING, READY, 0.5, 80),
+        host=108,
+    )
+    moves = {move.program_id: move.to for move in exchanging.moves(seen, NOW)}
+    assert moves == {"large": WAITING, "ready": DEVICE, "acting": HOST}
+
+
 def test_nobody_leaves_for_one_that_would_not_fit_even_so() -> None:
     seen = view(
         program("acting", DEVICE, ACTING, 0.5, 50),

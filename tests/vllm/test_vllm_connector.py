@@ -257,3 +257,15 @@ def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, m
     extra["host_bytes"] += 1
     with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
         tier_settings.TierSettings.read(scheduler.vllm_config, caches)
+
+
+def test_an_engine_that_plans_steps_ahead_is_refused(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.vllm.settings import SettingsError
+    from sojourn_server.vllm.tier_settings import TierSettings
+
+    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
+    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
+    assert TierSettings.read(scheduler.vllm_config, caches)
+    monkeypatch.setattr(scheduler.vllm_config.scheduler_config, "async_scheduling", True)
+    with pytest.raises(SettingsError, match="--no-async-scheduling"):
+        TierSettings.read(scheduler.vllm_config, caches)

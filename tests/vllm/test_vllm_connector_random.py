@@ -145,6 +145,7 @@ class Device:
             self.blocks[work.block_ids[place]] = (work.request, place) if whole else None
 
 
+# Loads that fail while the next step is planned already give wrong tokens: such an engine is refused.
 @pytest.mark.parametrize(("asynchronous", "failing"), [(False, 0.0), (False, 0.05), (True, 0.0)])
 @pytest.mark.parametrize("policy", ["continuum", "saga", "program-fcfs", "mori"])
 def test_what_is_loaded_was_computed(

@@ -282,7 +282,7 @@ def _tiers_check(told: Any) -> Check:
 
 def _size(told: dict[str, Any]) -> str:
     blocks, size = told.get("blocks"), told.get("bytes")
-    parts = [f"{size / (1 << 30):.3g} GiB"] if isinstance(size, int) else []
+    parts = [f"{size / (1 << 30):,.3f}".rstrip("0").rstrip(".") + " GiB"] if isinstance(size, int) else []
     parts += [f"{blocks:,} blocks"] if isinstance(blocks, int) else []
     return f"for {' or '.join(parts)}" if parts else "of unknown size"
 

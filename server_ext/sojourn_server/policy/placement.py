@@ -37,7 +37,7 @@ class MoveReason(str, Enum):
     ABSENT = "absent"
     """A program had acted on the device for ``absent_s`` while somebody was ready."""
     EXCHANGE = "exchange"
-    """An acting program on the device was more idle than a ready one below."""
+    """A program acted on the device while another was ready, and there was room to spare below for it."""
     HOST_FULL = "host_full"
     """A busier program needs its place in host memory."""
     KEPT = "kept"

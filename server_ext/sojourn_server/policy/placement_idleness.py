@@ -36,12 +36,13 @@ class RelativeIdleness:
 
     *Stickiness.* Nothing moves unless a tier holds too much, or there is room for somebody who is ready, or
     one of the rules 3 to 5 calls, or by exchange. An answer is complete: asked again with it applied, there
-    is none.
+    is none, but after so many moves that the rest was left for then, and where one that was told to leave and
+    is ready again had to go and now finds room.
 
-    *Exchange*, for which the paper has no rule either: where host memory has room to spare, a place on the
-    device is no more than a copy, and acting programs, the most idle first, leave it to whoever is ready. It
-    ends where less than ``exchange_reserve`` of host memory would stay free: from there on, by the paper, a
-    device whose programs come and go computes most of them again.
+    *Exchange*, which is not in the paper: where host memory has room to spare, a place on the device is worth
+    no more than a copy, and acting programs, the most idle first, leave it to whoever is ready. It ends where
+    less than ``exchange_reserve`` of host memory would be left for those placed there later: with nothing to
+    spare, a device whose programs come and go computes most of them again. Those who belong on disk go there.
 
     *Nobody starves*, for which the paper has no rule. Under the rules above alone a device full of acting
     programs would keep ready ones out for as long as the tools run, for ever if a tool is a sub-agent that is
@@ -88,7 +89,7 @@ class RelativeIdleness:
     """Seconds that a program acts on the device until it makes room for whoever is ready; ``inf``: never, as
     in the paper. Most tools take less, and nobody should wait for longer for somebody who has crashed."""
     exchange_reserve: float = 0.25
-    """Share of host memory that stays free where acting programs leave the device to one that is ready; 1:
+    """Share of host memory that is left to others where acting programs leave the device to ready ones; 1:
     they never do, as in the paper (§1, §4.3.1)."""
 
     def __post_init__(self) -> None:
@@ -126,13 +127,19 @@ class RelativeIdleness:
         if not ready and not view.waiting and not told and min(free.values()) >= 0:
             return ()
         plan = Plan(self, view, now, free, ready)
-        if plan.serve_overdue():
-            for _ in range(LOOKAHEAD):
-                if not (plan.fill_device() or plan.end_absence() or plan.end_standstill() or plan.exchange()):
-                    break
-        plan.relieve(Tier.HOST)
-        plan.relieve(Tier.DISK)
-        return plan.answer()
+        may_fill = plan.serve_overdue()
+        while True:
+            if may_fill:
+                self._fill(plan)
+            relieved = plan.relieve(Tier.HOST)
+            if not (plan.relieve(Tier.DISK) or relieved):
+                return plan.answer()
+            # With more room below than before, more can be exchanged.
+
+    def _fill(self, plan: Plan) -> None:
+        for _ in range(LOOKAHEAD):
+            if not (plan.fill_device() or plan.end_absence() or plan.end_standstill() or plan.exchange()):
+                return
 
     def device_blocks(self, program: PlacedProgram) -> int:
         """Blocks that it counts for on the device; at least 1."""

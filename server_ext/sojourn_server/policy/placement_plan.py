@@ -42,6 +42,8 @@ class Plan:
         """On the device and not moved by this answer."""
         self._entered = 0
         """Programs that this answer brings to the device."""
+        self._exchanges = 0
+        """Made by this answer."""
         self._leaving: dict[ProgramId, MoveReason] = {}
         """Of those staying, who is to leave after its turn."""
         self._moved: dict[ProgramId, Move] = {}
@@ -123,29 +125,57 @@ class Plan:
         return self._bring_in(first, MoveReason.STANDSTILL)
 
     def exchange(self) -> bool:
-        """One ready program for acting ones, where host memory has room to spare. Whether any was."""
-        reserve = math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
-        acting = self._acting()
+        """Ready programs for acting ones, while there is room to spare below. Whether any was promoted."""
+        below = self._view.host.budget_blocks + self._view.disk.budget_blocks
+        if self._policy.exchange_reserve == 1 or not below:
+            return False
+        acting = [victim for victim in self._acting() if victim.context_blocks]
         most = self._free[Tier.DEVICE] + sum(map(self._policy.device_blocks, acting))
-        for program in islice(self._candidates(), LOOKAHEAD):
+        least = min((victim.context_blocks for victim in acting), default=0)
+        before = self._entered
+        for program in [*islice(self._candidates(), LOOKAHEAD - self._exchanges)]:
             wanted = self._policy.device_blocks(program)
-            room, below = self._free[Tier.DEVICE], self._free[Tier.HOST] - reserve
-            if program.tier is Tier.HOST:
-                below += program.context_blocks
-            victims = []
-            for victim in acting if wanted <= most else ():
-                if wanted <= room or below <= 0:
-                    break
-                if 0 < victim.context_blocks <= below:
-                    victims.append(victim)
-                    below -= victim.context_blocks
-                    room += self._policy.device_blocks(victim)
-            if wanted <= room:
-                self._promote(program, MoveReason.EXCHANGE)
-                for victim in victims:
-                    self._send(victim, Tier.HOST, MoveReason.EXCHANGE)
-                return True
-        return False
+            leaving = self._leaving_for(program, acting, least) if wanted <= most else None
+            if leaving is None:
+                continue
+            reason = MoveReason.EXCHANGE if leaving else MoveReason.FREE_CAPACITY
+            self._promote(program, reason)
+            self._exchanges += 1
+            for victim, to in leaving:
+                self._send(victim, to, reason)
+            acting = [victim for victim in acting if victim.program_id in self._staying]
+            most -= wanted
+        return self._entered > before
+
+    def _leaving_for(
+        self, program: PlacedProgram, acting: list[PlacedProgram], least: int
+    ) -> list[tuple[PlacedProgram, Tier]] | None:
+        """Who leaves for it in an exchange, and where to; ``None``: not enough can. Contexts of ``acting``
+        have ``least`` blocks or more."""
+        wanted, room = self._policy.device_blocks(program), self._free[Tier.DEVICE]
+        free = dict(self._free)
+        if program.tier in free:
+            free[program.tier] += program.context_blocks
+        free[Tier.HOST] -= math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
+        leaving: list[tuple[PlacedProgram, Tier]] = []
+        for victim in acting:
+            if wanted <= room or max(free[Tier.HOST], free[Tier.DISK]) < least:
+                break
+            to = self._tier_below(victim, free)
+            busy = self._idleness(victim) < self._policy.disk_idleness
+            if to is Tier.WAITING or (to is Tier.DISK and busy):
+                continue
+            leaving.append((victim, to))
+            free[to] -= victim.context_blocks
+            room += self._policy.device_blocks(victim)
+        if wanted > room:
+            return None
+        for each in reversed(leaving[:-1]):  # small ones that the last, a larger one, makes needless
+            size = self._policy.device_blocks(each[0])
+            if wanted <= room - size:
+                leaving.remove(each)
+                room -= size
+        return leaving
 
     def _bring_in(self, program: PlacedProgram, reason: MoveReason) -> bool:
         """Make room for it. Whether it is promoted at once, and does not wait for turns of others to end."""
@@ -207,10 +237,11 @@ class Plan:
 
     # -- the tiers below ----------------------------------------------------------------------
 
-    def relieve(self, tier: Tier) -> None:
-        """Demotion from a tier below that holds too much."""
+    def relieve(self, tier: Tier) -> bool:
+        """Demotion from a tier below that holds too much. Whether anybody was moved."""
         if self._free[tier] >= 0:
-            return
+            return False
+        before = len(self._moved)
         group = self._view.on_host if tier is Tier.HOST else self._view.on_disk
         for program in sorted(group, key=self._demotion_key):
             if self._free[tier] >= 0:
@@ -218,6 +249,7 @@ class Plan:
             if program.program_id not in self._moved:
                 fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
                 self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
+        return len(self._moved) > before
 
     def _tier_below(self, program: PlacedProgram, free: dict[Tier, int]) -> Tier:
         """Where it goes from the device, with so many blocks free."""

@@ -54,7 +54,10 @@ class StoreInUse(TierError):
         )
         if holder != _OURSELVES:
             # The number is a worker's, and whoever started the engine has never seen it.
-            self.advice += f" ({holder} is one of its workers; `ps -ef --forest` shows which command that is)"
+            self.advice += (
+                f" ({holder} is one of its workers: `ps -ef --forest` shows which command that is, unless it "
+                "runs in another container)"
+            )
         super().__init__(f"{self.what}. {self.advice}")
         self.path = store
         self.holder = holder

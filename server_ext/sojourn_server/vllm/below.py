@@ -160,7 +160,8 @@ class Below:
             for block_id, block in owners.blocks.get(program_id, {}).items()
             if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
         ]
-        # Another copy may be of somebody who has lost it from the device, and is no owner for that.
+        # Another copy may be of somebody who has lost it from the device, and is no owner for that. Where
+        # another block of the device has the same content, that is copied once more when it is lost.
         self._connector.planner.set_rank(alone, Rank.WORTHLESS, only=Rank.SPARE)
 
     def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:

@@ -52,6 +52,13 @@ class TierSettings:
         workers = vllm_config.parallel_config.world_size
         if workers != 1:
             raise SettingsError(f"{workers} workers share this model; tiers below the device serve one")
+        if kv_cache_config.kv_cache_tensors and vllm_config.scheduler_config.async_scheduling:
+            # That a load has failed would be known when the next step is planned on top of it, and vLLM
+            # takes back only the step that was to load.
+            raise SettingsError(
+                "steps are scheduled ahead of each other; tiers below the device need one at a time: "
+                "--no-async-scheduling"
+            )
         blocks = kv_cache_config.num_blocks
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // blocks
