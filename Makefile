@@ -42,10 +42,16 @@ $(STAMP): pyproject.toml scripts/setup.sh
 demo: setup
 	$(BIN)/sojourn demo --json "$(JSON)" --plot "$(PLOT)" $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Filling tox's environments is waiting for the network: that is done beside the tests. If it fails, the
+# second tox tries again and says why.
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 ifeq ($(TESTS),)
+	$(BIN)/tox run --notest >/dev/null 2>&1 & $(PYTEST); passed=$$?; wait; exit $$passed
 	$(BIN)/tox run
+else
+	$(PYTEST) $(TESTS)
 endif
 
 frameworks: setup

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import sojourn
+from garbage import old_objects_passed_over
 from scripted_engine import Engine, require_engine
 from sojourn.testing import FakeServer
 
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("engine"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """Every test here collects, many of them three times."""
+    with old_objects_passed_over():
+        yield
 
 
 @pytest.fixture(autouse=True)
