@@ -80,7 +80,7 @@ def test_every_preset_is_reproduced(policy, tmp_path):
 def test_placement_in_tiers_is_reproduced(tmp_path):
     """With host memory below the device: who is parked, moved, and told to leave after a turn."""
     more = {"host_blocks": 60, "gate_timeout_s": 5.0}
-    engine = record(tmp_path / "tape", seed=3, steps=1500, policy="mori", **more)
+    engine = record(tmp_path / "tape", seed=3, steps=1500, policy="mori-exchange", **more)
     report = replay_tape(tmp_path / "tape")
     assert report.difference is None
     assert {"to_device", "to_host", "to_waiting"} <= report.decisions.keys()

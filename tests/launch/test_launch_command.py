@@ -138,6 +138,11 @@ def test_cpu_defaults_and_the_entry_without_metadata():
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
 
 
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "--tensor-parallel-size", "-tp", "-pp"])
+def test_cores_are_not_given_to_one_worker_where_there_are_several(flag):
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in build(flag, "2", facts=CPU).env
+
+
 def test_what_the_user_says_about_the_cpu_wins():
     command = build(
         "--block_size=64", "--no-enforce-eager", "--kv-cache-memory-bytes", "9", "--max-num-batched-tokens=7",

@@ -45,6 +45,24 @@ def test_blocks_on_disk_need_hashes_that_stay(environ, set_to):
     assert command.env.get("PYTHONHASHSEED") == set_to
 
 
+@pytest.mark.parametrize(
+    "args",
+    [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2"), ("-pp", "2")],
+)
+def test_engines_of_several_workers_are_refused_by_our_own(args):
+    with pytest.raises(BadOption, match="is 2; tiers below the device serve engines of one worker"):
+        build(*args, host_gib=1)
+    assert build(*args)
+    assert build(*args, host_gib=1, backend="vllm", cpu=False)
+    assert build("-tp", "1", host_gib=1)
+
+
+def test_engines_that_plan_steps_ahead_are_refused_by_our_own():
+    with pytest.raises(BadOption, match="--async-scheduling"):
+        build("--async-scheduling", host_gib=1)
+    assert build("--no-async-scheduling", host_gib=1)
+
+
 def test_vllms_own_connector_keeps_outputs_too():
     told = config(build(host_gib=2, backend="vllm", cpu=False))
     assert told["kv_connector"] == "OffloadingConnector"

@@ -601,7 +601,7 @@ def test_who_stays_never_moves() -> None:
 def test_defaults_are_the_papers_where_it_has_them() -> None:
     policy = RelativeIdleness()
     assert (policy.k, policy.tick_s, policy.size_by) == (5, 5.0, "peak")
-    assert policy.exchange_reserve == 0.25
+    assert policy.exchange_reserve == 1
     assert policy == RelativeIdleness()
     assert hash(policy) == hash(RelativeIdleness())
 

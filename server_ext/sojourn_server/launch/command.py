@@ -127,6 +127,8 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
             )
         stock = options.policy == STOCK
         config = transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
+        if options.tiers.backend == "sojourn":
+            _check_served(flags)
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed(options.tiers, environ))
     env["VLLM_PLUGINS"] = _plugins(options.policy, facts, environ)
@@ -265,12 +267,27 @@ def _plugins(policy: str, facts: EngineFacts, environ: Mapping[str, str]) -> str
     return ",".join(kept if policy == STOCK else [*kept, PLUGIN])
 
 
+_OF_SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+
+
+def _check_served(flags: Flags) -> None:
+    """Our tiers refuse such engines themselves, but after minutes. Raises ``BadOption``."""
+    for flag in _OF_SEVERAL_WORKERS:
+        count = flags.value(flag)
+        if count not in (None, "1"):
+            raise BadOption(f"{flag} is {count}; tiers below the device serve engines of one worker so far")
+    if "--async-scheduling" in flags.args:
+        raise BadOption("--async-scheduling: tiers below the device need one step at a time so far")
+
+
 def _cpu_environment(flags: Flags, facts: EngineFacts, environ: Mapping[str, str]) -> dict[str, str]:
     wanted: dict[str, str] = {}
     if not flags.has("--kv-cache-memory-bytes"):
         # GiB. The default takes, and asks for, a share of all memory, even where the number of blocks is set.
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    if len(facts.cpus) == 2 and not flags.has("--data-parallel-size"):
+    # vLLM wants a list of cores for each worker.
+    several = any(map(flags.has, ("--data-parallel-size", "-dp", *_OF_SEVERAL_WORKERS)))
+    if len(facts.cpus) == 2 and not several:
         # "auto" keeps one core for the server, which on two costs half the prefill (331 against 665
         # tokens a second at 4k, smol). On both cores, threads that spin while they wait starve the server
         # and slow decoding (11 against 33 tokens a second); so let them sleep.

@@ -128,7 +128,7 @@ PLACEMENTS = frozenset(
         *((to, When.NOW, reason) for to in _BELOW for reason in _DOWN),
         # For these two also those who reason are told to leave.
         *((to, When.AFTER_TURN, reason) for to in _BELOW for reason in _DOWN[:2]),
-        (Tier.HOST, When.NOW, MoveReason.EXCHANGE),
+        *((to, When.NOW, MoveReason.EXCHANGE) for to in (Tier.HOST, Tier.DISK)),
         (Tier.DISK, When.NOW, MoveReason.HOST_FULL),
         (Tier.WAITING, When.NOW, MoveReason.OVER),
     )

@@ -39,10 +39,10 @@ class RelativeIdleness:
     is none, but after so many moves that the rest was left for then, and where one that was told to leave and
     is ready again had to go and now finds room.
 
-    *Exchange*, which is not in the paper: where host memory has room to spare, a place on the device is worth
-    no more than a copy, and acting programs, the most idle first, leave it to whoever is ready. It ends where
-    less than ``exchange_reserve`` of host memory would be left for those placed there later: with nothing to
-    spare, a device whose programs come and go computes most of them again. Those who belong on disk go there.
+    *Exchange*, which is not in the paper, and off unless ``exchange_reserve`` is less than 1: where host
+    memory has room to spare, acting programs, the most idle first, leave the device to whoever is ready, for
+    disk if they belong there. It ends where less than that share of host memory would be left for who is
+    placed there later: with nothing to spare, a device whose programs come and go computes most of it again.
 
     *Nobody starves*, for which the paper has no rule. Under the rules above alone a device full of acting
     programs would keep ready ones out for as long as the tools run, for ever if a tool is a sub-agent that is
@@ -88,7 +88,7 @@ class RelativeIdleness:
     absent_s: float = 60.0
     """Seconds that a program acts on the device until it makes room for whoever is ready; ``inf``: never, as
     in the paper. Most tools take less, and nobody should wait for longer for somebody who has crashed."""
-    exchange_reserve: float = 0.25
+    exchange_reserve: float = 1.0
     """Share of host memory that is left to others where acting programs leave the device to ready ones; 1:
     they never do, as in the paper (§1, §4.3.1)."""
 
