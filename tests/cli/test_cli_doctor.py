@@ -106,7 +106,7 @@ TIERS = {
         ),
         ({**TIERS, "disk": None}, True, "host memory for 8 GiB or 2,048 blocks"),
         ({**TIERS, "host": {"blocks": None, "bytes": 1 << 29}}, True, "host memory for 0.5 GiB, disk"),
-        ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 51}}, True, "host memory for 2,048 GiB or 1 blocks"),
+        ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 41}}, True, "host memory for 2,048 GiB or 1 blocks"),
         ({**TIERS, "on": False, "off_because": "an error of ours"}, False, "turned off: an error of ours"),
         (None, None, "nothing below the device"),
         ({"on": True, "host": {"bytes": "8"}}, True, "host memory of unknown size"),
