@@ -88,7 +88,7 @@ def test_a_dry_run_asks_the_same_and_makes_nothing_for_a_moment_either(tmp_path,
     monkeypatch.setattr(tier_checks.tempfile, "mkdtemp", lambda **options: pytest.fail("made something"))
     assert dry(tmp_path / "new") == []
     (note,) = dry(tmp_path / "new" / "folders")
-    assert note.endswith(f"nor is {tmp_path / 'new'}: a start makes both")
+    assert note.endswith(f"is not there: a start makes it, with what is above it in {tmp_path}")
     assert list(tmp_path.iterdir()) == []
     store = make_store(tmp_path / "kv")
     assert dry(tmp_path / "kv") == []

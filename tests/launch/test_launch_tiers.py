@@ -58,8 +58,9 @@ def test_engines_of_several_workers_are_refused_by_our_own(args):
 
 
 def test_engines_that_plan_steps_ahead_are_refused_by_our_own():
-    with pytest.raises(BadOption, match="--async-scheduling"):
-        build("--async-scheduling", host_gib=1)
+    for flag in ("--async-scheduling", "--async_scheduling"):
+        with pytest.raises(BadOption, match="--async-scheduling"):
+            build(flag, host_gib=1)
     assert build("--no-async-scheduling", host_gib=1)
 
 

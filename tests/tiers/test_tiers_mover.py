@@ -461,7 +461,7 @@ def test_a_disk_smaller_than_what_is_on_its_way_gets_no_more_than_it_holds(
         engine.save({KEYS[start]: 0, KEYS[start + 1]: 1})
         engine.step()
         assert engine.planner.disk_blocks + len(engine.planner.disk.being_spilled) <= 3
-    assert engine.planner.spill(engine.planner.host.first_not_on_disk(6, above=-1)) == 0
+    assert engine.planner.disk.spill(engine.planner.host.first_not_on_disk(6, above=-1)) == 0
     goes_on.set()
     engine.rest()
     assert engine.planner.counts["spill_full"] == 0

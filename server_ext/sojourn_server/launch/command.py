@@ -276,7 +276,7 @@ def _check_served(flags: Flags) -> None:
         count = flags.value(flag)
         if count not in (None, "1"):
             raise BadOption(f"{flag} is {count}; tiers below the device serve engines of one worker so far")
-    if "--async-scheduling" in flags.args:
+    if any(_name(arg) == "--async-scheduling" for arg in flags.args):
         raise BadOption("--async-scheduling: tiers below the device need one step at a time so far")
 
 

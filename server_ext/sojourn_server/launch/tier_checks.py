@@ -48,7 +48,9 @@ def check_tiers(
         stores = _stores(options.disk, root, vllm_version, weights)
         there = _writable(options.disk, root, full_is_fine=bool(stores), try_it=try_writing)
         if there not in (root, root.parent):  # a name mistyped further up, as like as not
-            notes.append(f"--kv-disk {options.disk} is not there, nor is {root.parent}: a start makes both")
+            notes.append(
+                f"--kv-disk {options.disk} is not there: a start makes it, with what is above it in {there}"
+            )
         notes += _on_contents(options.disk, root, stores, block_tokens)
         notes += _on_free_space(options.disk, options.disk_gib, there, stores)
     return notes

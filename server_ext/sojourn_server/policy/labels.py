@@ -27,6 +27,9 @@ _LABELS = {
     Tier.WAITING: Label.INACTIVE,
 }
 _DEVICE_ORDER = {Label.INACTIVE: 0, Label.COLD: 1, Label.IDLE: 2, Label.BUSY: 3}
+HOST_ORDER = (Label.INACTIVE, Label.COLD, Label.BUSY, Label.IDLE)
+"""The order in which host memory's blocks go: it keeps those longest who were placed in it, as the device
+does."""
 
 
 def label(tier: Tier) -> Label:
@@ -35,8 +38,5 @@ def label(tier: Tier) -> Label:
 
 
 def device_rank(marked: Label) -> int:
-    """Ascending, the order in which the device's cached blocks go: inactive, cold, idle, busy.
-
-    Below the device busy goes before idle; what labels are worth there is its tiers' to say.
-    """
+    """Ascending, the order in which the device's cached blocks go: inactive, cold, idle, busy."""
     return _DEVICE_ORDER[marked]

@@ -230,10 +230,6 @@ class TierPlanner:
         self.host.release(found)
         return coming
 
-    def spill(self, entries: Sequence[HostEntry]) -> int:
-        """Write idle entries to disk, where it has room; they stay in host memory too. Returns how many."""
-        return self.disk.spill(entries)
-
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> TierJobs:

@@ -1,21 +1,11 @@
-"""What the label of a program's blocks is worth in host memory (M5; MORI §4.3.2).
-
-The device keeps busy programs longest and then idle ones (``policy.labels.device_rank``).
-Host memory has it the other way round: each tier keeps those longest who were placed in
-it. Inactive ones go first in both, and then who belongs on disk.
-"""
+"""The policy's order of labels in host memory, in ranks of the tiers (M5; MORI §4.3.2)."""
 
 from __future__ import annotations
 
-from ..policy.labels import Label
+from ..policy.labels import HOST_ORDER, Label
 from ..tiers.ranks import Rank
 
-_RANKS = {
-    Label.INACTIVE: Rank.WORTHLESS,
-    Label.COLD: Rank.COLD,
-    Label.BUSY: Rank.PLAIN,
-    Label.IDLE: Rank.IDLE,
-}
+_RANKS = dict(zip(HOST_ORDER, (Rank.WORTHLESS, Rank.COLD, Rank.PLAIN, Rank.IDLE), strict=True))
 
 
 def host_rank(marked: Label) -> Rank:
