@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has what it starts in the background ignore Ctrl-C, and a process has its children do the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 try:
     from hypothesis import settings
