@@ -245,7 +245,8 @@ def _row(spec: MetricSpec) -> str:
     labels = "; ".join(f"`{name}`: {_values(values)}" for name, values in spec.labels.items()) or "–"
     text = spec.help
     if spec.buckets:
-        text += f" Buckets from {spec.buckets[0]:g} to {spec.buckets[-1]:g} s."
+        unit = " s" if spec.name.endswith("_seconds") else ""
+        text += f" Buckets from {spec.buckets[0]:g} to {spec.buckets[-1]:g}{unit}."
     return f"| `{spec.name}` | {spec.kind.value} | {labels} | {text} |\n"
 
 

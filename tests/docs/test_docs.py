@@ -251,6 +251,7 @@ def test_all_mechanisms_have_a_row() -> None:
         *(f"C{number}" for number in range(1, 10)),
         *(f"S{number}" for number in (1, 2, 3, 4, 5, 10)),
         *(f"M{number}" for number in (1, 2, 3, 4, 5, 6, 8, 9)),
+        *(f"T{number}" for number in range(1, 7)),
     ]
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from sojourn_server.engine.facts import TurnOutcome
 from sojourn_server.policy.preset import parse_preset
-from sojourn_server.policy.views import VictimView, WaitingView
+from sojourn_server.policy.views import RunningView, WaitingView
 from virtual_engine import VirtualEngine, prompt
 
 
@@ -120,7 +120,7 @@ def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
     old, new = e.arrive("old", prompt(40)), e.arrive("new", prompt(44))
     e.admit(old)
     e.admit(new)
-    views = [VictimView(old, 1, 0, 10), VictimView(new, 2, 1, 11)]
+    views = [RunningView(old, 1, 0, 10), RunningView(new, 2, 1, 11)]
     assert e.steward.victim(views, 1, e.now) == old
     # 7 s in, the new one has used up the quanta of 1, 2 and 4 s; the old one entered a queue further down
     # and has used up 2 and 4 there, so both stand in the fourth: the last admitted goes.

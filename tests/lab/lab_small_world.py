@@ -30,6 +30,7 @@ class SmallProgram:
     turns: list[PlannedTurn]
     arrival_s: float
     number: int
+    agent_type: str | None = None
     cut: bool = False
     parent_turn: int | None = None
     start_offset_s: float | None = None

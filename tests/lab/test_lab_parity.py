@@ -41,7 +41,7 @@ def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_ta
     logged, _ = engine.scheduler.sojourn.steward.decisions.since(0, 1_000_000)
     assert report.decisions == Counter(decision.kind for decision in logged)
     # And nothing that can be answered was never asked.
-    unasked = {"close", "park", "refused", "standing", "stranger"}
+    unasked = {"close", "look", "park", "refused", "standing", "stranger"}
     asked = {op for op, shape in SHAPES.items() if shape.answer} - unasked
     assert report.answers.keys() == asked
     assert len(grants(lines_of(path))) > 500
@@ -89,6 +89,17 @@ def test_placement_in_tiers_is_reproduced(tmp_path):
     counts = engine.scheduler.connector.planner.counts
     assert counts["stored"]
     assert counts["loaded"]
+
+
+def test_forecasts_and_preemptions_are_reproduced(tmp_path):
+    """With host memory below the device: what all will need, who is let in, preempted, and copied ahead."""
+    record(tmp_path / "tape", seed=5, steps=3000, policy="tetris", host_blocks=60)
+    report = replay_tape(tmp_path / "tape")
+    assert report.difference is None
+    assert report.decisions["preempt"] >= 1
+    assert report.answers["look"] > 50
+    assert report.answers["victim"] >= report.answers["preempt"] >= 1
+    assert report.answers["enter"] > 500
 
 
 def test_an_order_of_reuse_by_program_is_reproduced(tmp_path):

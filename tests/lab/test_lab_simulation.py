@@ -16,6 +16,7 @@ from lab_crowded_world import CROWDED_BLOCKS, crowded_world
 from lab_small_runs import SmallRun
 from lab_small_world import BLOCK, SmallLoop, copied, small_world
 from sojourn_server.engine.state import StewardLimits
+from sojourn_server.lab.bare_engine import BareEngine
 from sojourn_server.lab.hints import UNSENT_FOR_S
 from sojourn_server.lab.limits.compare import compare
 from sojourn_server.lab.lives import RunLog, TurnLife
@@ -226,6 +227,23 @@ def test_a_sub_agent_starts_in_the_gap_it_was_recorded_in():
     assert lives["p1"].arrived_s >= lives["p0"].turns[0].finished_s + 0.25
     assert lives["p2"].arrived_s >= lives["p0"].arrived_s + 0.5
     assert all(program.finished_s is not None for program in log.programs)
+
+
+def test_the_type_of_an_agent_reaches_the_engine_as_its_trace_says(monkeypatch):
+    told = {}
+    add = BareEngine.add
+
+    def watched(engine, *args, program_id, context, **rest):
+        told[program_id] = context["sojourn"]["agent_type"]
+        return add(engine, *args, program_id=program_id, context=context, **rest)
+
+    monkeypatch.setattr(BareEngine, "add", watched)
+    loop = copied(small_world(seed=8, programs=4))
+    parent, child, typed_child, alone = loop.programs
+    parent.agent_type = typed_child.agent_type = "math"
+    parent.children = [child, typed_child]
+    SmallRun("continuum", SmallLoop([parent, alone]))
+    assert told == {"p0": "math", "p1": "sub-agent", "p2": "math", "p3": "agent"}
 
 
 def test_a_router_that_lets_nobody_in_is_said_and_does_not_hang():

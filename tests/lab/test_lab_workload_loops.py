@@ -117,7 +117,8 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text('{"program_id":"p","turns":[{"prompt_tokens":5,"output_tokens":5}]}\n')
+    turn = '{"prompt_tokens":5,"output_tokens":5}'
+    path.write_text(f'{{"program_id":"p","turns":[{turn},{turn}]}}\n')
     assert [p.program_id for p in load_programs(str(path))] == ["p"]
     assert load_programs("synthetic:continuum-bfcl", seed=3)[0].source == "synthetic:continuum-bfcl"
     closed = choose_loop("synthetic:continuum-bfcl", programs=4, max_context_tokens=131_072)

@@ -54,6 +54,10 @@ def test_programs_that_do_not_fit_at_all_are_left_out_and_counted() -> None:
         Repertoire([])
 
 
+def test_of_a_single_request_no_gap_is_missing() -> None:
+    assert Repertoire([program("p", turn(100))]).notes == []
+
+
 def test_gaps_can_be_bounded_and_people_left_out() -> None:
     trace = program(
         "p",

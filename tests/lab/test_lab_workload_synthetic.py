@@ -18,12 +18,11 @@ from sojourn_server.lab.workloads.distributions import (
     WholeNormal,
     split,
 )
+from sojourn_server.lab.workloads.saga import TENANTS, TOOL_LATENCIES
 from sojourn_server.lab.workloads.synthetic import (
     BFCL_SCALE,
     DUALPATH,
     SWE_TOOL_LIMIT_S,
-    TENANTS,
-    TOOL_LATENCIES,
     synthetic_names,
     synthetic_programs,
 )

@@ -25,8 +25,9 @@ from sojourn_server.policy.views import (
     GrowthView,
     LeaseView,
     RoomNeed,
+    RunningView,
     TurnView,
-    VictimView,
+    VictimNeed,
     WaitingView,
 )
 from sojourn_server.program.history import ToolHistory
@@ -183,13 +184,13 @@ def test_nobody_waits_for_ever_behind_newcomers(
 
 def test_the_victim_is_in_the_lowest_queue_there_the_last_admitted() -> None:
     running = [
-        VictimView("long", 1, 0, 9, 100.0, 0.0),
-        VictimView("mine", 2, 1, 9, 0.0, 0.5),
-        VictimView("longer", 3, 2, 9, 90.0, 0.0),
-        VictimView("short", 4, 3, 9, 0.0, 0.1),
+        RunningView("long", 1, 0, 9, 100.0, 0.0),
+        RunningView("mine", 2, 1, 9, 0.0, 0.5),
+        RunningView("longer", 3, 2, 9, 90.0, 0.0),
+        RunningView("short", 4, 3, 9, 0.0, 0.1),
     ]
-    assert MostAttained().victim(running, 1, 0.0) == "longer"
-    assert MostAttained().victim([running[1], running[3]], 1, 0.0) == "short"
+    assert MostAttained().victim(running, VictimNeed(), 0.0) == "longer"
+    assert MostAttained().victim([running[1], running[3]], VictimNeed(), 0.0) == "short"
 
 
 @pytest.mark.parametrize(

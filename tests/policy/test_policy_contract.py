@@ -19,9 +19,13 @@ from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.engine.state import StewardLimits
 from sojourn_server.policy.base import Keep, Reason
+from sojourn_server.policy.demand import POINTS
 from sojourn_server.policy.eviction import LatestProgramsBlocks
+from sojourn_server.policy.forecast import DemandView
 from sojourn_server.policy.order import ProgramFcfs, RequestFcfs
 from sojourn_server.policy.preset import REGISTRY, Preset, load_preset, preset_names
+from sojourn_server.policy.recovery import Recovery, RecoveryView
+from sojourn_server.policy.remaining import LengthView
 from sojourn_server.policy.retention import UntilTheEnd
 from sojourn_server.policy.room import LaterProgramsFirst
 from sojourn_server.policy.views import (
@@ -29,10 +33,11 @@ from sojourn_server.policy.views import (
     OwnerView,
     PrefetchView,
     RoomNeed,
+    RunningView,
     Scale,
     StepView,
     TurnView,
-    VictimView,
+    VictimNeed,
     WaitingView,
 )
 from sojourn_server.program.history import ToolHistory
@@ -117,9 +122,39 @@ needs = st.builds(
     running=st.booleans(),
     anything_running=st.booleans(),
 )
-running = st.lists(st.tuples(ranks, st.integers(1, 20), times, times), max_size=8).map(
-    lambda rows: [VictimView(f"r{i}", rank, i, *served) for i, (rank, *served) in enumerate(rows)]
+lives = st.none() | st.lists(st.floats(1, 5000), min_size=1, max_size=8).map(sorted).map(tuple)
+running = st.lists(
+    st.builds(
+        RunningView,
+        st.just(""),
+        ranks,
+        st.just(0),
+        st.integers(1, 20),
+        times,
+        times,
+        context_tokens=st.integers(0, 2000),
+        output_tokens=st.integers(0, 2000),
+        remaining=lives,
+        preemptions=st.integers(0, 4),
+        stayed_tokens=st.integers(0, 200),
+        recover_s=times,
+        of_program=st.booleans(),
+    ),
+    max_size=8,
+).map(lambda views: [view._replace(request_id=f"r{i}", position=i) for i, view in enumerate(views)])
+shortages = st.builds(
+    VictimNeed, st.integers(0, 50), st.integers(0, 500), st.sampled_from([1, 16]), step_s=st.floats(0, 1)
 )
+written = st.builds(
+    LengthView, st.just("r"), st.integers(0, 10**6), st.integers(1, 10**6),
+    st.lists(st.integers(1, 10**5), max_size=60).map(sorted),
+    st.none() | st.integers(-5, 10**6) | st.just(10**400),
+    st.none() | st.floats(0) | st.floats(0, 2),
+)  # fmt: skip
+preempted = st.builds(
+    RecoveryView, st.integers(0, 10**6), times, st.none() | st.floats(0, 1), st.none() | st.floats(0, 1),
+    st.integers(0, 10**6), times,
+)  # fmt: skip
 owners = st.builds(
     OwnerView, ranks, st.booleans(), times,
     blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
@@ -217,14 +252,14 @@ def test_room_does_not_let_a_running_request_or_an_idle_engine_starve(
 
 
 @pytest.mark.parametrize("policy", registered("victim"))
-@given(candidates=running, short=st.integers(1, 50), now=times)
-def test_victim(policy: Any, candidates: list[VictimView], short: int, now: float) -> None:
+@given(candidates=running, need=shortages, now=times)
+def test_victim(policy: Any, candidates: list[RunningView], need: VictimNeed, now: float) -> None:
     before = list(candidates)
-    chosen = policy.victim(candidates, short, now)
+    chosen = policy.victim(candidates, need, now)
     assert chosen is None or chosen in {view.request_id for view in candidates}
-    assert policy.victim(list(reversed(candidates)), short, now) == chosen
+    assert policy.victim(list(reversed(candidates)), need, now) == chosen
     assert candidates == before
-    assert policy.victim([], short, now) is None
+    assert policy.victim([], need, now) is None
 
 
 @pytest.mark.parametrize("policy", registered("eviction"))
@@ -263,6 +298,50 @@ def test_prefetch(policy: Any, goes_on: float, durations: list[float], reload_s:
     if plan is not None:
         assert policy.plans
         assert now <= plan.at_s <= plan.by_s
+
+
+@pytest.mark.parametrize("policy", registered("remaining"))
+@given(view=written, now=times)
+def test_remaining(policy: Any, view: LengthView, now: float) -> None:
+    before = list(view.lengths)
+    left = policy.remaining(view, now)
+    assert policy.remaining(view, now + 1000.0) == left, "how long does not depend on the time of day"
+    assert view.lengths == before
+    if left is None:
+        return
+    assert policy.predicts, "what is never asked knows nothing"
+    assert isinstance(left, tuple)
+    assert left
+    assert list(left) == sorted(left)
+    assert 1.0 <= left[0] <= left[-1] <= view.most_tokens, (
+        "it runs, so a token is to come, and no more than may"
+    )
+
+
+@pytest.mark.parametrize("policy", registered("forecast"))
+@given(
+    needed=st.lists(st.floats(0, 1e4), min_size=len(POINTS), max_size=len(POINTS)),
+    room=st.integers(0, 5000),
+    now=times,
+)
+def test_forecast(policy: Any, needed: list[float], room: int, now: float) -> None:
+    short_in = policy.short_in(DemandView(tuple(needed), room), now)
+    assert policy.short_in(DemandView(needed, room), now) == short_in
+    if short_in is None:
+        return
+    assert policy.looks
+    assert 0 <= short_in <= POINTS[-1]
+    assert max(needed) > room, "where all fits there is no shortage"
+
+
+@pytest.mark.parametrize("policy", registered("recovery"))
+@given(victim=preempted, now=times)
+def test_recovery(policy: Any, victim: RecoveryView, now: float) -> None:
+    way = policy.recovery(victim, now)
+    assert isinstance(way, Recovery)
+    assert policy.recovery(victim, now + 1000.0) is way
+    nowhere = victim._replace(out_s_per_token=None)
+    assert policy.recovery(nowhere, now) is Recovery.RECOMPUTE, "there is nothing to copy to"
 
 
 def test_latest_programs_blocks_go_first() -> None:

@@ -21,6 +21,7 @@ class Patient:
     seconds: float = 1.0
     gates = True
     counts_promised = False
+    forecasts = False
 
     def __post_init__(self):
         if self.seconds < 0:
@@ -81,7 +82,7 @@ def test_an_installed_module_does_too() -> None:
         ('entry = "mine:Patent"', r"mine\.py has no class 'Patent'; did you mean 'Patient'\?"),
         ('entry = "mine:other"', r"mine\.py has no class 'other'"),
         ('entry = "yours:Patient"', r"there is neither .*yours\.py nor an installed yours"),
-        ('entry = "mine:Half"', r"mine:Half has no counts_promised and no may_enter; EntryPolicy in"),
+        ('entry = "mine:Half"', r"has no counts_promised and no forecasts and no may_enter; EntryPolicy in"),
         ('room = "mine:Patient"', r"room: mine:Patient has no release"),
         ('entry = { policy = "mine:Patient", seconds = -1.0 }', r"entry: seconds is -1\.0; expected ≥ 0"),
         ('entry = { policy = "mine:Patient", second = 1.0 }', r"unexpected keyword argument 'second'"),

@@ -34,6 +34,7 @@ def test_the_shipped_presets() -> None:
         "saga-no-ttl",
         "saga-paper",
         "static-ttl",
+        "tetris",
     ]
     for name in preset_names():
         preset = load_preset(name)

@@ -22,6 +22,8 @@ class FakeServer:
         self.forgets = False
         self.obeys_replay = True
         self.sojourn = False
+        self.facts: dict[str, str] = {}
+        self.root: str | None = None
         self.seconds_per_token = 0.0
         self.status: int | None = None
         self.__dict__.update(quirks)
@@ -77,12 +79,19 @@ class FakeServer:
         if self._refused(handler):
             return
         if handler.path == "/v1/models":
-            entry = {"id": self.model, "owned_by": "fake", "max_model_len": self.max_model_len}
+            entry: dict[str, Any] = {
+                "id": self.model,
+                "owned_by": "fake",
+                "max_model_len": self.max_model_len,
+            }
+            if self.root is not None:
+                entry["root"] = self.root
             self._answer(handler, 200, {"data": [entry]})
         elif handler.path == "/version":
             self._answer(handler, 200, {"version": "1.2"})
         elif handler.path == "/sojourn/v1/capabilities" and self.sojourn:
-            document = {"name": "sojourn", "wire": [1], "engine": {"block_size": str(self.block_size)}}
+            engine = {"block_size": str(self.block_size), **self.facts}
+            document = {"name": "sojourn", "wire": [1], "engine": engine}
             self._answer(handler, 200, document)
         else:
             self._answer(handler, 404, {"error": "no such path"})

@@ -15,6 +15,7 @@ from sojourn_server.cli.console import CliError
 from sojourn_server.cli.profile import register
 from sojourn_server.policy.costs import EngineProfile
 from sojourn_server.profiling import bandwidth as bandwidth_module
+from sojourn_server.profiling import compute as compute_module
 from sojourn_server.profiling.bandwidth import Bandwidth, measure_bandwidth
 from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
 from sojourn_server.replay.client import Completion, RequestError, ServedModel
@@ -30,12 +31,15 @@ def invoke(*arguments: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(compute_module, "CPU_SIDE", 64)
 
 
 def test_lengths_double_up_to_the_longest() -> None:
     assert lengths_up_to(4095) == [1000, 2000, 4000, 4095]
     assert lengths_up_to(16000) == [1000, 2000, 4000, 8000, 16000]
+    assert lengths_up_to(4000) == [1000, 2000, 4000]
+    assert lengths_up_to(2048) == [512, 1024, 2048]
     assert lengths_up_to(1000) == [250, 500, 1000]
     assert lengths_up_to(1) == [1]
 

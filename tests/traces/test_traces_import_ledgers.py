@@ -59,6 +59,7 @@ def test_a_ledger_becomes_a_program(tmp_path: Path) -> None:
         "coder",
         "t",
     )
+    assert program.agent_type == "coder"
     assert [t.prompt_tokens for t in program.turns] == [339, 507, 900, 800]
     assert [t.append_tokens for t in program.turns] == [339, 148, 373, 0]
     assert [t.gap_s for t in program.turns] == [0.5, 5.5, 0.0, None]

@@ -152,7 +152,7 @@ def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
     main, helper, third, summary = imported(tmp_path, spans)
     assert [len(p.turns) for p in (main, helper, third, summary)] == [2, 1, 1, 1]
     assert (helper.parent, helper.parent_turn, helper.start_offset_s) == ("c1", 0, pytest.approx(4))
-    assert helper.group == "helper"
+    assert helper.group == helper.agent_type == "helper"
     assert (third.program_id, third.parent, third.parent_turn) == ("c3", helper.program_id, 0)
     assert (summary.parent, summary.parent_turn, summary.start_offset_s) == ("c1", 1, pytest.approx(41))
     assert main.turns[0].tools == (ToolRun(name="delegate", s=pytest.approx(27)),)

@@ -147,7 +147,7 @@ class Device:
 
 # Loads that fail while the next step is planned already give wrong tokens: such an engine is refused.
 @pytest.mark.parametrize(("asynchronous", "failing"), [(False, 0.0), (False, 0.05), (True, 0.0)])
-@pytest.mark.parametrize("policy", ["continuum", "saga", "program-fcfs", "mori"])
+@pytest.mark.parametrize("policy", ["continuum", "saga", "program-fcfs", "mori", "tetris"])
 def test_what_is_loaded_was_computed(
     make_engine: Any, clock: Any, policy: str, asynchronous: bool, failing: float
 ) -> None:

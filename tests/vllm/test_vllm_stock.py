@@ -28,7 +28,7 @@ def random_load(
     return plans
 
 
-@pytest.mark.parametrize("policy", ["observe", "continuum"])
+@pytest.mark.parametrize("policy", ["observe", "continuum", "tetris"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 def test_without_hints_every_step_is_stock_vllms(make_engine, policy, asynchronous, scheduling_policy):

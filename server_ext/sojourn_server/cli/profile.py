@@ -19,6 +19,7 @@ from .console import CliError, console, write_json
 if TYPE_CHECKING:
     from sojourn_server.policy.costs import EngineLimits, EngineProfile
     from sojourn_server.profiling.bandwidth import Bandwidth
+    from sojourn_server.profiling.break_even import BreakEven
     from sojourn_server.profiling.prefill import PrefillMeasurement
     from sojourn_server.profiling.steps import StepMeasurement
     from sojourn_server.replay.client import ServedModel
@@ -58,6 +59,8 @@ def profile(
         None, min=1, help="The server's tokens a step; else what it tells"
     ),
     kv_bytes_per_token: int | None = typer.Option(None, min=1, help="Of one token; else what it tells"),
+    layers: int | None = typer.Option(None, min=1, help="Of the model; else by its config.json here"),
+    hidden_size: int | None = typer.Option(None, min=1, help="Of the model; else the same"),
     hardware: str | None = typer.Option(None, help="What to call the machine; else what is found here"),
     api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
     json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
@@ -65,9 +68,13 @@ def profile(
     """Without ``-o`` and ``--json`` the TOML goes to stdout."""
     from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
     from sojourn_server.policy.step_costs import fit_step_costs
-    from sojourn_server.profiling.bandwidth import Bandwidth, describe_hardware, measure_bandwidth
+    from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, describe_hardware, measure_bandwidth
+    from sojourn_server.profiling.break_even import Dimensions, break_even, read_dimensions
+    from sojourn_server.profiling.compute import Compute, measure_compute
     from sojourn_server.replay.client import RequestError, ServerError
 
+    if (layers is None) != (hidden_size is None):
+        raise CliError("--layers and --hidden-size go together", "give both, or neither")
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
     said = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
@@ -87,8 +94,16 @@ def profile(
     if not measured.points:
         raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
+    dimensions = read_dimensions(served.root) if local else None
+    if layers and hidden_size:
+        dimensions = Dimensions(layers, hidden_size)
     if local:
-        bandwidth = measure_bandwidth()
+        kv_bytes = limits.kv_bytes_per_token
+        # In how many pieces a large block is copied matters little.
+        pieces = dimensions.layers if dimensions else 1
+        bandwidth = measure_bandwidth(
+            blocks=KvBlocks(kv_bytes * tokens_a_block, pieces) if kv_bytes else None
+        )
     else:
         bandwidth = Bandwidth(None, None, "the server runs on another machine; profile it there")
     result = EngineProfile(
@@ -108,14 +123,29 @@ def profile(
         versions=_versions(served.engine, local),
     )
     notes = [*measured.notes, *steps.notes, *([bandwidth.reason] if bandwidth.reason else [])]
-    _show(result, measured, bandwidth, notes)
+    compute = Compute(None, "the server runs on another machine")
+    if local and dimensions is not None:
+        compute = measure_compute()
+    evens = break_even(result, dimensions, compute)
+    _show(result, bandwidth)
+    _show_break_even(evens, longest=measured.points[-1][0])
+    for note in notes:
+        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(result.to_toml(), encoding="utf-8")
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json:
         residual_s = result.prefill.residual(measured.points)
-        write_json({**dataclasses.asdict(result), "residual_s": residual_s, "notes": notes}, "-")
+        write_json(
+            {
+                **dataclasses.asdict(result),
+                "break_even": evens.as_json(),
+                "residual_s": residual_s,
+                "notes": notes,
+            },
+            "-",
+        )
     elif output is None:
         print(result.to_toml(), end="")
 
@@ -195,9 +225,7 @@ async def _measure(
     return served, limits, block_size, measured, steps
 
 
-def _show(
-    result: EngineProfile, measured: PrefillMeasurement, bandwidth: Bandwidth, notes: list[str]
-) -> None:
+def _show(result: EngineProfile, bandwidth: Bandwidth) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
@@ -212,8 +240,20 @@ def _show(
         console.print(f"device to host {down / 1e9:.1f} GB/s, host to device {up / 1e9:.1f} GB/s")
     if result.steps is not None:
         _show_steps(result)
-    for note in notes:
-        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
+
+
+def _show_break_even(evens: BreakEven, longest: int) -> None:
+    from rich.markup import escape
+
+    measured, closed = evens.measured.words(longest), evens.closed_form.words(longest)
+    if evens.measured.tokens is None:
+        text = f"break-even of recomputing and offloading: {measured}"
+    else:
+        text = (
+            "break-even: copying a context out and in again is faster than computing it "
+            f"{measured} (measured curve); {closed} (closed form)"
+        )
+    console.print(escape(text), soft_wrap=True)
 
 
 def _show_steps(result: EngineProfile) -> None:

@@ -40,6 +40,9 @@ def replay(
     force_tokens: bool = typer.Option(
         False, help="Force outputs, so that prefixes are exact; the server needs our logits processor"
     ),
+    hide_lengths: bool = typer.Option(
+        False, help="With --force-tokens: let no request's max_tokens tell how long its output will be"
+    ),
     dialect: str = typer.Option(
         "auto", help="sojourn: report programs and tools; vllm: plain requests; auto"
     ),
@@ -68,6 +71,7 @@ def replay(
             token_scale=token_scale,
             max_context_tokens=max_context,
             force_tokens=force_tokens,
+            hide_lengths=hide_lengths,
             vocabulary=vocabulary,
             block_size=block_size,
         )
@@ -162,6 +166,7 @@ async def _run(
         "speed": options.speed,
         "token_scale": options.token_scale,
         "force_tokens": options.force_tokens,
+        "hide_lengths": options.hide_lengths,
         "max_context": options.max_context_tokens,
         "concurrency": None if options.arrivals else options.concurrency,
         "block_size": run.block_size,

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from sojourn.ids import ProgramId
 
 from ..policy.base import EntryPolicy
-from ..policy.views import EntryView, GrowthView
+from ..policy.forecast import DemandView
+from ..policy.views import EntryView, GrowthView, RunningView
 from ..program.status import Signal
 from ..program.table import ProgramTable
 from .leases import LeaseBook
@@ -45,10 +46,14 @@ class EntryGate:
         self._holding.pop(request_id, None)
 
     def concerns(self, ticket: Ticket) -> bool:
-        """Whether the policy has a say: not for strangers, preempted requests, or programs that hold KV
-        under a lease or with another request."""
+        """Whether the policy has a say: not for strangers, nor, unless it forecasts, for preempted requests
+        or programs that hold KV under a lease or with another request."""
         program = ticket.program
-        if program is None or ticket.preempted or not self._policy.gates or program.id in self._leases:
+        if program is None or not self._policy.gates:
+            return False
+        if self._policy.forecasts:
+            return True
+        if ticket.preempted or program.id in self._leases:
             return False
         return not any(
             other != ticket.request_id and other in self._holding for other in program.live_requests
@@ -63,9 +68,12 @@ class EntryGate:
         *,
         anything_running: bool,
         idle_s: float,
+        own: RunningView | None = None,
+        demand: DemandView | None = None,
     ) -> bool:
         """Whether the request may be admitted. ``need_blocks`` is what its prompt takes, ``free_blocks`` what
-        the pool has; nothing has run for ``idle_s`` seconds."""
+        the pool has; nothing has run for ``idle_s`` seconds. For a policy that forecasts ``own`` is the
+        request as it would run, beside ``demand``."""
         program = ticket.program
         if program is None or not self.concerns(ticket):
             return True
@@ -78,12 +86,16 @@ class EntryGate:
             block_size=self._pool.block_size,
             max_context_tokens=self._pool.max_context_tokens,
             anything_running=anything_running,
-            earlier=tuple(self._holding_before(ticket.rank)),
+            # What all that run will need says more, where it is told.
+            earlier=() if demand is not None else tuple(self._holding_before(ticket.rank)),
             turns_seen=growth.count(),
             mean_growth_tokens=growth.mean(),
             programs_seen=turns.count(),
             mean_turns=turns.mean_turns(),
             idle_s=idle_s,
+            own=own,
+            needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),
+            room_blocks=demand.room_blocks if demand is not None else 0,
         )
         enters = self._policy.may_enter(entry, now)
         self._table.signal(program, Signal.UNGATE if enters else Signal.GATE)

@@ -39,6 +39,8 @@ def take_in(
         ticket.hinted_ttl_s = min(max(0.0, ttl_s), limits.max_hinted_ttl_s)
         was_clipped = ticket.hinted_ttl_s != ttl_s
     ticket.final = context.expected_resume is False
+    if context.expected_output_length is not None and context.expected_output_length > 0:
+        ticket.hinted_tokens = context.expected_output_length
     ours = context.sojourn
     if ours is not None:
         if ours.heartbeat:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
+from ..metrics.cascades import Cascades
 from ..metrics.decisions import DecisionLog
 from ..metrics.ledger import Lost
 from ..metrics.recorder import Recorder
 from ..policy.base import Reason
 from ..policy.placement import Move, When
+from ..policy.recovery import Recovery
 from ..program.record import Program
 from .state import Pool, Ticket
 
@@ -24,16 +26,38 @@ class Journal:
         self._decisions = decisions
         self._recorder = recorder
         self._pool = pool
+        self._cascades = Cascades()
 
     def hint(self, outcome: Outcome) -> None:
         """A request came with a hint."""
         self._recorder.count("sojourn_hints_total", outcome=outcome.value)
 
-    def preempted(self, ticket: Ticket | None, now: float) -> None:
-        """A running request lost its blocks; ``None``: one that nobody knows, which is only counted."""
-        self._recorder.count("sojourn_preemptions_total", mode="recompute")
+    def preempted(
+        self, ticket: Ticket | None, now: float, recovery: Recovery, tokens: int, step: int
+    ) -> None:
+        """A running request lost its blocks in engine step ``step``, with ``tokens`` tokens of KV; ``None``:
+        one that nobody knows, which is only counted."""
+        self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
+        self._cascade(self._cascades.preempted(step))
         if ticket is not None:
-            self._decisions.add(now, "preempt", _program_of(ticket), "shortage")
+            self._decisions.add(
+                now,
+                "preempt",
+                _program_of(ticket),
+                recovery.value,
+                tokens=tokens,
+                times=ticket.preemptions,
+                in_cascade=self._cascades.length,
+            )
+
+    def step(self, step: int) -> None:
+        """Engine step ``step`` is over."""
+        if self._cascades.length:
+            self._cascade(self._cascades.over(step))
+
+    def _cascade(self, length: int) -> None:
+        if length:
+            self._recorder.observe("sojourn_preemption_cascade_length", length)
 
     def refused(self, ticket: Ticket, now: float) -> None:
         """A request was kept out for too long."""

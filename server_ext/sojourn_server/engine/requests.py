@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..policy.views import VictimView, WaitingView
+from ..policy.views import RunningView, WaitingView
 from ..program.record import Program
 from ..program.table import ProgramTable
 from .state import Ticket
@@ -67,7 +67,7 @@ class Requests:
             self._idle_since_s = now
         return now - self._idle_since_s
 
-    def served(self, running: Sequence[VictimView], now: float) -> list[VictimView]:
+    def served(self, running: Sequence[RunningView], now: float) -> list[RunningView]:
         """The engine's views of running requests, with how long each has been served."""
         return [self._served(view, now) for view in running]
 
@@ -87,7 +87,7 @@ class Requests:
             now_s=now,
         )
 
-    def _served(self, view: VictimView, now: float) -> VictimView:
+    def _served(self, view: RunningView, now: float) -> RunningView:
         ticket = self.tickets.get(view.request_id)
         if ticket is None:
             return view

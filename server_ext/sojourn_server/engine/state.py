@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..metrics.ledger import TurnRecord
+from ..policy.remaining import Remaining
 from ..program.history import SlidingMean, ToolHistory, TurnHistory
+from ..program.output_lengths import HintErrors, OutputLengths
 from ..program.record import Program
 from ..program.workflows import Workflows
 
@@ -68,6 +70,9 @@ class Histories:
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
     """Tokens by which each turn after the first outgrew its program's longest context until then."""
     workflows: Workflows = field(default_factory=Workflows)
+    output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    hints_off: HintErrors = field(default_factory=HintErrors)
+    """Of hinted output lengths."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,10 @@ class Ticket:
     """Graph node that its hint named."""
     steps_left: float | None = None
     """Turns that its hint expects to follow."""
+    hinted_tokens: int | None = None
+    """Tokens that its hint expects of the whole output."""
+    tool: str | None = None
+    """Key of the tool whose result its prompt ends with."""
     prompt_tokens: int = 0
     preempted: bool = False
     admitted: bool = False
@@ -102,6 +111,14 @@ class Ticket:
     """Seconds that it ran, up to ``since_s``."""
     waited_s: float = 0.0
     """Seconds that it waited in the queue, up to ``since_s``."""
+    preemptions: int = 0
+    output_when_in: int = 0
+    """Tokens it had written when it was last taken in."""
+    remaining: Remaining | None = None
+    """What it was expected to write yet when it had written ``asked_at`` tokens."""
+    asked_at: int = -1
+    foreseen_tokens: float | None = None
+    """How long its output was expected to be when that was first asked."""
 
     def run(self, now: float, promoted_s: float) -> None:
         """It stops waiting and runs; what was before ``promoted_s``, if that has passed, is forgotten."""

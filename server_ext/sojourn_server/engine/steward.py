@@ -21,8 +21,9 @@ from ..policy.base import Keep, Reason
 from ..policy.costs import PrefillCurve
 from ..policy.labels import Label
 from ..policy.preset import Preset
+from ..policy.recovery import Recovery
 from ..policy.reload import ReloadEstimate
-from ..policy.views import LeftBehind, RoomNeed, VictimView, WaitingView
+from ..policy.views import LeftBehind, RoomNeed, RunningView, WaitingView
 from ..program.graphs import GraphStore
 from ..program.record import Program
 from ..program.status import OVER, Signal
@@ -39,6 +40,7 @@ from .lifetimes import Lifetimes
 from .moves import Moves
 from .owners import Owners
 from .placer import Placer
+from .prospects import Prospects
 from .requests import Requests
 from .state import Histories, Pool, StewardLimits, Ticket
 from .turn_records import TurnRecords
@@ -100,6 +102,14 @@ class Steward:
         )
         self.foreseer = Foreseer(preset, pool, histories=self.histories, graphs=self.graphs, table=self.table)
         moves = Moves(self.table, self.keeper, self.foreseer, self.journal)
+        self.prospects = Prospects(
+            preset,
+            pool,
+            histories=self.histories,
+            reload=self.reload,
+            tickets=self.tickets,
+            recorder=self.recorder,
+        )
         self.placer = Placer(preset.placement, pool, histories=self.histories, moved=moves.made)
         self.owners = Owners(preset.eviction, table=self.table, foreseer=self.foreseer, placer=self.placer)
         self.lifetimes = Lifetimes(
@@ -111,6 +121,8 @@ class Steward:
             placer=self.placer,
             journal=self.journal,
         )
+        self._steps = 0
+        """Engine steps so far."""
         self._now_s = 0.0
         """When it was last told that time passes."""
 
@@ -134,7 +146,7 @@ class Steward:
         if gap_s is not None:
             self.foreseer.came_back(program, tool, gap_s, fact.prompt_tokens)
         self.foreseer.touched(program)
-        program.pending_tool = None
+        ticket.tool, program.pending_tool = tool, None
         program.live_requests.add(fact.request_id)
         self.table.signal(program, Signal.REQUEST_ARRIVED)
         self.placer.arrived(ticket, now)
@@ -151,6 +163,7 @@ class Steward:
     def stranger_left(self, request_id: str) -> None:
         """A request of no program has left the engine."""
         ticket = self.tickets.pop(request_id, None)
+        self.prospects.gone(request_id)
         if ticket is not None:
             self.placer.finished(ticket, self._now_s)
             self.requests.stop(ticket, self._now_s)
@@ -161,6 +174,7 @@ class Steward:
         if ticket is None:
             return
         first = self.requests.run(ticket, now, self.promoted_s(ticket))
+        ticket.output_when_in = max(0, fact.tokens - ticket.prompt_tokens)
         self.placer.admitted(ticket, now)
         program, record = ticket.program, ticket.record
         if program is None or record is None:
@@ -189,26 +203,34 @@ class Steward:
         """A request's first output token exists."""
         self.records.first_token(request_id, now)
 
-    def preempted(self, request_id: str, now: float) -> None:
-        """A running request lost its blocks and waits again."""
+    def preempted(self, request_id: str, now: float, *, tokens: int = 0, copied_tokens: int = 0) -> Recovery:
+        """A running request lost its blocks and waits again. Returns how it is to get the KV of its
+        ``tokens`` tokens back, of which ``copied_tokens`` tokens' are in host memory already."""
         ticket = self.tickets.get(request_id)
+        recovery = self.prospects.recovery(tokens, now, copied_tokens=copied_tokens)
+        self.prospects.gone(request_id)
         if ticket is not None:
             self.requests.stop(ticket, now)
             self.placer.preempted(ticket, now)
             ticket.preempted = True
+            ticket.preemptions += 1
             self.gate.holds_none(request_id)
             if ticket.record is not None:
                 ticket.record.preemptions += 1
-        self.journal.preempted(ticket, now)
+        self.journal.preempted(ticket, now, recovery, tokens, self._steps)
+        return recovery
 
     def finished(self, fact: TurnEnd, now: float) -> Lease | None:
         """A request has left the engine. Returns the lease under which its blocks are to be held, if any."""
         ticket = self.tickets.pop(fact.request_id, None)
         self.gate.holds_none(fact.request_id)
+        self.prospects.gone(fact.request_id)
         if ticket is None:
             return None
         self.requests.stop(ticket, now)
         failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
+        if not failed:
+            self.prospects.ended(ticket, fact.output_tokens)
         self.placer.finished(ticket, now, failed=failed)
         if ticket.program is None:
             return None
@@ -297,7 +319,10 @@ class Steward:
 
     def step_took(self, tokens: int, seconds: float, requests: int) -> None:
         """An engine step of ``tokens`` tokens of ``requests`` requests took so long."""
+        self._steps += 1
         self.reload.observe_step(tokens, seconds, requests)
+        self.prospects.step_took(seconds)
+        self.journal.step(self._steps)
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -317,17 +342,42 @@ class Steward:
         return self.keeper.make_room(need, now, freed_by, self.owners.score_now)
 
     def may_enter(
-        self, ticket: Ticket, need_blocks: int, free_blocks: int, now: float, *, anything_running: bool
+        self,
+        ticket: Ticket,
+        need_blocks: int,
+        free_blocks: int,
+        now: float,
+        *,
+        anything_running: bool,
+        output_tokens: int = 0,
+        most_tokens: int = 0,
     ) -> bool:
         """Whether a waiting request may be admitted, as far as the entry policy is concerned.
 
-        Only programs that hold no KV are ever kept out (``behind_gate``).
-        ``need_blocks`` is what its prompt takes, ``free_blocks`` what the pool has.
+        It is asked about those ``behind_gate`` only. ``need_blocks`` is what its context takes,
+        ``free_blocks`` what the pool has; it has written ``output_tokens``, and ``most_tokens`` may follow.
         """
-        idle_s = self.requests.idle_s(now, anything_running) if self.gate.concerns(ticket) else 0.0
-        return self.gate.may_enter(
-            ticket, need_blocks, free_blocks, now, anything_running=anything_running, idle_s=idle_s
+        asked = self.gate.concerns(ticket)
+        idle_s = self.requests.idle_s(now, anything_running) if asked else 0.0
+        own = None
+        if asked and self.preset.entry.forecasts:
+            tokens = need_blocks * self.pool.block_size
+            own = self.prospects.would_run(
+                ticket, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
+            )
+        enters = self.gate.may_enter(
+            ticket,
+            need_blocks,
+            free_blocks,
+            now,
+            anything_running=anything_running,
+            idle_s=idle_s,
+            own=own,
+            demand=self.prospects.demand if own is not None else None,
         )
+        if enters and own is not None:
+            self.prospects.came(own)
+        return enters
 
     def behind_gate(self, ticket: Ticket) -> bool:
         """Whether the entry policy has a say in a waiting request."""
@@ -354,9 +404,38 @@ class Steward:
         """A program has ended (``END``) or was given up (``SILENCE``): learn from it and let its KV go."""
         self.lifetimes.over(program, signal, outcome, now)
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
-        """Which running request to preempt; None leaves it to the engine."""
-        return self.preset.victim.victim(self.requests.served(running, now), short_blocks, now)
+    def victim(
+        self, running: Sequence[RunningView], short_blocks: int, now: float, *, used_blocks: int = 0
+    ) -> str | None:
+        """Which running request to preempt; None: the engine's choice. ``used_blocks`` are in use or held."""
+        views = self.prospects.foreseen(self.requests.served(running, now), now)
+        return self.preset.victim.victim(views, self.prospects.need(views, short_blocks, used_blocks), now)
+
+    def look_ahead(
+        self,
+        running: Sequence[RunningView],
+        used_blocks: int,
+        now: float,
+        *,
+        out_s_per_token: float | None = None,
+        back_s_per_token: float | None = None,
+        queued_s: float = 0.0,
+    ) -> str | None:
+        """Look at what all that run will yet need; which of them to copy to host memory now, since it will
+        probably be preempted soon. Asked every few steps, where the preset ``predicts``.
+
+        Copies take ``out_s_per_token`` and ``back_s_per_token`` so far, ``None`` before the first; those
+        queued will take ``queued_s`` more.
+        """
+        self.prospects.copied(out_s_per_token, back_s_per_token, queued_s)
+        if self.prospects.look(running, used_blocks, now) is None:
+            return None
+        views = self.prospects.foreseen(self.requests.served(running, now), now)
+        victim = self.preset.victim.victim(views, self.prospects.need(views, 0, used_blocks), now)
+        view = next((view for view in views if view.request_id == victim), None)
+        if view is None or self.prospects.recovery(view.context_tokens, now) is not Recovery.OFFLOAD:
+            return None
+        return victim
 
     def waiting_view(self, ticket: Ticket) -> WaitingView:
         """What the queue order sees of a request."""

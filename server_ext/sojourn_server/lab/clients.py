@@ -132,7 +132,7 @@ class Clients:
         self._log.programs.append(life)
         hints: Hints | None = None
         if self._with_hints:
-            kind = "agent" if parent is None else "sub-agent"
+            kind = plan.agent_type or ("agent" if parent is None else "sub-agent")
             hints = Hints(plan.instance_id, life.parent, agent_type=kind, history=self._history)
         root = None if parent is None else parent.root or parent
         playing = Playing(plan, life, root, hints, since_s=now)

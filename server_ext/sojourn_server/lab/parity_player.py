@@ -10,7 +10,7 @@ from sojourn.ids import ProgramId
 
 from ..engine.state import Ticket
 from ..engine.tape import Record, TapingDesk, TapingSteward, records
-from ..policy.views import LeftBehind, RoomNeed, VictimView
+from ..policy.views import LeftBehind, RoomNeed, RunningView
 
 Call = Callable[[], Any]
 
@@ -67,8 +67,8 @@ class TapePlayer:
     def token(self, now: float, request: int | str) -> Call:
         return partial(self.steward.first_token, self._request_id(request), now)
 
-    def preempt(self, now: float, request: int | str) -> Call:
-        return partial(self.steward.preempted, self._request_id(request), now)
+    def preempt(self, now: float, request: int | str, options: dict[str, Any]) -> Call:
+        return partial(self.steward.preempted, self._request_id(request), now, **options)
 
     def end(self, now: float, request: int | str, *rest: Any) -> Call:
         request_id = self._gone(request)
@@ -145,9 +145,13 @@ class TapePlayer:
         behind = LeftBehind(left[0], int(left[1])) if left is not None else None
         return partial(self.steward.owner_standing, ProgramId(program_id), behind)
 
-    def victim(self, now: float, short_blocks: int, running: list[list[Any]]) -> Call:
-        views = [VictimView(self._request_id(number), *rest) for number, *rest in running]
-        return partial(self.steward.victim, views, short_blocks, now)
+    def victim(
+        self, now: float, short_blocks: int, running: list[list[int]], options: dict[str, Any]
+    ) -> Call:
+        return partial(self.steward.victim, self._running(running), short_blocks, now, **options)
+
+    def look(self, now: float, used_blocks: int, running: list[list[int]], options: dict[str, Any]) -> Call:
+        return partial(self.steward.look_ahead, self._running(running), used_blocks, now, **options)
 
     def pin(self, now: float, program_id: str, blocks: int, options: dict[str, Any]) -> Call:
         return partial(self.steward.pinned, ProgramId(program_id), blocks, now, **options)
@@ -168,6 +172,9 @@ class TapePlayer:
         return partial(self.steward.close_tape, reason)
 
     # -- inside ---------------------------------------------------------------
+
+    def _running(self, running: list[list[int]]) -> list[RunningView]:
+        return [records.read_running(self._request_id(number), rest) for number, *rest in running]
 
     def _came(self, ticket: Ticket) -> None:
         self._tickets[ticket.arrival] = ticket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class LabPolicy:
     """The engine has host memory below the device, by its own offloading connector or by ours."""
     own_tiers: bool = False
     """Ours."""
+    oracle: bool = False
+    """It knows how long each output will be."""
     limit: Limit | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -89,6 +91,8 @@ LIMITS = {
 
 BELOW = "+host"
 """After a preset's name: with our tiers below the device. Presets that place programs in them have them."""
+ORACLE = "+oracle"
+"""After a preset's name: it is told how long each output will be, in place of its own predictor's answers."""
 
 
 def policy_names() -> list[str]:
@@ -97,8 +101,12 @@ def policy_names() -> list[str]:
 
 
 def find_policy(name: str) -> LabPolicy:
-    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host`` behind it is one too, and so
-    is the path of a preset, a TOML file."""
+    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host`` or ``+oracle`` behind it
+    is one too, and so is the path of a preset, a TOML file."""
+    for end, changed in ((BELOW, {"host_cache": True, "own_tiers": True}), (ORACLE, {"oracle": True})):
+        if name.endswith(end) and _is_preset(name.removesuffix(end)):
+            policy = find_policy(name.removesuffix(end))
+            return replace(policy, name=policy.name + end, **changed)
     if name.endswith(".toml"):
         return _from_file(name)
     if name in BASELINES:
@@ -117,12 +125,15 @@ def find_policy(name: str) -> LabPolicy:
     for limit in Limit:
         if name == limit.value:
             return LabPolicy(name=name, limit=limit, host_cache=limit is Limit.FREE_IO, paper=LIMITS[limit])
-    if name.endswith(BELOW) and name.removesuffix(BELOW) in preset_names():
-        preset = name.removesuffix(BELOW)
-        return LabPolicy(name=name, preset=preset, host_cache=True, own_tiers=True)
     near = difflib.get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")
+
+
+def _is_preset(name: str) -> bool:
+    """Whether it is one of ours or somebody's own, whatever stands behind its name."""
+    plain = name.replace(BELOW, "").replace(ORACLE, "")
+    return plain in preset_names() or plain.endswith(".toml")
 
 
 def _from_file(name: str) -> LabPolicy:

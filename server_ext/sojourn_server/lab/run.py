@@ -346,7 +346,9 @@ def _simulate(
         loop,
         log,
         SimulationOptions(
-            until_s=spec.until_s, samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else LOOKS
+            until_s=spec.until_s,
+            samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else LOOKS,
+            oracle=policy.oracle,
         ),
         door=policy.door(),
         host=host,

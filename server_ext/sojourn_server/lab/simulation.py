@@ -25,6 +25,7 @@ from .host_cache import HostCache
 from .latency.work import LatencyModel
 from .lives import RunLog
 from .occupancy import look
+from .predictors import Oracle
 from .workloads.loops import Loop
 
 if TYPE_CHECKING:  # of ours, and the stock scheduler's process has nothing of ours in it
@@ -48,6 +49,8 @@ class SimulationOptions:
     outputs_name_tools: bool = True
     """A finished output says which tools it calls, as a real model's does, and an engine's parser reads
     it there and then. False: servers hear of tools from clients only."""
+    oracle: bool = False
+    """The policy is told how long each output will be, in place of its own predictor's answers."""
     max_virtual_s: float = 30 * 86400.0
     """A run without ``until_s`` is given up here, with a note."""
 
@@ -94,6 +97,8 @@ class Simulation:
         self._adapter = getattr(engine.scheduler, "sojourn", None)
         if self._adapter is not None and options.outputs_name_tools:
             self._adapter.reader = self._clients.outputs
+        if self._adapter is not None and options.oracle:
+            self._adapter.steward.prospects.predictor = Oracle(length=self._output_tokens)
 
     # -- the loop -----------------------------------------------------------------
 
@@ -195,6 +200,9 @@ class Simulation:
         index = request.num_output_tokens
         # The last token is never computed, hence in no block: it may be another one than the prompt's.
         return output[index] if index + 1 < len(output) else STOP_TOKEN
+
+    def _output_tokens(self, request_id: str) -> int:
+        return self._account.live[request_id].life.output_tokens
 
     def _wake_up_s(self) -> float:
         """When to look again where nothing can run: when something happens, or soon, for a lease may end."""

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from sojourn_server.policy.placement import MoveReason, When
 from sojourn_server.policy.placement_views import Tier
+from sojourn_server.policy.recovery import Recovery
 from sojourn_server.program.status import ProgramStatus
 
 from .ledger import Lost
@@ -104,7 +105,7 @@ PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
 """As the client reported it, or ``silent`` where the program was given up."""
-PREEMPTION_MODES = frozenset({"recompute"})
+PREEMPTION_MODES = frozenset(recovery.value for recovery in Recovery)
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
 PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
@@ -147,6 +148,10 @@ GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
 """0.05 s to 1,638 s, each twice the one before: tools last from milliseconds to half an hour."""
 PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
 """1 s to 32,768 s."""
+CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
+"""1 to 256 preemptions."""
+RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
+"""A 64th to 64 times."""
 POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """1 µs to 1.05 s, each four times the one before."""
 
@@ -265,6 +270,16 @@ _ALL = (
         "sojourn_preemptions_total",
         "Running requests that were preempted, by how they resume.",
         mode=PREEMPTION_MODES,
+    ),
+    _histogram(
+        "sojourn_preemption_cascade_length",
+        "Preemptions in a row, each within ten engine steps of the one before; 1: one alone.",
+        CASCADE_BUCKETS,
+    ),
+    _histogram(
+        "sojourn_output_length_ratio",
+        "Tokens of outputs that ended, by how many were expected when they began: 1 is as expected.",
+        RATIO_BUCKETS,
     ),
     _histogram(
         "sojourn_policy_seconds", "CPU time of one call into the policy.", POLICY_BUCKETS_S, hook=HOOKS

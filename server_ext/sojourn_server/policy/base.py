@@ -18,10 +18,11 @@ from .views import (
     OwnerView,
     PrefetchView,
     RoomNeed,
+    RunningView,
     Scale,
     StepView,
     TurnView,
-    VictimView,
+    VictimNeed,
     WaitingView,
 )
 
@@ -88,11 +89,14 @@ class EntryPolicy(Protocol):
     """Whether a program that holds no KV may enter now. ``gates`` False: nobody is ever kept out.
 
     ``counts_promised``: blocks that running requests will yet take for their
-    prompts are not free.
+    prompts are not free. ``forecasts``: it is asked of every request of a
+    program, of preempted ones and of those whose KV is held too, and told what
+    all that run will need.
     """
 
     gates: bool
     counts_promised: bool
+    forecasts: bool
 
     def may_enter(self, entry: EntryView, now: float) -> bool: ...
 
@@ -122,7 +126,7 @@ class RoomPolicy(Protocol):
 class VictimPolicy(Protocol):
     """Which running request to preempt; None leaves the choice to the engine."""
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None: ...
+    def victim(self, running: Sequence[RunningView], need: VictimNeed, now: float) -> str | None: ...
 
 
 class EvictionOrder(Protocol):

@@ -14,6 +14,7 @@ class EveryoneEnters:
 
     gates: bool = False
     counts_promised: bool = False
+    forecasts: bool = False
 
     def may_enter(self, entry: EntryView, now: float) -> bool:
         return True
@@ -35,6 +36,7 @@ class WholeProgram:
 
     gates: bool = True
     counts_promised: bool = True
+    forecasts: bool = False
     patience_s: float = 30.0
 
     def may_enter(self, entry: EntryView, now: float) -> bool:
@@ -63,6 +65,7 @@ class RoomToGrow:
 
     gates: bool = True
     counts_promised: bool = False
+    forecasts: bool = False
     reserve: float = 0.7
     """Share of the expected growth that is kept free. Less than all of it, since programs do not reach
     their ends together."""

@@ -26,7 +26,10 @@ from .base import (
     RoomPolicy,
     VictimPolicy,
 )
+from .forecast import ForecastPolicy
 from .placement import PlacementPolicy
+from .recovery import RecoveryPolicy
+from .remaining import RemainingPolicy
 
 QUESTIONS: dict[str, type] = {
     "retention": RetentionPolicy,
@@ -38,6 +41,9 @@ QUESTIONS: dict[str, type] = {
     "foresight": ForesightPolicy,
     "prefetch": PrefetchPolicy,
     "placement": PlacementPolicy,
+    "remaining": RemainingPolicy,
+    "forecast": ForecastPolicy,
+    "recovery": RecoveryPolicy,
 }
 """Question → what a policy for it must have."""
 

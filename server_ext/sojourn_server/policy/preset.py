@@ -21,8 +21,11 @@ from .base import (
     RoomPolicy,
     VictimPolicy,
 )
+from .forecast import ForecastPolicy
 from .own_policies import OwnClass, check_answers, classes_beside
 from .placement import PlacementPolicy
+from .recovery import RecoveryPolicy
+from .remaining import RemainingPolicy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +43,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "entry": {
         "everyone": "entry:EveryoneEnters",
+        "forecast-fits": "entry_forecast:ForecastFits",
         "room-to-grow": "entry:RoomToGrow",
         "whole-program": "entry:WholeProgram",
     },
@@ -56,6 +60,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "least-wanted-first": "room:LeastWantedFirst",
     },
     "victim": {
+        "best-fit": "victim_best_fit:BestFit",
         "engine": "victim:EnginesChoice",
         "latest-program": "victim:LatestProgram",
         "most-attained": "victim:MostAttained",
@@ -69,11 +74,29 @@ REGISTRY: dict[str, dict[str, str]] = {
     "foresight": {"none": "foresight:NoForesight", "three-tiers": "foresight:ThreeTiers"},
     "placement": {"stay": "placement:Stay", "relative-idleness": "placement_idleness:RelativeIdleness"},
     "prefetch": {"none": "prefetch:NoPrefetch", "likeliest-successor": "prefetch:LikeliestSuccessor"},
+    "remaining": {
+        "none": "remaining:NoPrediction",
+        "mean": "remaining:MeanLength",
+        "survival": "remaining:Survival",
+    },
+    "forecast": {"none": "forecast:NoForecast", "expected-need": "forecast:ExpectedNeed"},
+    "recovery": {
+        "recompute": "recovery:AlwaysRecompute",
+        "offload": "recovery:AlwaysOffload",
+        "cheaper": "recovery:Cheaper",
+    },
 }
 """Question → policy name → ``module:class`` in this package; imported only when chosen."""
 
 
-UNASKED = {"foresight": "none", "placement": "stay", "prefetch": "none"}
+UNASKED = {
+    "foresight": "none",
+    "placement": "stay",
+    "prefetch": "none",
+    "remaining": "none",
+    "forecast": "none",
+    "recovery": "offload",
+}
 """What a preset answers that does not name a policy for these questions."""
 
 
@@ -97,6 +120,9 @@ class Preset:
     foresight: ForesightPolicy
     prefetch: PrefetchPolicy
     placement: PlacementPolicy
+    remaining: RemainingPolicy
+    forecast: ForecastPolicy
+    recovery: RecoveryPolicy
     ended: Ended = Ended.REUSED_FIRST
 
 

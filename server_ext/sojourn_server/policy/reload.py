@@ -34,6 +34,11 @@ class ReloadEstimate:
         else:
             self._s_per_token += self._smoothing * (sample - self._s_per_token)
 
+    @property
+    def known(self) -> bool:
+        """Whether there is a curve, or a step that it was learned from."""
+        return self._curve is not None or self._s_per_token is not None
+
     def seconds(self, tokens: int) -> float:
         """Seconds to compute a context of ``tokens`` tokens from nothing."""
         if self._curve is not None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .service_levels import ServiceLevels
-from .views import VictimView
+from .views import RunningView, VictimNeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesChoice:
     """Leave it to the engine: the request admitted last."""
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
+    def victim(self, running: Sequence[RunningView], need: VictimNeed, now: float) -> str | None:
         return None
 
 
@@ -25,7 +25,7 @@ class LatestProgram:
     "the last admitted" would then hit the very program the order favours.
     """
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
+    def victim(self, running: Sequence[RunningView], need: VictimNeed, now: float) -> str | None:
         if not running:
             return None
         return max(running, key=lambda view: (view.program_rank, view.position)).request_id
@@ -44,11 +44,11 @@ class MostAttained:
         levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
         object.__setattr__(self, "_levels", levels)
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
+    def victim(self, running: Sequence[RunningView], need: VictimNeed, now: float) -> str | None:
         if not running:
             return None
 
-        def standing(view: VictimView) -> tuple[int, int]:
+        def standing(view: RunningView) -> tuple[int, int]:
             return (self._levels.level(view.attained_s, view.ran_s), view.position)
 
         return max(running, key=standing).request_id

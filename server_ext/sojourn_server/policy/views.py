@@ -99,19 +99,47 @@ class RoomNeed:
     """Seconds for which nothing has run although somebody asked; 0 where something runs."""
 
 
-class VictimView(NamedTuple):
-    """A running request, for the victim question: whom to preempt?"""
+class RunningView(NamedTuple):
+    """A running request, for the victim question, whom to preempt, and for forecasts of what is needed."""
 
     request_id: str
     program_rank: int
     position: int
     """Place in the engine's running list; the engine's own choice is the last."""
     blocks: int
-    """Blocks its preemption would free."""
+    """Blocks it has: what its preemption would free, but for those it shares."""
     attained_s: float = 0.0
     """Seconds that its program's requests had run when it arrived."""
     ran_s: float = 0.0
     """Seconds that it has itself run."""
+    context_tokens: int = 0
+    """Tokens whose KV it needs now: its prompt, computed or not, and what it has written."""
+    output_tokens: int = 0
+    """Those it has written."""
+    most_tokens: int = 0
+    """It may write so many more."""
+    remaining: tuple[float, ...] | None = None
+    """Equally likely numbers of tokens it has yet to write, ascending; ``None``: nothing is known."""
+    preemptions: int = 0
+    """How often it has been preempted."""
+    stayed_tokens: int = 0
+    """Tokens it has written since it was last taken in."""
+    recover_s: float = 0.0
+    """Seconds of work until it could go on after a preemption, computing or copying, whichever is less."""
+    of_program: bool = False
+    """A program sent it: there may be hints."""
+
+
+class VictimNeed(NamedTuple):
+    """Why somebody is to be preempted, for the victim question."""
+
+    short_blocks: int = 1
+    """Blocks that are missing now."""
+    room_blocks: int = 0
+    """Blocks that running requests may have in all, with what they share counted for each; 0: not known."""
+    block_size: int = 16
+    step_s: float = 0.0
+    """Seconds that a step takes of late; 0: not known."""
 
 
 class GrowthView(NamedTuple):
@@ -149,6 +177,12 @@ class EntryView:
     """Turns of finished programs, on average."""
     idle_s: float = 0.0
     """Seconds for which nothing has run although somebody asked; 0 where something runs."""
+    own: RunningView | None = None
+    """The request itself as it would run, where the policy ``forecasts``."""
+    needed_blocks: tuple[float, ...] = ()
+    """What running requests will need at each of ``demand.POINTS``, where the policy ``forecasts``."""
+    room_blocks: int = 0
+    """Blocks that running requests may have in all, with what they share counted for each."""
 
 
 class OwnerView(NamedTuple):

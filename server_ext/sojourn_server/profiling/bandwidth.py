@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 COPY_BYTES = 256 * 1024 * 1024
@@ -22,8 +24,20 @@ class Bandwidth(NamedTuple):
     """Why not, or what was measured in its place."""
 
 
-def measure_bandwidth(copy_bytes: int = COPY_BYTES) -> Bandwidth:
-    """Median of a few large copies: pinned memory with CUDA, plain memory on a CPU engine. Never raises."""
+class KvBlocks(NamedTuple):
+    """KV blocks as an engine has them: each layer's part is a piece of its own."""
+
+    block_bytes: int
+    """All layers."""
+    layers: int
+
+
+def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlocks | None = None) -> Bandwidth:
+    """Median of a few large copies. Never raises.
+
+    Pinned memory with CUDA. On a CPU engine the host tier's own mover with such ``blocks``; plain copies of
+    memory where none are given.
+    """
     if importlib.util.find_spec("torch") is None:
         return Bandwidth(None, None, "torch is not installed here")
     try:
@@ -31,8 +45,12 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES) -> Bandwidth:
 
         if torch.cuda.is_available():
             return _cuda(torch, copy_bytes)
+        if blocks is not None:
+            return _mover(torch, copy_bytes, blocks)
         rate = _rate(torch, copy_bytes, torch.empty(copy_bytes, dtype=torch.uint8), None)
-        return Bandwidth(rate, rate, "no CUDA device: memory copies within the host")
+        return Bandwidth(
+            rate, rate, "no CUDA device: memory copies within the host, in one piece and not in blocks"
+        )
     except Exception as error:  # a driver that doesn't fit, no memory left beside the engine, …
         return Bandwidth(None, None, f"the copy failed: {type(error).__name__}: {str(error)[:200]}")
 
@@ -65,15 +83,60 @@ def _rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host: boo
     target = host
     if not into_host:
         source, target = host, device
-    times: list[float] = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
+
+    def copy() -> None:
         target.copy_(source, non_blocking=True)
         if device is not None:
             torch.cuda.synchronize()
+
+    return copy_bytes / _seconds(copy)
+
+
+def _mover(torch: Any, copy_bytes: int, blocks: KvBlocks) -> Bandwidth:
+    """What a CPU engine's host tier does in a step that saves many blocks, and in one that loads them."""
+    from sojourn_server.tiers.host_memory import HostMemory
+    from sojourn_server.tiers.jobs import Copy, TierJobs
+    from sojourn_server.tiers.mover import Mover
+
+    count = max(1, copy_bytes // blocks.block_bytes)
+    piece = max(1, blocks.block_bytes // blocks.layers)
+    caches = {f"layer{n}": torch.ones(count, piece, dtype=torch.uint8) for n in range(blocks.layers)}
+    memory = HostMemory(caches, count, count)
+    # A pool that has been in use for a while gives a context blocks from everywhere.
+    draw = random.Random(0)
+    copies = [Copy(*pair) for pair in zip(*(draw.sample(range(count), count) for _ in range(2)), strict=True)]
+    mover = Mover(memory)
+
+    def save() -> None:
+        mover.begin_step(TierJobs(saves=copies))
+        if mover.take_results().lost_slots:
+            raise MemoryError("blocks could not be copied to host memory")
+
+    def load() -> None:
+        mover.begin_step(TierJobs(loads={"profile": copies}))
+        if mover.end_step():
+            raise MemoryError("blocks could not be copied back")
+
+    try:
+        moved = count * memory.block_bytes
+        return Bandwidth(
+            moved / _seconds(save),
+            moved / _seconds(load),
+            f"no CUDA device: copies between a CPU engine's KV and host memory, as --kv-host-gib makes them, "
+            f"of {memory.block_bytes:,} bytes a block",
+        )
+    finally:
+        mover.close()
+
+
+def _seconds(copy: Callable[[], None]) -> float:
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        copy()
         times.append(time.perf_counter() - started)
     # The first copy touches its pages for the first time.
-    return copy_bytes / max(statistics.median(times[1:]), 1e-9)
+    return max(statistics.median(times[1:]), 1e-9)
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
 """Prefill seconds over context length, measured on a live server (Continuum §5.2).
 
-Lengths are 1000, 2000, 4000, … and the longest the server takes. Each sample is
-a prompt of fresh random ids and one output token, so that no cache can help;
+Lengths are 1000, 2000, 4000, … and the longest the server takes; below 4000 they
+are its quarters. Each sample is a prompt of fresh random ids and one output token, so that no cache can help;
 its time to first token is taken. Samples run one at a time: the server must
 have nothing else to do.
 """
@@ -33,8 +33,11 @@ class PrefillMeasurement:
 
 
 def lengths_up_to(max_tokens: int) -> list[int]:
-    """1000, 2000, 4000, … below ``max_tokens``, then ``max_tokens`` itself; of short ones, quarters."""
-    if max_tokens < 2 * FIRST_LENGTH:
+    """1000, 2000, 4000, … below ``max_tokens``, then ``max_tokens`` itself; of short ones, quarters.
+
+    A quadratic is no better than its three lengths are apart: 1000, 2000 and 2048 tell little of short ones.
+    """
+    if max_tokens < 4 * FIRST_LENGTH:
         return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})
     lengths = []
     length = FIRST_LENGTH

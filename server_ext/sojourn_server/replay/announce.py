@@ -53,7 +53,7 @@ class Sdk:
         self._sojourn = sojourn
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        return self._sojourn.program(name, id=program_id, parent=parent_id)
+        return self._sojourn.program(name, id=program_id, parent=parent_id, agent_type=name)
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
         return self._sojourn.tool_call(name, tool_class=tool_class)

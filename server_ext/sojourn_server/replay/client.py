@@ -42,6 +42,8 @@ class ServedModel:
     """Name and version as far as known."""
     block_size: int | None = None
     """Tokens in a KV block; ``None`` where the server doesn't tell."""
+    root: str | None = None
+    """What it was loaded from, as the server's machine calls it: a folder or a hub id. vLLM tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class CompletionsClient:
                 f"use --model with one of: {', '.join(names)}",
             )
         entry = served[names.index(model)] if model is not None else served[0]
-        limit = entry.get("max_model_len")
+        limit, root = entry.get("max_model_len"), entry.get("root")
         capabilities = await self._capabilities()
         block_size = _block_size(capabilities)
         return ServedModel(
@@ -118,6 +120,7 @@ class CompletionsClient:
             speaks_sojourn=bool(capabilities),
             engine=await self._engine(entry.get("owned_by")),
             block_size=block_size,
+            root=root if isinstance(root, str) else None,
         )
 
     async def complete(
@@ -130,7 +133,8 @@ class CompletionsClient:
         headers: Mapping[str, str] | None = None,
         want_ids: bool = False,
     ) -> Completion:
-        """Generate exactly ``max_tokens`` tokens after ``prompt``. Raises ``RequestError``.
+        """Generate ``max_tokens`` tokens after ``prompt``, or less where ``body`` names tokens that stop it.
+        Raises ``RequestError``.
 
         ``want_ids`` asks for the ids of the output. vLLM then returns the prompt's
         too, before the first token, which for long prompts shows in ``ttft_s``.

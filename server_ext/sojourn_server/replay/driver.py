@@ -26,6 +26,8 @@ from .report import ProgramOutcome, Tally, TurnOutcome
 
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's on CUDA."""
+MANY_TOKENS = 8192
+"""What an output may have of a server that doesn't tell its longest context."""
 _MAX_WIRE_ID = 200
 
 
@@ -47,6 +49,9 @@ class ReplayOptions:
     """Programs end before the first turn that would need more."""
     force_tokens: bool = False
     """Make the server generate the planned tokens, so that every prefix is exactly the trace's."""
+    hide_lengths: bool = False
+    """No request says how long its output will be: each may fill the context, and its forced tokens end with
+    one that stops it. Only with ``force_tokens``."""
     vocabulary: int = DEFAULT_VOCABULARY
     block_size: int | None = None
     """Tokens in the server's KV blocks: a cache spares whole ones only. ``None`` takes what it tells."""
@@ -54,6 +59,8 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
             raise ValueError("concurrency and block size must be at least 1")
+        if self.hide_lengths and not self.force_tokens:
+            raise ValueError("lengths can be hidden only where tokens are forced")
         if not self.stagger_s >= 0:
             raise ValueError(f"stagger_s is {self.stagger_s}; expected ≥ 0")
         if not (self.speed > 0 and self.token_scale > 0):
@@ -161,7 +168,7 @@ class Replay:
         if not fitting:
             return ProgramOutcome(program.program_id, finished=False, completion_s=None, reason=reason)
         started = self._clock()
-        async with self._announcer.program(program.source or "replay", program_id, parent_id):
+        async with self._announcer.program(_kind(program), program_id, parent_id):
             for index, turn in enumerate(program.turns[:fitting]):
                 try:
                     await self._turn(builder, index, program.program_id)
@@ -205,13 +212,19 @@ class Replay:
         prompt = builder.prompt(index)
         body, headers = self._announcer.request_parts()
         forced = builder.planned_output(index) if self._options.force_tokens else None
+        most_tokens = plan.output_tokens
+        if forced is not None and self._options.hide_lengths:
+            # Never computed, hence in no block: the next prompt may have another token in its place.
+            forced = [*forced[:-1], self._options.vocabulary]
+            most_tokens = self._most_tokens(len(prompt))
+            body = {**body, "stop_token_ids": [self._options.vocabulary]}
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
         sent_s = self._clock() - self._started_s
         answer = await self._client.complete(
             self._served.name,
             prompt,
-            plan.output_tokens,
+            most_tokens,
             body=body,
             headers=headers,
             # Forced outputs are known; the first turn shows whether the server obeys.
@@ -233,6 +246,11 @@ class Replay:
             sent_s=sent_s,
         )
         self.tally.add_turn(outcome)
+
+    def _most_tokens(self, prompt_tokens: int) -> int:
+        """What the server's context leaves for an output, or where it doesn't tell its context, a lot."""
+        limit = self._served.max_context_tokens or prompt_tokens + MANY_TOKENS
+        return max(1, limit - prompt_tokens)
 
     async def _gap(self, turn: Turn) -> None:
         idle_s = turn.idle_s / self._options.speed
@@ -259,3 +277,8 @@ def take_programs(programs: Sequence[TraceProgram], count: int | None) -> list[T
         chosen |= more
         grew = bool(more)
     return [program for program in programs if program.program_id in chosen]
+
+
+def _kind(program: TraceProgram) -> str:
+    """What the server is told of a program's agent type."""
+    return program.agent_type or program.group or program.source or "replay"

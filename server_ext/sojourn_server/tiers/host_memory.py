@@ -25,7 +25,7 @@ class HostMemory:
 
         Raises ``UnsupportedCaches`` for tensors on another device or of another shape.
         """
-        self.layers = list(caches)
+        self.layers: Sequence[str] = list(caches)
         self._layers = [_bytes_of(name, cache, blocks) for name, cache in caches.items()]
         sizes = [layer.shape[1] for layer in self._layers]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes) + 1)]

@@ -280,6 +280,11 @@ class TierPlanner:
         return {**state, "moves": dict(self.counts)}
 
     @property
+    def storing_blocks(self) -> int:
+        """Blocks that are being copied to host memory ahead of need, or queued for it."""
+        return sum(len(entries) for entries, _ in self._storing.values())
+
+    @property
     def under_way(self) -> int:
         """Jobs whose results are still to come."""
         return len(self._storing) + self.disk.under_way

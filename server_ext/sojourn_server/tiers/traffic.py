@@ -26,6 +26,11 @@ class Traffic:
         self._bytes.update(results.moved_bytes)
         self._waited_s += results.waited_s
 
+    def seconds_a_byte(self, lane: str) -> float | None:
+        """What a byte has taken in that direction so far; ``None`` before the first."""
+        moved = self._bytes[lane]
+        return self._seconds[lane] / moved if moved and self._seconds[lane] > 0 else None
+
     def totals(self) -> dict[str, Any]:
         """Since the engine started: ``moved_bytes`` and busy ``seconds`` by lane; ``waited_s``, seconds for
         which forward passes waited for copies between device and host memory; ``overlapped``, the share of

@@ -121,6 +121,8 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Where equal block ids are equal text: ``global`` is the whole trace, ``program`` the program alone."""
     tenant: str | None = None
     """On whose behalf it runs."""
+    agent_type: str | None = None
+    """What kind of agent it is, as its client would say."""
 
     @property
     def max_context_tokens(self) -> int:

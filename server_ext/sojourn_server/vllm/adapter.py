@@ -21,6 +21,7 @@ from ..engine.service import Service
 from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.preset import Preset
+from ..policy.recovery import Recovery
 from .below import Below
 from .block_order import BlockOrder
 from .block_owners import Owner
@@ -29,6 +30,7 @@ from .connector import SojournConnector
 from .engine_facts import below_device, block_bytes, blocks_below, described, host_s_per_token, vllm_version
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .history_file import HistoryFile
+from .outlook import Outlook, most_tokens
 from .outputs import ToolCallReader
 from .settings import Settings, check_scheduling
 from .shortage import Shortage
@@ -129,6 +131,7 @@ class SchedulerAdapter:
         )
         scheduler.kv_holding_waiting = PolicyQueue(self._queue_key)
         self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
+        self._outlook = Outlook(scheduler, self.steward, self._below)
         self._shortage = Shortage(
             scheduler,
             self.steward,
@@ -136,6 +139,7 @@ class SchedulerAdapter:
             carry_out=self._carry_out,
             guarded=self.guarded,
             freed_by=self._held.freed_by,
+            outlook=self._outlook,
         )
         self._scheduled_at: float | None = None
         self._steps = 0
@@ -143,6 +147,8 @@ class SchedulerAdapter:
         """A heap of when requests are to be filed anew, though nothing happens to them."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Of gated requests: when it was looked up, and how many blocks of the prompt others hold."""
+        self._kept_out: tuple[str, int] | None = None
+        """The request that was kept out last, and how often prospects had changed then."""
         self._pool_state: dict[str, int] | None = None
         self._pool_state_at = 0.0
         logger.info(
@@ -187,6 +193,7 @@ class SchedulerAdapter:
         if self._promotions and self._promotions[0][0] <= now:
             self._promote(now)
         self._order.before_step()
+        self._outlook.before_step(now)
         if self._below is not None:
             self._below.store_ahead(self._queue)
         self._shortage.prepare_step()
@@ -266,8 +273,10 @@ class SchedulerAdapter:
         if ticket.program is None:
             self.steward.stranger_left(request.request_id)
             return
-        if self._below is not None and not ticket.admitted:
-            self._below.arrived(ticket.program.id, ())
+        if self._below is not None:
+            self._below.no_longer_away(ticket.program.id, ())
+            if not ticket.admitted:
+                self._below.arrived(ticket.program.id, ())
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
         calls = ()
         if outcome is TurnOutcome.STOPPED:
@@ -302,9 +311,18 @@ class SchedulerAdapter:
         self._shortage.restore_victim()
         self._unname_uncomputed(request)
         ticket = self.steward.tickets.get(request.request_id)
+        cached = self._cached_blocks(request)
         if ticket is not None and ticket.program is not None:
-            self._queue.own(self._cached_blocks(request), ticket.program.id)
-        self.steward.preempted(request.request_id, self._clock())
+            self._queue.own(cached, ticket.program.id)
+        recovery = self.steward.preempted(
+            request.request_id, self._clock(), tokens=request.num_computed_tokens
+        )
+        if self._below is None:
+            return
+        if recovery is Recovery.RECOMPUTE:
+            self._below.not_to_save(cached)
+        elif ticket is not None and ticket.program is not None and self.steward.prospects.predicts:
+            self._below.to_keep(ticket.program.id, cached)
 
     def _unname_uncomputed(self, request: Request) -> None:
         """The engine names blocks by what they will hold when it plans the step that computes them. A victim
@@ -460,8 +478,10 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if ticket is None or request is None:
             return
-        if self._below is not None and ticket.program is not None:
-            self._below.arrived(ticket.program.id, request.block_hashes)
+        if self._below is not None:
+            self._below.no_longer_away(ticket.program.id if ticket.program else None, request.block_hashes)
+            if ticket.program is not None:
+                self._below.arrived(ticket.program.id, request.block_hashes)
         self.steward.admitted(
             Admission(
                 request_id=request_id,
@@ -521,17 +541,28 @@ class SchedulerAdapter:
 
     def _ask_to_enter(self, request: Request) -> bool:
         ticket = self.steward.tickets[request.request_id]
+        running = bool(self._scheduler.running)
+        forecasts = self.steward.preset.entry.forecasts
+        kept_out = (request.request_id, self.steward.prospects.changes)
+        if forecasts and running and kept_out == self._kept_out:
+            return False  # nothing has happened since that could change the answer
         need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
         free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
-        running = bool(self._scheduler.running)
         if self.steward.preset.entry.counts_promised:
             free_blocks -= self._promised_blocks()
-        if self.steward.may_enter(ticket, need_blocks, free_blocks, now, anything_running=running):
+        more: dict[str, int] = {}
+        if forecasts:
+            more["output_tokens"] = request.num_output_tokens
+            more["most_tokens"] = most_tokens(request, self._scheduler.max_model_len)
+        if self.steward.may_enter(ticket, need_blocks, free_blocks, now, anything_running=running, **more):
             return True
         shared = self._shared_blocks(request)
-        return shared > 0 and self.steward.may_enter(
-            ticket, need_blocks - shared, free_blocks, now, anything_running=running
-        )
+        if shared > 0 and self.steward.may_enter(
+            ticket, need_blocks - shared, free_blocks, now, anything_running=running, **more
+        ):
+            return True
+        self._kept_out = kept_out
+        return False
 
     def _promised_blocks(self) -> int:
         """Blocks that running requests still lack for prompts of which a part is yet to be computed."""

@@ -27,6 +27,8 @@ AHEAD_SHARE = 0.25
 """Of the device's blocks, the most that is stored ahead."""
 AHEAD_OF_HOST = 0.125
 """Of host memory's, too: what is dropped there before the device reuses it has been copied for nothing."""
+MOST_NOT_SAVED = 1 << 16
+"""Keys of content that need not be saved that are remembered at once."""
 LOOK_AGAIN_SHARE = 0.25
 """Once so much of what was stored ahead has been taken, what is next is looked for."""
 
@@ -43,6 +45,10 @@ class Below:
         self._connector = connector
         self._steward = steward
         self._placed = PlacedChains()
+        self._not_worth_saving: dict[Key, None] = {}
+        """Content of preempted requests that is sooner computed again than copied, oldest first."""
+        self._away: dict[ProgramId, Sequence[Key]] = {}
+        """Programs of preempted requests, and what these will load."""
         self._coming: set[ProgramId] = set()
         """Let onto the device, and yet to be admitted there."""
         pool = steward.pool
@@ -111,8 +117,52 @@ class Below:
         planner, traffic = self._connector.planner, self._connector.traffic
         return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
 
+    def link(self) -> tuple[float | None, float | None, float]:
+        """Seconds that copying a token's KV to host memory and back has taken so far, ``None`` before the
+        first; and how long copies that are queued to go there will take."""
+        traffic, settings = self._connector.traffic, self._connector.settings
+        token_bytes = settings.block_bytes / settings.block_tokens
+        out_s, back_s = (traffic.seconds_a_byte(lane) for lane in ("to_host", "to_device"))
+        queued = self._connector.planner.storing_blocks * settings.block_bytes
+        return (
+            out_s * token_bytes if out_s is not None else None,
+            back_s * token_bytes if back_s is not None else None,
+            queued * out_s if out_s is not None else 0.0,
+        )
+
+    def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Blocks of a request that runs, in the order of its context, which it will probably lose soon."""
+        self._guarded(
+            self._connector.planner.store,
+            [(chain_hash(block), block.block_id) for block in blocks],
+            _PLAIN,
+        )
+
+    def not_to_save(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A request is about to lose these, and what is reused of them is to be computed again."""
+        for block in blocks:
+            self._not_worth_saving[chain_hash(block)] = None
+        while len(self._not_worth_saving) > MOST_NOT_SAVED:
+            del self._not_worth_saving[next(iter(self._not_worth_saving))]
+
+    def to_keep(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
+        """A program's request is about to lose these, and will load them again: nobody else's content takes
+        their place in host memory until then."""
+        self._guarded(self._to_keep, program_id, [chain_hash(block) for block in blocks])
+
+    def no_longer_away(self, program_id: ProgramId | None, hashes: Iterable[Key]) -> None:
+        """A request that may have been preempted has its blocks again, or has left the engine: what it had is
+        worth what anybody's is."""
+        if self._not_worth_saving:
+            for key in hashes:
+                self._not_worth_saving.pop(key, None)
+        if program_id in self._away:
+            self._guarded(self._no_longer_away, program_id)
+
     def reset(self) -> None:
         """The engine's cache was reset."""
+        self._not_worth_saving.clear()
+        self._away.clear()
         self._placed = PlacedChains()
         self._coming.clear()
         self._connector.reset_cache()
@@ -121,6 +171,14 @@ class Below:
         """Nothing is saved and nothing found any more."""
         self._connector.turn_off(why)
 
+    def _to_keep(self, program_id: ProgramId, keys: Sequence[Key]) -> None:
+        self._away[program_id] = keys
+        self._connector.planner.set_rank(keys, Rank.WANTED)
+
+    def _no_longer_away(self, program_id: ProgramId) -> None:
+        rank = host_rank(self._steward.label(program_id))
+        self._connector.planner.set_rank(self._away.pop(program_id), rank, only=Rank.WANTED)
+
     def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         ranks: dict[ProgramId | None, Rank] = {}
         planner, cold = self._connector.planner, Rank.COLD
@@ -128,7 +186,12 @@ class Below:
         for block in blocks:
             if block.block_hash is not None:
                 self._under_pressure = True
-                key, rank = chain_hash(block), self._rank_in(block.block_id, owners, ranks)
+                key = chain_hash(block)
+                # What is there already may be on its way still, and has to be waited for.
+                if key in self._not_worth_saving and planner.host.get(key) is None:
+                    del self._not_worth_saving[key]
+                    continue
+                rank = self._rank_in(block.block_id, owners, ranks)
                 if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
                     planner.write_out([key], rank)
 
@@ -140,6 +203,8 @@ class Below:
         for block in islice(queue.iter_blocks_after(None), self._ahead):
             if block.block_hash is not None:
                 key = chain_hash(block)
+                if key in self._not_worth_saving:
+                    continue
                 entry = planner.host.get(key)
                 if entry is None or entry.rank == spare:
                     rank = self._rank_in(block.block_id, queue.owners, ranks)
@@ -176,7 +241,9 @@ class Below:
     def _rank(self, program_id: ProgramId | None, ranks: dict[ProgramId | None, Rank]) -> Rank:
         rank = ranks.get(program_id)
         if rank is None:
-            rank = ranks[program_id] = host_rank(self._steward.label(program_id))
+            away = program_id in self._away
+            rank = Rank.WANTED if away else host_rank(self._steward.label(program_id))
+            ranks[program_id] = rank
         return rank
 
     def _place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:

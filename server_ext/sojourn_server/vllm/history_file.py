@@ -8,15 +8,18 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
 from ..engine.state import Histories
 from ..program.history import ToolHistory, TurnHistory
+from ..program.output_lengths import HintErrors, OutputLengths
 from ..program.workflows import Workflows
 
 SAVE_EVERY_S = 300.0
+
+Part = TypeVar("Part", Workflows, OutputLengths, HintErrors)
 
 logger = init_logger("vllm.sojourn")
 
@@ -65,7 +68,9 @@ class HistoryFile:
             return Histories(
                 tools=ToolHistory.restore(document["tools"]),
                 turns=TurnHistory.restore(document["turns"]),
-                workflows=self._workflows(document),
+                workflows=self._part(document, "workflows", Workflows),
+                output_lengths=self._part(document, "output_lengths", OutputLengths),
+                hints_off=self._part(document, "hints_off", HintErrors),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             kept = self._set_aside("unreadable")
@@ -74,19 +79,20 @@ class HistoryFile:
             )
             return Histories()
 
-    def _workflows(self, document: dict[str, Any]) -> Workflows:
-        """By themselves: files of earlier releases have none, and the rest of a file is worth keeping."""
-        if "workflows" not in document:
-            return Workflows()
+    def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
+        """By itself: files of earlier releases have none, and the rest of a file is worth keeping."""
+        if name not in document:
+            return kind()
         try:
-            return Workflows.restore(document["workflows"])
+            return kind.restore(document[name])
         except ValueError as error:
             logger.warning(
-                "sojourn: the workflows in history %s cannot be used (%s); starting without",
+                "sojourn: the %s in history %s cannot be used (%s); starting without",
+                name.replace("_", " "),
                 self._path,
                 error,
             )
-            return Workflows()
+            return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
         """Save in the background if the last time is long enough ago. The engine only takes the snapshot."""
@@ -150,4 +156,6 @@ def _document(histories: Histories) -> dict[str, Any]:
         "tools": histories.tools.snapshot(),
         "turns": histories.turns.snapshot(),
         "workflows": histories.workflows.snapshot(),
+        "output_lengths": histories.output_lengths.snapshot(),
+        "hints_off": histories.hints_off.snapshot(),
     }

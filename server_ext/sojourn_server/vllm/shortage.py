@@ -12,7 +12,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from ..engine.steward import Steward
-from ..policy.views import RoomNeed, VictimView
+from ..policy.views import RoomNeed
+from .outlook import Outlook
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,6 +35,7 @@ class Shortage:
         carry_out: Callable[[float], None],
         guarded: Callable[..., Any],
         freed_by: Callable[[ProgramId], int],
+        outlook: Outlook,
     ) -> None:
         self._scheduler = scheduler
         self._steward = steward
@@ -41,6 +43,7 @@ class Shortage:
         self._carry_out = carry_out
         self._guarded = guarded
         self._freed_by = freed_by
+        self._outlook = outlook
         self.allocating: Request | None = None
         """Whom blocks are being allocated for, so that an eviction has a name to it."""
         self._chosen: tuple[Request, int] | None = None
@@ -121,7 +124,7 @@ class Shortage:
                 break
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None and running:
-            self._choose_victim()
+            self._choose_victim(self._short(request, args, kwargs, running))
         return blocks
 
     def _short(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> int:
@@ -140,28 +143,23 @@ class Shortage:
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, needed - manager.block_pool.get_num_free_blocks())
 
-    def _choose_victim(self) -> None:
+    def _choose_victim(self, short_blocks: int) -> None:
         """Make upstream's priority branch pick the request that the policy names.
 
         Where it names none, the engine's own first-come choice is made: the last admitted.
         """
         running = self._scheduler.running
         least = max(candidate.priority for candidate in running) if self._priority_matters else None
-        candidates = [
-            (position, candidate)
-            for position, candidate in enumerate(running)
-            if least is None or candidate.priority == least
-        ]
-        views = []
-        for position, candidate in candidates:
-            ticket = self._steward.tickets.get(candidate.request_id)
-            groups = self._scheduler.kv_cache_manager.get_blocks(candidate.request_id).blocks
-            rank = ticket.rank if ticket else sys.maxsize
-            views.append(VictimView(candidate.request_id, rank, position, sum(map(len, groups))))
-        chosen = self._steward.victim(views, 1, self._clock())
-        victim = next((c for _, c in candidates if c.request_id == chosen), None)
+        candidates = [c for c in running if least is None or c.priority == least]
+        chosen = self._steward.victim(
+            self._outlook.views(candidates),
+            short_blocks,
+            self._clock(),
+            used_blocks=self._outlook.used_blocks(),
+        )
+        victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
-            victim = self._engines_choice([c for _, c in candidates])
+            victim = self._engines_choice(candidates)
         self.restore_victim()
         self._chosen = (victim, victim.priority)
         victim.priority = sys.maxsize

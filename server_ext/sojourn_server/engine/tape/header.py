@@ -12,12 +12,13 @@ import msgspec
 from ...policy.costs import PrefillCurve
 from ...policy.preset import parse_preset
 from ...program.history import SlidingMean, ToolHistory, TurnHistory
+from ...program.output_lengths import HintErrors, OutputLengths
 from ...program.workflows import Workflows
 from ..state import Histories, Pool, StewardLimits
 from .recording import Sink
 from .steward import TapingSteward
 
-TAPE_VERSION = 4
+TAPE_VERSION = 5
 
 
 class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +39,8 @@ class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     evicted_waits: list[float]
     growth_tokens: list[float]
     workflows: dict[str, Any]
+    output_lengths: dict[str, Any]
+    hints_off: dict[str, list[float]]
 
     @classmethod
     def of(
@@ -64,6 +67,8 @@ class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             evicted_waits=histories.evicted_waits.values(),
             growth_tokens=histories.growth_tokens.values(),
             workflows=histories.workflows.snapshot(),
+            output_lengths=histories.output_lengths.snapshot(),
+            hints_off=histories.hints_off.snapshot(),
         )
 
     def steward(self, sink: Sink) -> TapingSteward:
@@ -80,6 +85,8 @@ class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 evicted_waits=_mean_of(self.evicted_waits),
                 growth_tokens=_mean_of(self.growth_tokens),
                 workflows=Workflows.restore(self.workflows),
+                output_lengths=OutputLengths.restore(self.output_lengths),
+                hints_off=HintErrors.restore(self.hints_off),
             ),
         )
 

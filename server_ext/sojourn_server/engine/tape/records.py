@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire import Outcome
 
 from ...metrics.ledger import TurnRecord, common_prefix
-from ...policy.views import RoomNeed
+from ...policy.views import RoomNeed, RunningView
 from ...program.toolcalls import ToolCall
 from ..desk import PROGRAM_OUTCOMES
 from ..facts import Action, Admission, Arrival, TurnEnd, TurnOutcome
@@ -59,7 +59,8 @@ SHAPES: dict[str, Shape] = {
     "park": Shape("does a request wait because of where its program is", ("request",), ("parked",)),
     "refused": Shape("requests to be refused were taken", (), ("request_ids",)),
     "room": Shape("room was asked for", ("need", "freed_by"), ("leases_given_up",)),
-    "victim": Shape("whom to preempt", ("short_blocks", "running"), ("request",)),
+    "victim": Shape("whom to preempt", ("short_blocks", "running", "options"), ("request",)),
+    "look": Shape("whom to copy ahead", ("used_blocks", "running", "options"), ("request",)),
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
         "a request got its blocks",
@@ -67,7 +68,7 @@ SHAPES: dict[str, Shape] = {
         ("device", "new", "tail", "lost", "evictor", "recomputed_after_preemption"),
     ),
     "token": Shape("a request's first token exists", ("request",)),
-    "preempt": Shape("a running request lost its blocks", ("request",)),
+    "preempt": Shape("a running request lost its blocks", ("request", "options"), ("recovery",)),
     "evict": Shape(
         "cached blocks were reused, one time each", ("program_id", "taker", "blocks", "times_s")
     ),
@@ -155,6 +156,27 @@ def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
 def read_event(document: Any) -> AnyEvent:
     event: AnyEvent = msgspec.convert(document, AnyEvent)
     return event
+
+
+def running_facts(number: int | str, view: RunningView) -> tuple[Any, ...]:
+    """What an engine says of a request that runs; the rest of the view is the steward's."""
+    return (
+        number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
+        view.most_tokens,
+    )  # fmt: skip
+
+
+def read_running(request_id: str, facts: Sequence[int]) -> RunningView:
+    rank, position, blocks, context_tokens, output_tokens, most_tokens = facts
+    return RunningView(
+        request_id,
+        rank,
+        position,
+        blocks,
+        context_tokens=context_tokens,
+        output_tokens=output_tokens,
+        most_tokens=most_tokens,
+    )
 
 
 def admission_facts(number: int | str, fact: Admission, chain: tuple[int, bytes]) -> tuple[Any, ...]:

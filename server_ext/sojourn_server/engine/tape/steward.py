@@ -10,7 +10,8 @@ from sojourn.ids import ProgramId
 
 from ...policy.costs import PrefillCurve
 from ...policy.preset import Preset
-from ...policy.views import LeftBehind, RoomNeed, VictimView
+from ...policy.recovery import Recovery
+from ...policy.views import LeftBehind, RoomNeed, RunningView
 from ..facts import Action, Admission, Arrival, TurnEnd
 from ..leases import Lease
 from ..state import Histories, Pool, StewardLimits, Ticket
@@ -89,9 +90,13 @@ class TapingSteward(Steward):
         facts = (self._number(request_id),)
         self._tape.told("token", now, facts, None, super().first_token, request_id, now)
 
-    def preempted(self, request_id: str, now: float) -> None:
-        facts = (self._number(request_id),)
-        self._tape.told("preempt", now, facts, None, super().preempted, request_id, now)
+    def preempted(self, request_id: str, now: float, **more: Any) -> Recovery:
+        facts = (self._number(request_id), more)
+
+        def answer(recovery: Recovery) -> Any:
+            return recovery.value
+
+        return self._tape.told("preempt", now, facts, answer, super().preempted, request_id, now, **more)
 
     def finished(self, fact: TurnEnd, now: float) -> Lease | None:
         def facts() -> tuple[Any, ...]:
@@ -172,16 +177,27 @@ class TapingSteward(Steward):
             "standing", None, (program_id, left), answer, super().owner_standing, program_id, left
         )
 
-    def victim(self, running: Sequence[VictimView], short_blocks: int, now: float) -> str | None:
+    def victim(
+        self, running: Sequence[RunningView], short_blocks: int, now: float, **more: Any
+    ) -> str | None:
         def facts() -> tuple[Any, ...]:
-            views = [(self._number(view.request_id), *view[1:]) for view in running]
-            return short_blocks, views
-
-        def answer(request_id: str | None) -> Any:
-            return self._number(request_id) if request_id is not None else None
+            return short_blocks, self._running_facts(running), more
 
         told = self._tape.facts(facts)
-        return self._tape.told("victim", now, told, answer, super().victim, running, short_blocks, now)
+        return self._tape.told(
+            "victim", now, told, self._chosen, super().victim, running, short_blocks, now, **more
+        )
+
+    def look_ahead(
+        self, running: Sequence[RunningView], used_blocks: int, now: float, **more: Any
+    ) -> str | None:
+        def facts() -> tuple[Any, ...]:
+            return used_blocks, self._running_facts(running), more
+
+        told = self._tape.facts(facts)
+        return self._tape.told(
+            "look", now, told, self._chosen, super().look_ahead, running, used_blocks, now, **more
+        )
 
     def pinned(self, program_id: ProgramId, blocks: int, now: float, **more: Any) -> Lease | None:
         facts = (program_id, blocks, more)
@@ -219,6 +235,12 @@ class TapingSteward(Steward):
         """The number of a request that is in the engine; the id itself of any other."""
         ticket = self.tickets.get(request_id)
         return ticket.arrival if ticket is not None else request_id
+
+    def _running_facts(self, running: Sequence[RunningView]) -> list[Any]:
+        return [records.running_facts(self._number(view.request_id), view) for view in running]
+
+    def _chosen(self, request_id: str | None) -> Any:
+        return self._number(request_id) if request_id is not None else None
 
     def _sums(self) -> dict[str, Any]:
         return {

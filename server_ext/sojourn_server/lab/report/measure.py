@@ -15,14 +15,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
+from ...metrics.cascades import CASCADE_STEPS
 from ...metrics.summary import PERCENTILES, summarise
 from ..lives import ProgramLife, RunLog, TurnLife
 from .row import NO_FIGURES, Figures, RunRow
 from .survival import estimated_figures
-
-CASCADE_STEPS = 10
-"""Two preemptions at most this many engine steps apart belong together. Tetris §1 counts cascades without
-saying how near is near; ten steps are well under a second of decoding."""
 
 SURVIVORS_NOTE = (
     "closed loop: completion is of the programs that finished, so a policy under which only short ones do "

@@ -39,22 +39,51 @@ class LogNormal:
             return plain
         if not mean < cap or not sd * sd < mean * (cap - mean):
             raise ValueError(f"nothing between 0 and {cap} has mean {mean} and standard deviation {sd}")
-
-        def of_sigma(sigma: float) -> LogNormal:
-            low, high = math.log(mean) - 50.0, math.log(cap) + 50.0
-            for _ in range(200):
-                middle = (low + high) / 2
-                if cls(middle, sigma, cap).moment(1) < mean:
-                    low = middle
-                else:
-                    high = middle
-            return cls((low + high) / 2, sigma, cap)
-
         wanted = mean * mean + sd * sd
         low, high = plain.sigma * 0.5, plain.sigma * 8 + 1
         for _ in range(100):
             middle = (low + high) / 2
-            if of_sigma(middle).moment(2) < wanted:
+            if cls.with_mean(mean, middle, cap).moment(2) < wanted:
+                low = middle
+            else:
+                high = middle
+        return cls.with_mean(mean, (low + high) / 2, cap)
+
+    @classmethod
+    def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
+        """The one of that ``sigma`` whose mean, *after* the cap, is ``mean``. By bisection.
+
+        Raises ``ValueError`` for a mean that is not between 0 and the cap.
+        """
+        if not 0 < mean < cap < math.inf:
+            raise ValueError(f"mean {mean} is not between 0 and {cap}")
+        low, high = math.log(mean) - 50.0, math.log(cap) + 50.0
+        for _ in range(200):
+            middle = (low + high) / 2
+            if cls(middle, sigma, cap).moment(1) < mean:
+                low = middle
+            else:
+                high = middle
+        return cls((low + high) / 2, sigma, cap)
+
+    @classmethod
+    def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
+        """Below ``value`` with that probability, and with that mean *after* the cap.
+
+        By bisection over sigma. Raises ``ValueError`` where it finds none: the mean must lie below the value,
+        and the value, above the median, below the cap.
+        """
+        score = _NORMAL.inv_cdf(probability)
+
+        def of_sigma(sigma: float) -> LogNormal:
+            return cls(math.log(value) - score * sigma, sigma, cap)
+
+        low, high = 1e-3, 4.0
+        if not (score > 0 and value < cap and of_sigma(high).moment(1) < mean < of_sigma(low).moment(1)):
+            raise ValueError(f"no log-normal up to {cap} has mean {mean} and {probability} below {value}")
+        for _ in range(100):
+            middle = (low + high) / 2
+            if of_sigma(middle).moment(1) > mean:
                 low = middle
             else:
                 high = middle

@@ -68,6 +68,8 @@ class ProgramPlan:
     """Unique in a run."""
     trace_id: str
     """``program_id`` of the trace line."""
+    agent_type: str | None = None
+    """What kind of agent it is; ``None`` where the trace does not say."""
     plans: Sequence[TurnPlan]
     """Lengths of the turns that are played."""
     cut: bool
@@ -145,8 +147,8 @@ class Repertoire:
                 f"{cut} of {len(self.roots) + sum(map(len, self._children.values()))} programs end early, "
                 f"before a turn beyond the context limit of {self._options.max_context_tokens:,} tokens"
             )
-        gaps = (self._options.gap_s(turn) for root in self.roots for turn in root.turns)
-        if not any(gap > 0 for gap in gaps):
+        gaps = [self._options.gap_s(turn) for root in self.roots for turn in root.turns[:-1]]
+        if gaps and not any(gap > 0 for gap in gaps):
             notes.append("no gap takes any time: the trace has no timing, or the options took it away")
         if self._options.token_scale != 1.0 and any(has_block_ids(root) for root in self.roots):
             notes.append("with a token scale, what sessions share is not taken from the recorded blocks")
@@ -172,6 +174,7 @@ class Repertoire:
         return ProgramPlan(
             instance_id=f"{_short(program.program_id)}@{copy}",
             trace_id=program.program_id,
+            agent_type=program.agent_type,
             plans=outline.plans[:fitting],
             cut=fitting < len(outline.plans),
             children=children,

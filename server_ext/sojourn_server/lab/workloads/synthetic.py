@@ -10,9 +10,11 @@ chosen here, and each choice is named below. ``source`` of every program says
     continuum-bfcl-unscaled     without the 0.4
     continuum-…:X               the same with another ``OUTPUT_SHARE``, above 0 and below 1
     dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
-    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``_ten_tenants``)
+    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``saga.ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
                                 0.5 to 3.0; steps exponential between their bounds
+    reasoning-…                 long outputs, for Tetris: after the published lengths of what reasoning
+                                models write (see ``reasoning``)
 
 No program shares a prompt with another, since no paper says how much they do.
 """
@@ -25,19 +27,14 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sojourn_server.traces.schema import ToolRun, TraceError, TraceProgram, Turn
+import msgspec
 
-from .distributions import (
-    BoundedExponential,
-    BoundedPower,
-    Draw,
-    Gamma,
-    LogNormal,
-    Percentiles,
-    Uniform,
-    WholeNormal,
-    split,
-)
+from sojourn_server.traces.schema import ToolRun, TraceError, TraceProgram
+
+from .append_only import append_only
+from .distributions import BoundedPower, Gamma, LogNormal, WholeNormal, split
+from .reasoning import REASONING
+from .saga import CV_RANGE, latency_cv, ten_tenants
 
 PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
@@ -91,7 +88,7 @@ def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]
             output = max(1, round(growth * output_share))
             outputs.append(output)
             appends.append(growth + 1 - output)
-        yield _program(appends, outputs, [table.tool] * turns, table.tool_s, rng)
+        yield append_only(appends, outputs, [table.tool] * turns, table.tool_s, rng)
 
 
 # -- DualPath, Table 2: turns, append and gen tokens a turn, total and context tokens -----------
@@ -131,88 +128,7 @@ def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     outputs = split(rng, written, turns)
     first = min(max(1, round(after_first) - outputs[0]), total - written - (turns - 1))
     appends = [first, *split(rng, total - written - first, turns - 1)]
-    return _program(appends, outputs, [ToolRun(name="sandbox")] * turns, lambda rng: 0.0, rng)
-
-
-# -- SAGA ---------------------------------------------------------------------------------------
-
-TOOL_LATENCIES = {
-    "code_execution": Percentiles(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
-    "file_operation": Percentiles(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
-    "web_api": Percentiles(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
-    "database_query": Percentiles(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
-}
-"""Table 1, seconds."""
-TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
-"""§9.1: class, tenants, steps of an agent, tasks a minute of each tenant."""
-_FIRST_PROMPT = Uniform(2_000, 4_000)
-"""§2.1: a context grows from 2–4K tokens …"""
-_LONGEST_CONTEXT = 128_000
-"""… to 16–128K."""
-_STEP_OUTPUT = Uniform(100, 500)
-"""§9.1, SWE-bench: output tokens a step."""
-SWE_STEPS = (37, 5, 150)
-"""§9.1 and §2.1: mean steps of a SWE-bench task; most take at least 5; the most."""
-CV_MEAN_TOOL_S = 1.2
-"""Table 10: mean tool latency, held constant."""
-CV_RANGE = (0.5, 3.0)
-"""Table 10's sweep."""
-
-
-def _ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-    """§9.1's ten tenants: tasks of 100, 30 and 10 steps, Poisson arrivals for each tenant.
-
-    Contexts grow by the same a step for all, so that 100 steps end at 128K tokens; ten then end at
-    15.5K, which is the paper's lower figure. BurstGPT's own lengths are not in the paper. Every
-    step's tool is one of Table 1's four, each as likely.
-    """
-    tenants = [
-        (f"{kind}-{number}", steps, rate)
-        for kind, count, steps, rate in TENANTS
-        for number in range(1, count + 1)
-    ]
-    rates = [rate for _, _, rate in tenants]
-    at_s = 0.0
-    while True:
-        # Many Poisson processes are one, whose every arrival is of a tenant with chance by its rate.
-        at_s += rng.expovariate(sum(rates) / 60.0)
-        tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
-        kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
-        yield _steps(steps, 100, [(kind, TOOL_LATENCIES[kind]) for kind in kinds], rng, at_s, tenant)
-
-
-def _latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
-    tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
-    mean, least, most = SWE_STEPS
-    draw_steps = BoundedExponential.with_mean(mean, least, most)
-
-    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-        while True:
-            steps = round(draw_steps(rng))
-            times = random.Random(rng.random())
-            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng, times=times)
-
-    return programs
-
-
-def _steps(
-    steps: int,
-    most_steps: int,
-    tools: list[tuple[str, Draw]],
-    rng: random.Random,
-    arrival_s: float | None = None,
-    tenant: str | None = None,
-    times: random.Random | None = None,
-) -> TraceProgram:
-    """A task whose context grows so that ``most_steps`` would end at the longest."""
-    mean_first = (_FIRST_PROMPT.low + _FIRST_PROMPT.high) / 2
-    growth = (_LONGEST_CONTEXT - mean_first) / most_steps
-    first = round(_FIRST_PROMPT(rng))
-    outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
-    left = max(steps, round(growth * steps) - sum(outputs))
-    appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
-    runs = [ToolRun(name=name, s=round(draw(times or rng), 6)) for name, draw in tools]
-    return _program(appends, outputs, runs, None, rng, arrival_s, tenant)
+    return append_only(appends, outputs, [ToolRun(name="sandbox")] * turns, lambda rng: 0.0, rng)
 
 
 # -- common ---------------------------------------------------------------------------------------
@@ -221,8 +137,9 @@ _GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] =
     "continuum-swe-bench": _continuum_programs,
     "continuum-bfcl": _continuum_programs,
     "continuum-bfcl-unscaled": _continuum_programs,
-    "saga-ten-tenants": _ten_tenants,
+    "saga-ten-tenants": ten_tenants,
     **dict.fromkeys(DUALPATH, _dualpath_programs),
+    **REASONING,
 }
 _CV = "latency-cv"
 _SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
@@ -244,8 +161,9 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     source = PREFIX + name
     made = []
     for number, program in zip(range(count), generator(name, rng), strict=False):
-        changes = {"program_id": f"{source}/{seed}/{number}", "source": source}
-        made.append(_with(program, **changes))
+        arrival_s = None if program.arrival_s is None else round(program.arrival_s, 6)
+        told = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
+        made.append(msgspec.structs.replace(program, **told))
     return made
 
 
@@ -266,51 +184,7 @@ def _generator(name: str) -> Callable[[str, random.Random], Iterator[TraceProgra
             raise TraceError(
                 f"{PREFIX}{name}: expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} behind {_CV}:"
             )
-        return _latency_cv(number)
+        return latency_cv(number)
     near = difflib.get_close_matches(name, synthetic_names(), n=1)
     hint = f"did you mean {PREFIX}{near[0]}? " if near else ""
     raise TraceError(f"{PREFIX}{name} is unknown; {hint}expected one of {', '.join(synthetic_names())}")
-
-
-def _program(
-    appends: list[int],
-    outputs: list[int],
-    tools: list[ToolRun],
-    tool_s: Draw | None,
-    rng: random.Random,
-    arrival_s: float | None = None,
-    tenant: str | None = None,
-) -> TraceProgram:
-    """Turns that only append. The last one calls no tool."""
-    turns, context = [], 0
-    for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
-        context += append
-        last = index + 1 == len(appends)
-        took_s = tool.s if tool_s is None else round(tool_s(rng), 6)
-        turns.append(
-            Turn(
-                prompt_tokens=context,
-                output_tokens=output,
-                append_tokens=append,
-                tool=None if last else tool.name,
-                tools=None if last else (ToolRun(name=tool.name, s=took_s),),
-                tool_seconds=None if last else took_s,
-                gap_s=None if last else took_s,
-                gap_kind=None if last else "tool",
-            )
-        )
-        context += output
-    return TraceProgram(
-        program_id="synthetic", turns=tuple(turns), arrival_s=arrival_s, tenant=tenant, group=tenant
-    )
-
-
-def _with(program: TraceProgram, *, program_id: str, source: str) -> TraceProgram:
-    return TraceProgram(
-        program_id=program_id,
-        source=source,
-        turns=program.turns,
-        arrival_s=None if program.arrival_s is None else round(program.arrival_s, 6),
-        tenant=program.tenant,
-        group=program.group,
-    )

@@ -153,6 +153,7 @@ def _trace(
         turns=tuple(_turn(turns, index) for index in range(len(turns))),
         source="sojourn",
         group=program.agent_type,
+        agent_type=program.agent_type,
         tenant=program.tenant,
         arrival_s=round(started_s - first_s, 6),
         parent=parent,

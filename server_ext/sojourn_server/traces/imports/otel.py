@@ -255,6 +255,7 @@ def _program(run: _Run, calls_of: dict[_Run, list[Span]], first_s: float) -> Tra
         turns=tuple(turns),
         source="otel",
         group=run.agent,
+        agent_type=run.agent,
         model=next((model for call in calls if (model := span_names.model_of(call.attributes))), None),
         arrival_s=round(started_s - first_s, 6),
         parent=parent.program_id if parent is not None else None,

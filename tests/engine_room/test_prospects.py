@@ -1,0 +1,201 @@
+"""What requests will yet write, added up: who comes and goes, what is learned, how a victim comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn_server.engine.facts import TurnOutcome
+from sojourn_server.policy.demand import needed_blocks
+from sojourn_server.policy.preset import Preset, load_preset
+from sojourn_server.policy.recovery import AlwaysRecompute, Recovery
+from sojourn_server.policy.views import RunningView
+from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
+
+TYPED = {"sojourn": {"agent_type": "solver"}}
+
+
+def engine(*, preset: str | Preset = "tetris", blocks: int = 100, host_blocks: int = 0) -> VirtualEngine:
+    made = VirtualEngine(preset, blocks=blocks)
+    # As an engine with host memory has it; nothing was copied yet.
+    made.steward.prospects._pool.host_blocks = host_blocks
+    made.steward.prospects.copied(None, None, 0.0)
+    return made
+
+
+def learn(e: VirtualEngine, *lengths: int, agent_type: str = "solver") -> None:
+    for number, length in enumerate(lengths):
+        request = e.arrive(f"seen-{number}", prompt(8), sojourn={"agent_type": agent_type})
+        e.admit(request)
+        e.finish(request, output=[7] * length)
+
+
+def running(request: str, *, context: int = 40, output: int = 0, position: int = 0) -> RunningView:
+    return RunningView(
+        request, 0, position, -(-context // BLOCK_TOKENS), context_tokens=context, output_tokens=output,
+        most_tokens=10_000,
+    )  # fmt: skip
+
+
+def start(e: VirtualEngine, name: str = "p", **hint: object) -> str:
+    request = e.arrive(name, prompt(40), **(hint or TYPED))
+    e.admit(request)
+    return request
+
+
+def left(e: VirtualEngine, view: RunningView) -> tuple[float, ...] | None:
+    (foreseen,) = e.steward.prospects.foreseen([view], e.now)
+    return foreseen.remaining
+
+
+def test_nothing_is_known_before_enough_has_been_seen() -> None:
+    e = engine()
+    learn(e, *[10] * 15)
+    assert left(e, running(start(e))) is None
+    learn(e, 10)
+    assert left(e, running(start(e, "q"))) == (10.0,) * 8
+
+
+def test_what_is_left_shrinks_with_each_token_and_is_asked_anew_by_and_by() -> None:
+    e = engine()
+    learn(e, *[100] * 20, *[400] * 20)
+    request = start(e)
+    first = left(e, running(request))
+    assert first is not None
+    assert left(e, running(request, output=20)) == tuple(tokens - 20 for tokens in first)
+    assert left(e, running(request, output=150)) == (250.0,) * 8, "the short ones would have ended"
+
+
+def test_an_aborted_output_teaches_nothing() -> None:
+    e = engine()
+    learn(e, *[10] * 15)
+    request = e.arrive("gone", prompt(8), **TYPED)
+    e.admit(request)
+    e.finish(request, output=[7] * 3, outcome=TurnOutcome.ABORTED)
+    assert e.steward.histories.output_lengths.count() == 15
+
+
+def test_requests_of_no_program_teach_nothing() -> None:
+    e = engine()
+    e.admit(e.arrive(None, prompt(8)))
+    e.finish("r1", output=[7] * 9)
+    assert e.steward.histories.output_lengths.count() == 0
+
+
+def test_an_accurate_hint_counts_after_eight_of_them() -> None:
+    e = engine()
+    hint = {**TYPED, "expected_output_length": 200}
+    for number in range(8):
+        learn(e, 50 + 40 * number, 700)
+        request = e.arrive(f"told-{number}", prompt(8), **hint)
+        assert e.ticket(request).hinted_tokens == 200
+        e.admit(request)
+        e.finish(request, output=[7] * 200)
+    told = left(e, running(start(e, "p", **hint)))
+    assert told is not None
+    assert max(told) == pytest.approx(200, abs=1)
+
+
+def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
+    e = engine()
+    learn(e, *[64] * 20)
+    a, b = start(e, "a"), start(e, "b")
+    prospects = e.steward.prospects
+    both = [running(a), running(b, position=1)]
+    prospects.look(both, 20, e.now)
+    whole = prospects.demand.needed_blocks
+    assert whole == pytest.approx(needed_blocks(prospects.foreseen(both, e.now), BLOCK_TOKENS))
+    e.finish(a, output=[7] * 64)
+    alone = prospects.demand.needed_blocks
+    assert alone == pytest.approx([need / 2 for need in whole])
+    ticket = e.ticket(e.arrive("c", prompt(40), **TYPED))
+    assert e.steward.may_enter(
+        ticket, 10, 80, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
+    )
+    assert prospects.demand.needed_blocks == pytest.approx(whole)
+
+
+def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
+    e = engine(blocks=60)
+    learn(e, *[80] * 20)
+    a = start(e, "a")
+    e.steward.look_ahead([running(a)], 10, e.now)
+    late = e.ticket(e.arrive("late", prompt(40), **TYPED))
+
+    def asked() -> bool:
+        return e.steward.may_enter(
+            late, 10, 50, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
+        )
+
+    assert not asked(), "two of 40 + 80 tokens are 60 blocks, and some are kept free"
+    e.steward.preempted(a, e.now, tokens=40)
+    assert asked()
+
+
+def test_preempted_requests_are_asked_about_too_and_strangers_never() -> None:
+    e = engine()
+    request = start(e)
+    e.steward.preempted(request, e.now, tokens=40)
+    assert e.steward.behind_gate(e.ticket(request))
+    assert not e.steward.behind_gate(e.ticket(e.arrive(None, prompt(8))))
+
+
+def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
+    recompute = replace(load_preset("tetris"), recovery=AlwaysRecompute())
+    for preset, copied in ((load_preset("tetris"), True), (recompute, False)):
+        e = engine(preset=preset, blocks=40, host_blocks=100)
+        learn(e, *[100] * 20)
+        e.steward.reload.observe_step(1000, 10.0)
+        a, b = start(e, "a"), start(e, "b")
+        views = [running(a), running(b, position=1)]
+        chosen = e.steward.look_ahead(views, 20, e.now, out_s_per_token=1e-6, back_s_per_token=1e-6)
+        assert chosen == (b if copied else None)
+
+
+def test_the_way_back_goes_by_what_either_costs_now() -> None:
+    e = engine(host_blocks=100)
+    e.steward.reload.observe_step(1000, 1.0)  # a millisecond a token
+    prospects = e.steward.prospects
+    prospects.copied(1e-4, 1e-4, 0.0)
+    assert prospects.recovery(500, e.now) is Recovery.OFFLOAD
+    prospects.copied(1e-4, 1e-4, 10.0)
+    assert prospects.recovery(500, e.now) is Recovery.RECOMPUTE, "the link is busy for ten seconds"
+    prospects.copied(1e-3, 1e-3, 0.0)
+    assert prospects.recovery(500, e.now) is Recovery.RECOMPUTE, "a link at a tenth of its speed"
+    assert engine().steward.prospects.recovery(500, 0.0) is Recovery.RECOMPUTE, "there is nowhere to copy to"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["arrive", "leave", "preempt", "look"]), st.integers(0, 9)), max_size=40
+    )
+)
+def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tuple[str, int]]) -> None:
+    """Between looks it is kept by adding and taking away; it must come to what a look would say."""
+    e = engine(blocks=10_000)
+    learn(e, *range(1, 41))
+    live: dict[str, RunningView] = {}
+    e.steward.look_ahead([], 0, e.now)
+    for what, which in happenings:
+        if what == "arrive":
+            ticket = e.ticket(e.arrive(f"p{len(live)}-{which}", prompt(40), **TYPED))
+            assert e.steward.may_enter(
+                ticket, 10, 9_000, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
+            )
+            e.admit(ticket.request_id)
+            live[ticket.request_id] = running(ticket.request_id)
+        elif live and what in ("leave", "preempt"):
+            request = sorted(live)[which % len(live)]
+            del live[request]
+            if what == "leave":
+                e.finish(request)
+            else:
+                e.steward.preempted(request, e.now, tokens=40)
+        elif what == "look":
+            e.steward.look_ahead(list(live.values()), 0, e.now)
+    kept = e.steward.prospects.demand.needed_blocks
+    e.steward.look_ahead(list(live.values()), 0, e.now)
+    assert kept == pytest.approx(e.steward.prospects.demand.needed_blocks, abs=1e-6)

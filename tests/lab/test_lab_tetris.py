@@ -1,0 +1,80 @@
+"""Tetris in the lab: what prediction is worth, who may know the future, and that copies are made ahead."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from sojourn_server.lab.policies import PolicyError, find_policy
+from sojourn_server.lab.predictors import Erring, Oracle
+from sojourn_server.lab.report.measure import cascades, measure
+from sojourn_server.lab.run import RunSpec, run
+from sojourn_server.policy.remaining import LengthView
+
+
+@cache
+def played(policy: str):
+    """Chat and long reasoning, sixteen at once, on a pool that a few long answers fill."""
+    spec = RunSpec(
+        policy=policy,
+        workload="synthetic:reasoning-mix",
+        programs=16,
+        until_s=240.0,
+        pool_tokens=40_000,
+        max_model_len=40_000,
+    )
+    return run(spec).log
+
+
+def test_stock_preempts_in_cascades_and_tetris_seldom_at_its_speed() -> None:
+    stock, ours = played("stock"), played("tetris")
+    assert len(stock.preemption_steps) > 15
+    assert len(ours.preemption_steps) < 0.6 * len(stock.preemption_steps)
+    assert cascades(ours.preemption_steps) <= cascades(stock.preemption_steps)
+    assert measure(ours).output_tok_per_s > 0.9 * measure(stock).output_tok_per_s
+    assert ours.hook_failures == 0
+
+
+def test_one_that_knows_the_future_hardly_preempts_at_all() -> None:
+    assert len(played("tetris+oracle").preemption_steps) < 0.1 * len(played("stock").preemption_steps)
+
+
+def test_with_host_memory_victims_are_copied_and_not_computed_again() -> None:
+    ours = played("tetris+host")
+    assert ours.preemption_steps
+    assert ours.copied_to_host_bytes > 0
+    assert ours.copied_to_device_bytes > 0
+    again = [
+        sum(turn.regenerated.get("preempted", 0) for program in log.programs for turn in program.turns)
+        / max(1, len(log.preemption_steps))
+        for log in (ours, played("tetris"))
+    ]
+    assert again[0] < 0.2 * again[1]
+
+
+def test_only_presets_can_be_told_the_future() -> None:
+    assert find_policy("tetris+oracle").oracle
+    assert find_policy("tetris+host+oracle").own_tiers
+    with pytest.raises(PolicyError, match="unknown policy 'stock\\+oracle'"):
+        find_policy("stock+oracle")
+
+
+def view(output_tokens: int) -> LengthView:
+    return LengthView("r", output_tokens, 10_000)
+
+
+def test_the_oracle_knows() -> None:
+    oracle = Oracle(length=lambda request_id: 100)
+    assert oracle.remaining(view(30), 0.0) == (70.0,)
+    assert oracle.remaining(view(100), 0.0) == (1.0,), "its last token is on its way"
+
+
+def test_who_errs_errs_the_same_again_and_as_much_as_told() -> None:
+    erring = Erring(length=lambda request_id: 5_000, error=0.5)
+    first = erring.remaining(view(10), 0.0)
+    assert erring.remaining(view(10), 0.0) == first
+    assert first is not None
+    assert list(first) == sorted(first)
+    assert len(first) == 8
+    exact = Erring(length=lambda request_id: 5_000, error=0.0).remaining(view(10), 0.0)
+    assert exact == pytest.approx((4_990.0,) * 8)

@@ -1,0 +1,275 @@
+"""Recompute or offload: what ``sojourn profile`` and the benchmark say of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from replay_server import FakeServer
+from sojourn_server.cli.profile import register
+from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.profiling import bandwidth as bandwidth_module
+from sojourn_server.profiling import compute as compute_module
+from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, measure_bandwidth
+from sojourn_server.profiling.break_even import Dimensions, Threshold, break_even, read_dimensions
+from sojourn_server.profiling.compute import Compute, measure_compute
+from typer.testing import CliRunner
+
+DIMENSIONS = Dimensions(layers=32, hidden=4096)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(compute_module, "CPU_SIDE", 64)
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["profile", *arguments])
+
+
+def profile(
+    b_s: float = 0.0, c_s: float = 1e-8, *, kv_bytes: int | None = 1000, bytes_per_s: float | None = 1e6
+) -> EngineProfile:
+    """Copying takes 2 ms a token."""
+    return EngineProfile(
+        model="m", hardware="h", engine="e", block_size=16, prefill=PrefillCurve(0.0, b_s, c_s),
+        points=((4000, 1.0),), device_to_host_bytes_per_s=bytes_per_s,
+        host_to_device_bytes_per_s=bytes_per_s, limits=EngineLimits(kv_bytes_per_token=kv_bytes),
+    )  # fmt: skip
+
+
+# -- the two answers
+
+
+def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
+    evens = break_even(profile(b_s=5e-4, c_s=1e-6), None, Compute(None))
+    assert evens.copy_s_per_token == pytest.approx(2e-3)
+    # 5e-4 S + 1e-6 S² = 2e-3 S
+    assert evens.measured.tokens == pytest.approx(1500.0)
+    assert break_even(profile(b_s=3e-3), None, Compute(None)).measured.tokens == 0.0
+    assert break_even(profile(b_s=1e-3, c_s=0.0), None, Compute(None)).measured.tokens == math.inf
+
+
+def test_ways_of_different_speed_are_both_counted() -> None:
+    different = EngineProfile(
+        model="m", hardware="h", engine="e", block_size=16, prefill=PrefillCurve(0.0, 0.0, 1e-6),
+        points=((4000, 1.0),), device_to_host_bytes_per_s=1e6, host_to_device_bytes_per_s=5e5,
+        limits=EngineLimits(kv_bytes_per_token=1000),
+    )  # fmt: skip
+    evens = break_even(different, DIMENSIONS, Compute(1e12))
+    assert evens.measured.tokens == pytest.approx(3000.0)
+    # What it takes to copy a token both ways is the same, so its one speed lies between them.
+    assert evens.closed_form.tokens == pytest.approx(3e-3 * 1e12 / (4 * 32 * 4096) - 6 * 4096)
+
+
+def test_the_closed_form_is_the_papers_for_keys_and_values_without_groups() -> None:
+    kv_bytes = 4 * DIMENSIONS.layers * DIMENSIONS.hidden
+    evens = break_even(profile(kv_bytes=kv_bytes, bytes_per_s=25e9), DIMENSIONS, Compute(500e12))
+    assert evens.closed_form.tokens == pytest.approx(2 * 500e12 / 25e9 - 6 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("known", "dimensions", "compute", "measured", "closed"),
+    [
+        ({"kv_bytes": None}, DIMENSIONS, Compute(1e12), "--kv-bytes-per-token", "--kv-bytes-per-token"),
+        ({"bytes_per_s": None}, DIMENSIONS, Compute(1e12), "no copies", "no copies"),
+        ({}, None, Compute(1e12), "", "--layers"),
+        ({}, DIMENSIONS, Compute(None, "torch is away"), "", "torch is away"),
+    ],
+)
+def test_what_is_not_known_says_why(
+    known: dict[str, Any], dimensions: Dimensions | None, compute: Compute, measured: str, closed: str
+) -> None:
+    evens = break_even(profile(**known), dimensions, compute)
+    for threshold, why in ((evens.measured, measured), (evens.closed_form, closed)):
+        assert (threshold.tokens is None) == bool(why)
+        assert why in threshold.why
+    assert json.loads(json.dumps(evens.as_json(), allow_nan=False))["closed_form"]["faster"] == "not known"
+
+
+def test_a_threshold_in_words_and_in_json() -> None:
+    words = [Threshold(tokens).words(4000) for tokens in (-5.0, 0.0, 1234.2, 5000.0, math.inf)]
+    assert words == [
+        "always", "always", "from 1,235 tokens on", "from 5,000 tokens on, beyond the 4,000 measured",
+        "never",
+    ]  # fmt: skip
+    assert Threshold(None, "nobody looked").words(4000) == "not known, nobody looked"
+    assert Threshold(-5.0).as_json() == {"faster": "always", "tokens": 0.0}
+    assert Threshold(12.5).as_json() == {"faster": "from", "tokens": 12.5}
+    assert Threshold(math.inf).as_json() == {"faster": "never", "tokens": None}
+
+
+# -- what it is made from
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_hidden_layers": 32, "hidden_size": 4096}, DIMENSIONS),
+        ({"text_config": {"num_hidden_layers": 32, "hidden_size": 4096}, "hidden_size": 1}, DIMENSIONS),
+        ({"num_hidden_layers": 32}, None),
+        ({"num_hidden_layers": "32", "hidden_size": 4096}, None),
+        ({"num_hidden_layers": 0, "hidden_size": 4096}, None),
+        ({"text_config": []}, None),
+        ([], None),
+    ],
+)
+def test_dimensions_are_those_of_the_models_folder(
+    tmp_path: Path, config: Any, expected: Dimensions | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_dimensions(str(tmp_path)) == expected
+
+
+def test_without_a_readable_config_there_are_no_dimensions(tmp_path: Path) -> None:
+    assert read_dimensions(None) is None
+    assert read_dimensions("somebody/some-model") is None
+    (tmp_path / "config.json").write_text("{")
+    assert read_dimensions(str(tmp_path)) is None
+
+
+def test_the_movers_own_copies_are_timed() -> None:
+    pytest.importorskip("torch")
+    measured = measure_bandwidth(1 << 20, KvBlocks(block_bytes=8192, layers=2))
+    for rate in measured[:2]:
+        assert rate is not None
+        assert 1e6 < rate < 1e14
+    assert "8,192 bytes a block" in measured.reason
+    # One block is copied where all there is to copy is smaller.
+    assert measure_bandwidth(100, KvBlocks(8192, 2)).device_to_host_bytes_per_s
+
+
+def test_a_mover_that_fails_is_no_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from sojourn_server.tiers.host_memory import HostMemory
+
+    def fail(*given: object) -> None:
+        raise OSError("no more")
+
+    for way in ("to_device", "to_host"):
+        monkeypatch.setattr(HostMemory, way, fail)
+        measured = measure_bandwidth(1 << 20, KvBlocks(8192, 2))
+        assert measured[:2] == (None, None)
+        assert "the copy failed" in measured.reason
+
+
+def test_compute_is_timed_or_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    measured = measure_compute().flops_per_s
+    assert measured is not None
+    assert 1e5 < measured < 1e16
+    monkeypatch.setattr(compute_module, "CPU_SIDE", -1)
+    assert measure_compute().flops_per_s is None
+    assert "failed" in measure_compute().reason
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert measure_compute() == Compute(None, "torch is not installed here")
+
+
+# -- the command
+
+
+def test_a_profile_tells_the_break_even_in_words_and_json(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 64}))
+    with FakeServer(
+        seconds_per_token=5e-5, max_model_len=401, sojourn=True, block_size=32, root=str(tmp_path),
+        facts={"kv_bytes_per_token": "256"},
+    ) as server:  # fmt: skip
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json")
+    assert result.exception is None, result.output
+    found = json.loads(result.stdout)
+    assert found["break_even"]["measured"] == {"faster": "always", "tokens": 0.0}
+    assert (found["break_even"]["layers"], found["break_even"]["hidden_size"]) == (2, 64)
+    assert found["break_even"]["closed_form"]["tokens"] is not None
+    copies = 256 / found["device_to_host_bytes_per_s"] + 256 / found["host_to_device_bytes_per_s"]
+    assert found["break_even"]["copy_s_per_token"] == pytest.approx(copies)
+    assert any("8,192 bytes a block" in note for note in found["notes"])
+    assert "faster than computing it always (measured curve)" in result.stderr
+
+
+def test_a_server_that_does_not_tell_is_no_error() -> None:
+    with FakeServer(max_model_len=401) as server:
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json")
+        told = invoke(
+            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "--kv-bytes-per-token", "256",
+            "--layers", "2", "--hidden-size", "64",
+        )  # fmt: skip
+        alone = invoke("--url", server.url, "--layers", "2").exception
+    assert result.exception is None, result.output
+    assert "not known" in result.stderr
+    assert "--kv-bytes-per-token" in result.stderr
+    assert told.exception is None, told.output
+    assert json.loads(told.stdout)["break_even"]["hidden_size"] == 64
+    assert "go together" in alone.message
+
+
+def test_nothing_is_said_of_a_machine_that_is_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.cli.profile._LOCAL_HOSTS", frozenset())
+    with FakeServer(max_model_len=401, sojourn=True, facts={"kv_bytes_per_token": "256"}) as server:
+        result = invoke(
+            "--url", server.url, "--repeats", "1", "--no-decode", "--json", "--layers", "2",
+            "--hidden-size", "64",
+        )  # fmt: skip
+    found = json.loads(result.stdout)
+    assert found["break_even"]["measured"]["why"] == "no copies were measured"
+    assert Bandwidth(found["device_to_host_bytes_per_s"], None) == Bandwidth(None, None)
+    assert any("another machine" in note for note in found["notes"])
+
+
+# -- the benchmark
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        yield import_module("break_even")
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize(
+    ("reloaded", "expected", "words"),
+    [
+        ((0.5, 0.5, 0.5), ("from the shortest", 100), "at or below 100 tokens, the shortest measured"),
+        ((2.0, 1.0, 1.0), ("from", 150.0), "150 tokens"),
+        ((2.0, 1.0, 5.0), ("not measured", None), "above 400 tokens, the longest measured"),
+        ((0.5, 3.0, 3.0), ("from", 300.0), "300 tokens"),
+    ],
+)
+def test_the_crossing_is_where_reloading_wins_for_good(
+    script: ModuleType, reloaded: tuple[float, ...], expected: tuple[str, float | None], words: str
+) -> None:
+    points = [
+        script.Point(tokens, computed, seconds, 0.0)
+        for tokens, computed, seconds in zip((100, 200, 400), (1.0, 2.0, 4.0), reloaded, strict=True)
+    ]
+    found = script.crossing(points, lambda point: point.offloaded_s)
+    assert (found["faster"], found["tokens"]) == expected
+    assert script.words(found) == words
+    later = [point._replace(out_s=10.0) for point in points]
+    assert script.crossing(later, lambda point: point.offloaded_s)["tokens"] is None
+
+
+def test_a_plan_has_room_for_its_longest_context_and_one_token(script: ModuleType) -> None:
+    made = script.plan(2048)
+    assert made.lengths == (1, 2, 4, 8, 16, 32, 64)
+    assert made.pool > made.lengths[-1] + 1
+    assert script.plan(100).lengths == (1, 2)
+    assert script.plan(1).lengths == (1,)
+    flags = made.serve_args()
+    assert int(flags[flags.index("--max-model-len") + 1]) == made.pool * script.BLOCK_TOKENS
