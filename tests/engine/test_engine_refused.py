@@ -121,8 +121,11 @@ def message_stream(http: httpx.Client, program: str) -> None:
 
 def test_all_who_are_refused_read_why(server: EngineServer, http: httpx.Client) -> None:
     client = openai.OpenAI(base_url=http.base_url, api_key="none", max_retries=0, http_client=http)
-    # Imported when first asked for, which takes longer than the device stays full.
-    assert all((client.chat.completions, client.completions, client.responses))
+    # What is imported and built when first asked for takes longer than the device stays full.
+    short: Any = {"model": "tiny", "stream": True}
+    list(client.chat.completions.create(messages=[{"role": "user", "content": "a"}], max_tokens=1, **short))
+    list(client.completions.create(prompt="a", max_tokens=1, **short))
+    list(client.responses.create(input="a", max_output_tokens=1, **short))
     with ThreadPoolExecutor(12) as pool, full_device(http):
         plain = {name: pool.submit(post, http, name, path, body) for name, (path, body, _) in PLAIN.items()}
         looked_at = [pool.submit(look, client, look.__name__) for look in OF_OPENAI]
