@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+FIRST_WORDS = "Nothing has been written yet."
 BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
+
+
+def marked(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, its first column to the left."""
+    rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write_page(path: Path, generated: str, first_words: str) -> None:

@@ -8,18 +8,34 @@ that whatever else the machine does hits both; the figure is the median ratio of
 neighbouring slices, of thread CPU time, for ``schedule()`` alone and for
 ``schedule()`` with ``update_from_output()``. Also: the step in which 10,000
 leases run out.
+
+    python benchmarks/scheduler_cost.py --full --policy tetris --host-blocks 60000
+
+The same with a full pool. Both engines get the same requests and the same pool, which 80 of them fill: each
+step a token each, so that every hundred steps or so the pool is too small and one is preempted, while others
+wait; every 240 steps one ends. Compared are steps of the same number in both, once more than 95 % of the pool
+is used and somebody has been preempted in both. The policy has been told that outputs are short, which these
+are not: so at first it lets in about as many as stock does, and then looks, gate, choice of a victim,
+preemptions and copies to host memory all happen. Stock takes the next one in wherever it fits, the policy
+asks its gate each step and keeps it out: what is compared is the cost of a step and not what it achieves.
+Time is virtual, 30 ms a step and 0.1 ms for each further token; host memory is there for the policy only. Of
+each: mean and median CPU of a ``schedule()``, and the mean of those that preempted somebody or took somebody
+in. ``--profile`` says where the policy's goes; the other figures of such a run are worth nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import json
 import platform
+import pstats
 import statistics
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +44,15 @@ RUNNING = 80
 KNOWN_PROGRAMS = 10_000
 CONTEXT_TOKENS = 8_000
 BLOCK_SIZE = 16
+
+FULL_WAITING = 16
+"""Requests that wait behind those that fit when the pool is full."""
+FULL_SHARE = 0.95
+FULL_AGENT = "writer"
+FULL_ENDS = range(620, 3_000, 240)
+"""Output tokens of those that end, the first that came; the others never do."""
+FULL_MAX_STEPS = 3_000
+"""In so many the pool fills, or something is wrong."""
 
 
 def build(policy: str | None, host_blocks: int = 0) -> Any:
@@ -93,6 +118,181 @@ def slice_cost(engine: Any, steps: int) -> tuple[float, float]:
     return in_schedule, total
 
 
+class Call(NamedTuple):
+    """One ``schedule()`` with a full pool."""
+
+    cpu_s: float
+    preempted: int
+    taken_in: int
+    running: int
+    used_share: float
+    whole_step_s: float
+    """``schedule()`` and ``update_from_output()``, and making up the tokens between."""
+
+
+class Link:
+    """A copy's time over PCIe 4."""
+
+    def copy_s(self, size: int, *, to_host: bool) -> float:
+        """Seconds for so many bytes."""
+        return size / 20e9
+
+    def disk_s(self, size: int, *, to_disk: bool) -> float:
+        """There is none."""
+        return 0.0
+
+
+class FullEngine:
+    """An engine that its requests outgrow, with time and copies of its own."""
+
+    def __init__(self, policy: str | None, host_blocks: int) -> None:
+        from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+
+        self._now_s = 0.0
+        # Full of 80 requests after they have written half of what they were given.
+        fitting = RUNNING * (CONTEXT_TOKENS + CONTEXT_TOKENS // 16) // BLOCK_SIZE
+        self.engine = BareEngine(
+            BareEngineOptions(
+                blocks=fitting + 1,
+                block_size=BLOCK_SIZE,
+                max_num_batched_tokens=65_536,
+                host_blocks=host_blocks if policy is not None else 0,
+                own_tiers=True,
+                sojourn=None if policy is None else {"policy": policy, "strict": True},
+            ),
+            lambda: self._now_s,
+        )
+        self._copies: Any = None
+        if policy is not None:
+            self._be_told(host_blocks)
+        for number in range(RUNNING + FULL_WAITING):
+            prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
+            context = {"sojourn": {"agent_type": FULL_AGENT}}
+            self.engine.add(
+                f"run{number}",
+                prompt,
+                max_tokens=FULL_ENDS[number] if number < len(FULL_ENDS) else 100_000,
+                program_id=f"run{number}" if policy else None,
+                context=context,
+            )
+
+    def _be_told(self, host_blocks: int) -> None:
+        """The programs that are known, and that outputs were short."""
+        engine = self.engine
+        if host_blocks:
+            from sojourn_server.lab.tier_copies import TierCopies
+
+            self._copies = TierCopies(Link(), 2 << 20)  # type: ignore[arg-type]
+        for first in range(0, KNOWN_PROGRAMS, 500):
+            for number in range(first, first + 500):
+                engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
+            while engine.scheduler.has_unfinished_requests():
+                self.step()
+        lengths = engine.scheduler.sojourn.steward.histories.output_lengths
+        for tokens in range(1, 501):
+            lengths.observe(FULL_AGENT, None, 1 + tokens // 16)
+
+    def step(self) -> Call:
+        """One engine step."""
+        engine = self.engine
+        began = time.thread_time()
+        planned = engine.plan()
+        cpu_s = time.thread_time() - began
+        copies = None
+        if self._copies is not None and planned.kv_connector_metadata is not None:
+            self._now_s = self._copies.begin_step(planned.kv_connector_metadata, self._now_s)
+        self._now_s += 0.03 + 1e-4 * max(0, planned.total_num_scheduled_tokens - RUNNING)
+        if self._copies is not None:
+            copies = self._copies.finished(self._now_s)
+        began = time.thread_time()
+        if planned.total_num_scheduled_tokens or copies is not None:
+            engine.take_in(planned, copies)
+        pool = engine.pool
+        return Call(
+            cpu_s,
+            len(planned.preempted_req_ids or ()),
+            len(planned.scheduled_new_reqs) + len(planned.scheduled_cached_reqs.resumed_req_ids),
+            len(engine.scheduler.running),
+            1 - pool.get_num_free_blocks() / (pool.num_gpu_blocks - 1),
+            cpu_s + time.thread_time() - began,
+        )
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not run."""
+        return len(self.engine.scheduler.requests) - len(self.engine.scheduler.running)
+
+
+def fill(engines: Sequence[FullEngine]) -> int:
+    """Step all until the pool is full and somebody has been preempted in each; returns the steps."""
+    preempted = [0] * len(engines)
+    for steps in range(1, FULL_MAX_STEPS):
+        calls = [engine.step() for engine in engines]
+        preempted = [before + call.preempted for before, call in zip(preempted, calls, strict=True)]
+        if all(preempted) and all(call.used_share > FULL_SHARE for call in calls):
+            return steps
+    raise SystemExit(f"error: in {FULL_MAX_STEPS} steps the pool was not full in both: {preempted}")
+
+
+def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
+    """Of one engine."""
+
+    def mean_ms(of: Sequence[Call]) -> float | None:
+        return statistics.fmean(call.cpu_s for call in of) * 1e3 if of else None
+
+    return {
+        "mean_ms": mean_ms(calls),
+        "median_ms": statistics.median(call.cpu_s for call in calls) * 1e3,
+        "mean_ms_preempting": mean_ms([call for call in calls if call.preempted]),
+        "mean_ms_taking_in": mean_ms([call for call in calls if call.taken_in and not call.preempted]),
+        "mean_ms_whole_step": statistics.fmean(call.whole_step_s for call in calls) * 1e3,
+        "preemptions": sum(call.preempted for call in calls),
+        "taken_in": sum(call.taken_in for call in calls),
+        "running_mean": statistics.fmean(call.running for call in calls),
+        "used_share_mean": statistics.fmean(call.used_share for call in calls),
+        "used_share_least": min(call.used_share for call in calls),
+    }
+
+
+def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: bool) -> dict[str, Any]:
+    """Stock and the policy with a full pool, in turns."""
+    engines = FullEngine(None, 0), FullEngine(policy, host_blocks)
+    gc.collect()
+    gc.disable()
+    filling = fill(engines)
+    calls: tuple[list[Call], list[Call]] = [], []
+    ratios = []
+    profiler = cProfile.Profile()
+    for index in range(slices):
+        cost = [0.0, 0.0]
+        for which in (index % 2, 1 - index % 2):
+            if profile and which:
+                profiler.enable()
+            taken = [engines[which].step() for _ in range(steps)]
+            profiler.disable()
+            calls[which].extend(taken)
+            assert engines[which].waiting, "nobody waits any more: fewer slices"
+            cost[which] = sum(call.cpu_s for call in taken)
+        ratios.append(cost[1] / cost[0])
+        gc.collect()
+    gc.enable()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+        pstats.Stats(profiler).sort_stats("cumtime").print_stats("sojourn_server", 40)
+    stock, ours = (full_figures(of) for of in calls)
+    return {
+        "filling_steps": filling,
+        "stock": stock,
+        "sojourn": ours,
+        "ratio": {
+            "mean": ours["mean_ms"] / stock["mean_ms"],
+            "median": ours["median_ms"] / stock["median_ms"],
+            "median_of_slices": statistics.median(ratios),
+            "whole_step_mean": ours["mean_ms_whole_step"] / stock["mean_ms_whole_step"],
+        },
+    }
+
+
 def expiry_step(leases: int) -> dict[str, Any]:
     """Wall seconds of every step until ``leases`` leases that run out together are gone."""
     from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
@@ -136,7 +336,20 @@ def main() -> None:
     parser.add_argument("--host-blocks", type=int, default=0, help="host memory below the device, ours")
     parser.add_argument("--slices", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps in a slice")
+    parser.add_argument("--full", action="store_true", help="with a full pool; see above")
+    parser.add_argument("--profile", action="store_true", help="with --full: where the policy's time goes")
     options = parser.parse_args()
+    command = (
+        f"python benchmarks/scheduler_cost.py {'--full ' if options.full else ''}--policy {options.policy} "
+        f"--host-blocks {options.host_blocks} --slices {options.slices} --steps {options.steps}"
+    )
+    if options.full:
+        result = {**made(command, options), **full_cost(
+            options.policy, options.host_blocks, options.slices, options.steps, options.profile
+        )}  # fmt: skip
+        show_full(result)
+        write(result, options.json)
+        return
     stock, ours = build(None), build(options.policy, options.host_blocks)
     gc.collect()
     gc.disable()
@@ -150,17 +363,8 @@ def main() -> None:
         gc.collect()
     gc.enable()
     result: dict[str, Any] = {
-        "command": (
-            f"python benchmarks/scheduler_cost.py --policy {options.policy} "
-            f"--host-blocks {options.host_blocks} --slices {options.slices} --steps {options.steps}"
-        ),
-        "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
-        "versions": {"vllm": _vllm_version(), "sojourn": version("sojourn")},
-        "running": RUNNING,
+        **made(command, options),
         "known_programs": len(ours.scheduler.sojourn.steward.table),
-        "context_tokens": CONTEXT_TOKENS,
-        "slices": options.slices,
-        "steps_in_a_slice": options.steps,
     }
     for position, name in enumerate(("schedule", "schedule_and_update")):
         result[name] = {
@@ -178,8 +382,38 @@ def main() -> None:
         f"{result['expiry']['leases']} leases running out together: {result['expiry']['steps']} steps, "
         f"the longest {result['expiry']['longest_step_ms']:.1f} ms"
     )
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
+    write(result, options.json)
+
+
+def show_full(result: dict[str, Any]) -> None:
+    """Print what was found with a full pool."""
+    table = Table("what", "stock", "sojourn", title="A step with a full pool")
+    for name, mine in result["sojourn"].items():
+        cells = ("–" if of is None else f"{of:.3f}" for of in (result["stock"][name], mine))
+        table.add_row(name, *cells)
+    Console().print(table)
+    Console().print(f"measured from step {result['filling_steps']} on")
+    Console().print(", ".join(f"ratio of {name} {value:.3f}" for name, value in result["ratio"].items()))
+
+
+def made(command: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What every result says of how it came to be."""
+    return {
+        "command": command,
+        "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "versions": {"vllm": _vllm_version(), "sojourn": version("sojourn")},
+        "running": RUNNING,
+        "known_programs": KNOWN_PROGRAMS,
+        "context_tokens": CONTEXT_TOKENS,
+        "slices": options.slices,
+        "steps_in_a_slice": options.steps,
+    }
+
+
+def write(result: dict[str, Any], path: str | None) -> None:
+    """As JSON, where a path was given."""
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(result, indent=2) + "\n")
 
 
