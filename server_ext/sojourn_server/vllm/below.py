@@ -47,8 +47,10 @@ class Below:
         self._placed = PlacedChains()
         self._not_worth_saving: dict[Key, None] = {}
         """Content of preempted requests that is sooner computed again than copied, oldest first."""
-        self._away: dict[ProgramId, Sequence[Key]] = {}
-        """Programs of preempted requests, and what these will load."""
+        self._away: dict[ProgramId, list[Sequence[Key]]] = {}
+        """Programs of preempted requests, and what each of these will load."""
+        self._wanted: set[Key] = set()
+        """All that is in ``_away``: what else such a program has is worth no more than before."""
         self._coming: set[ProgramId] = set()
         """Let onto the device, and yet to be admitted there."""
         pool = steward.pool
@@ -118,11 +120,12 @@ class Below:
         return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
 
     def link(self) -> tuple[float | None, float | None, float]:
-        """Seconds that copying a token's KV to host memory and back has taken so far, ``None`` before the
+        """Seconds that copying a token's KV to host memory and back has taken of late, ``None`` before the
         first; and how long copies that are queued to go there will take."""
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / settings.block_tokens
-        out_s, back_s = (traffic.seconds_a_byte(lane) for lane in ("to_host", "to_device"))
+        now = self._connector.clock()
+        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
         queued = self._connector.planner.storing_blocks * settings.block_bytes
         return (
             out_s * token_bytes if out_s is not None else None,
@@ -138,6 +141,10 @@ class Below:
             _PLAIN,
         )
 
+    def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """How many of these are in host memory, or on their way there: copying them costs nothing more."""
+        return self._guarded(self._copied, blocks) or 0
+
     def not_to_save(self, blocks: Iterable[KVCacheBlock]) -> None:
         """A request is about to lose these, and what is reused of them is to be computed again."""
         for block in blocks:
@@ -150,19 +157,20 @@ class Below:
         their place in host memory until then."""
         self._guarded(self._to_keep, program_id, [chain_hash(block) for block in blocks])
 
-    def no_longer_away(self, program_id: ProgramId | None, hashes: Iterable[Key]) -> None:
+    def no_longer_away(self, program_id: ProgramId | None, hashes: Sequence[Key]) -> None:
         """A request that may have been preempted has its blocks again, or has left the engine: what it had is
-        worth what anybody's is."""
+        worth what anybody's is. Of one that names none, what all of its program's would load."""
         if self._not_worth_saving:
             for key in hashes:
                 self._not_worth_saving.pop(key, None)
         if program_id in self._away:
-            self._guarded(self._no_longer_away, program_id)
+            self._guarded(self._no_longer_away, program_id, hashes)
 
     def reset(self) -> None:
         """The engine's cache was reset."""
         self._not_worth_saving.clear()
         self._away.clear()
+        self._wanted.clear()
         self._placed = PlacedChains()
         self._coming.clear()
         self._connector.reset_cache()
@@ -171,13 +179,30 @@ class Below:
         """Nothing is saved and nothing found any more."""
         self._connector.turn_off(why)
 
-    def _to_keep(self, program_id: ProgramId, keys: Sequence[Key]) -> None:
-        self._away[program_id] = keys
-        self._connector.planner.set_rank(keys, Rank.WANTED)
+    def _copied(self, blocks: Iterable[KVCacheBlock]) -> int:
+        host = self._connector.planner.host
+        return sum(host.get(chain_hash(block)) is not None for block in blocks)
 
-    def _no_longer_away(self, program_id: ProgramId) -> None:
-        rank = host_rank(self._steward.label(program_id))
-        self._connector.planner.set_rank(self._away.pop(program_id), rank, only=Rank.WANTED)
+    def _to_keep(self, program_id: ProgramId, keys: Sequence[Key]) -> None:
+        if keys:
+            self._away.setdefault(program_id, []).append(keys)
+            self._wanted.update(keys)
+            self._connector.planner.set_rank(keys, Rank.WANTED)
+
+    def _no_longer_away(self, program_id: ProgramId, hashes: Sequence[Key]) -> None:
+        planner, rank = self._connector.planner, host_rank(self._steward.label(program_id))
+        still = []
+        for keys in self._away.pop(program_id):
+            # Hashes are chained: what agrees in the last is the same from the first.
+            if hashes and list(hashes[len(keys) - 1 : len(keys)]) != [keys[-1]]:
+                still.append(keys)
+            else:
+                planner.set_rank(keys, rank, only=Rank.WANTED)
+        if still:
+            self._away[program_id] = still
+        self._wanted = {key for away in self._away.values() for keys in away for key in keys}
+        for keys in still:  # they may begin alike
+            planner.set_rank(keys, Rank.WANTED)
 
     def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         ranks: dict[ProgramId | None, Rank] = {}
@@ -191,7 +216,7 @@ class Below:
                 if key in self._not_worth_saving and planner.host.get(key) is None:
                     del self._not_worth_saving[key]
                     continue
-                rank = self._rank_in(block.block_id, owners, ranks)
+                rank = self._rank_of(key, block.block_id, owners, ranks)
                 if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
                     planner.write_out([key], rank)
 
@@ -207,7 +232,7 @@ class Below:
                     continue
                 entry = planner.host.get(key)
                 if entry is None or entry.rank == spare:
-                    rank = self._rank_in(block.block_id, queue.owners, ranks)
+                    rank = self._rank_of(key, block.block_id, queue.owners, ranks)
                     by_rank.setdefault(rank, []).append((key, block.block_id))
         for rank, blocks in by_rank.items():
             # As contexts have them: reused is the end first.
@@ -229,8 +254,12 @@ class Below:
         # another block of the device has the same content, that is copied once more when it is lost.
         self._connector.planner.set_rank(alone, Rank.WORTHLESS, only=Rank.SPARE)
 
-    def _rank_in(self, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]) -> Rank:
-        """The rank of what is in a block: the highest of its owners'."""
+    def _rank_of(
+        self, key: Key, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, Rank]
+    ) -> Rank:
+        """The rank of what is in a block: somebody who is away wants it, or the highest of its owners'."""
+        if key in self._wanted:
+            return Rank.WANTED
         if block_id in owners.orphans:
             return self._rank(None, ranks)
         owner = owners.of.get(block_id)
@@ -241,9 +270,7 @@ class Below:
     def _rank(self, program_id: ProgramId | None, ranks: dict[ProgramId | None, Rank]) -> Rank:
         rank = ranks.get(program_id)
         if rank is None:
-            away = program_id in self._away
-            rank = Rank.WANTED if away else host_rank(self._steward.label(program_id))
-            ranks[program_id] = rank
+            rank = ranks[program_id] = host_rank(self._steward.label(program_id))
         return rank
 
     def _place(self, program_id: ProgramId, tier: Tier, held: HeldBlocks) -> None:

@@ -154,7 +154,7 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             try:
-                self.traffic.add(report.results)
+                self.traffic.add(report.results, self.clock())
                 self.planner.take_results(report.results)
             except Exception as error:
                 self.failed(error)
@@ -273,3 +273,9 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.role is KVConnectorRole.WORKER and self._mover is not None:
             self._mover.close()
             self._mover = None
+
+
+def waited(output: KVConnectorOutput) -> float:
+    """Seconds of a step for which its forward pass waited for our copies."""
+    report = output.kv_connector_worker_meta
+    return report.results.waited_s if isinstance(report, StepReport) else 0.0
