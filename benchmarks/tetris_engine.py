@@ -1,12 +1,15 @@
 """Long outputs that overflow a real engine's KV pool: stock beside Tetris, who is preempted and how often.
 
-    python benchmarks/tetris_engine.py --json benchmarks/results/tetris_engine.json
+    python benchmarks/tetris_engine.py --out benchmarks/results
 
 Requests of two kinds on ``smol``, short answers and long reasoning, their lengths log-normal and drawn from
-the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same, and no
-request tells how long it will be. No arm has learned anything when it begins. ``observe`` decides as stock
-does, with our counters: it tells stock's cascades. The arms take turns, ``--rounds`` times; figures are
-medians. Run it while nothing else runs.
+the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
+first answers ``--warm-up`` requests of another seed, which are not counted: no arm has learned anything when
+it begins, and an engine learns once. ``observe`` decides as stock does, with our counters: it tells stock's
+cascades. ``oracle+host`` is told by its clients how long each output will be; in all others no request
+tells. ``learned+host`` reads hidden states, which of forced tokens and random prompts tell nothing: it
+shows what a network costs that does not help. The arms take turns, ``--rounds`` times; figures are medians.
+Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -14,22 +17,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
+from lab_pages import FIRST_WORDS, made_by, marked, write_page
 from rich.console import Console
 from rich.table import Table
+from sojourn_server.cli.console import write_json
+from sojourn_server.lab.report.results import made_with
 
-COMMAND = "python benchmarks/tetris_engine.py --json benchmarks/results/tetris_engine.json"
 BLOCK_TOKENS = 32
 FOLDER = Path(__file__).parent / "tetris_without"
 HOST = ("--kv-host-gib", "1")
@@ -40,25 +43,34 @@ ARMS: dict[str, tuple[str, ...]] = {
     "tetris": ("tetris",),
     "tetris+host": ("tetris", *HOST),
     "mean+host": (str(FOLDER / "mean-length.toml"), *HOST),
+    "learned+host": ("tetris-learned", *HOST),
+    "oracle+host": ("tetris", *HOST),
 }
+TOLD = ("oracle+host",)
+"""Arms whose clients tell how long each output will be."""
 LATENCIES = ("tpot_s", "ttft_s", "completion_s")
 
 
-def trace(target: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the load; returns what it holds."""
-    draw = random.Random(options.seed)
+def max_model_len(options: argparse.Namespace) -> int:
+    """One request has to fit the pool, of which vLLM keeps a block for itself."""
+    return min(options.pool_tokens - BLOCK_TOKENS, 4096)
+
+
+def trace(target: Path, options: argparse.Namespace, requests: int, seed: int) -> dict[str, Any]:
+    """Write a load; returns what it holds."""
+    draw = random.Random(seed)
     lengths: list[int] = []
     with target.open("w", encoding="utf-8") as file:
-        for number in range(options.requests):
+        for number in range(requests):
             kind, mean = draw.choice((("short", options.mean_short), ("long", options.mean_long)))
             output = draw.lognormvariate(math.log(mean) - options.sigma**2 / 2, options.sigma)
-            tokens = max(2, min(options.longest, round(output)))
             prompt = draw.randint(32, 160)
+            tokens = max(2, min(options.longest, round(output), max_model_len(options) - 2 * prompt))
             lengths.append(tokens)
             turn = {"prompt_tokens": prompt, "output_tokens": tokens, "append_tokens": prompt}
             line = {"program_id": f"{kind}-{number}", "source": "tetris", "agent_type": kind, "turns": [turn]}
             file.write(json.dumps(line) + "\n")
-    return {"requests": len(lengths), "output_tokens": sum(lengths), "longest": max(lengths)}
+    return {"requests": len(lengths), "output_tokens": sum(lengths), "longest": max(lengths, default=0)}
 
 
 def counted(url: str) -> dict[str, float]:
@@ -75,7 +87,9 @@ def counted(url: str) -> dict[str, float]:
     return found
 
 
-def run_arm(name: str, load: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_arm(
+    name: str, load: Path, warm_up: Path, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
     """One server, one replay."""
     from sojourn_server.launch.command import FORCED_TOKENS
     from sojourn_server.launch.server import EngineServer
@@ -88,7 +102,7 @@ def run_arm(name: str, load: Path, options: argparse.Namespace, folder: Path) ->
         "--block-size", str(BLOCK_TOKENS),
         "--num-gpu-blocks-override", str(options.pool_tokens // BLOCK_TOKENS),
         "--kv-cache-memory-bytes", str(1 << 30),
-        "--max-model-len", str(min(options.pool_tokens, 4096)),
+        "--max-model-len", str(max_model_len(options)),
         "--max-num-seqs", str(options.concurrency),
         "--max-num-batched-tokens", "512",
         "--logits-processors", FORCED_TOKENS,
@@ -96,10 +110,14 @@ def run_arm(name: str, load: Path, options: argparse.Namespace, folder: Path) ->
     )  # fmt: skip
     target = folder / "replay.json"
     with EngineServer("smol", policy=policy, serve_args=flags) as server:
+        how = ["--force-tokens", "--concurrency", str(options.concurrency), "--url", server.url]
+        if name not in TOLD:
+            how.append("--hide-lengths")
+        replay = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "replay"]
+        if options.warm_up:
+            subprocess.run([*replay, str(warm_up), *how], check=True, stdout=subprocess.DEVNULL)
         before = counted(server.url)
-        command = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "replay", str(load)]
-        how = ("--force-tokens", "--hide-lengths", "--concurrency", str(options.concurrency))
-        subprocess.run([*command, "--url", server.url, *how, "--json", str(target)], check=True)
+        subprocess.run([*replay, str(load), *how, "--json", str(target)], check=True)
         after = counted(server.url)
     document = json.loads(target.read_text())
     return {
@@ -116,12 +134,76 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, float]:
     return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
+HEAD = (
+    "arm", "rounds", "tokens/s", "", "preemptions", "", "cascades", "", "TPOT mean ms", "P99 ms", "better",
+    "TTFT mean s", "completion mean s",
+)  # fmt: skip
+
+
+def lines(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
+    """An arm each, against ``observe``, else the first."""
+    arms = {name: medians(of) for name, of in runs.items() if of}
+    base = arms.get("observe") or next(iter(arms.values()))
+    return [
+        (
+            name, f"{len(runs[name])}", f"{arm['output_tok_per_s']:.1f}",
+            f"{arm['output_tok_per_s'] / base['output_tok_per_s'] - 1:+.1%}",
+            f"{arm['preemptions']:.0f}", less(arm["preemptions"], base["preemptions"]),
+            f"{arm['chained']:.0f}" if name != "stock" else "not told",
+            less(arm["chained"], base["chained"]) if name != "stock" else "",
+            f"{1e3 * arm['tpot_mean_s']:.0f}", f"{1e3 * arm['tpot_p99_s']:.0f}",
+            f"{base['tpot_p99_s'] / arm['tpot_p99_s']:.1f} ×",
+            f"{arm['ttft_mean_s']:.1f}", f"{arm['completion_mean_s']:.1f}",
+        )
+        for name, arm in arms.items()
+    ]  # fmt: skip
+
+
+def less(value: float, than: float) -> str:
+    """A change in percent."""
+    return f"{value / than - 1:+.0%}" if than else "–"
+
+
+def save(
+    runs: dict[str, list[dict[str, Any]]], held: dict[str, Any], options: argparse.Namespace, wall_s: float
+) -> None:
+    """Write both files."""
+    made = made_with(sys.argv)
+    settings = {key: value for key, value in vars(options).items() if key != "out"}
+    document = {
+        "command": f"python benchmarks/{made.command}", "machine": made.machine, "versions": made.versions,
+        "load": held, "options": settings, "medians": {name: medians(of) for name, of in runs.items() if of},
+        "runs": runs,
+    }  # fmt: skip
+    write_json(document, str(options.out / "tetris_engine.json"))
+    told = (
+        f"Model `smol`, a pool of {options.pool_tokens:,} tokens, {options.concurrency} requests at once; "
+        f"{held['requests']} that count, of {held['output_tokens']:,} tokens of output, {held['longest']:,} "
+        f"the longest, after {options.warm_up} that do not; seed {options.seed}."
+    )
+    text = f"""# Long outputs on a real engine
+
+Generated by the command below, but for what is between the marks.
+
+{made_by(made, wall_s)}
+
+{told} Medians; percentages and factors are
+against `observe`, which decides as stock does. A cascade is a preemption at most ten steps after another one.
+
+{marked(HEAD, lines(runs))}
+
+{{by hand}}
+"""
+    write_page(options.out / "tetris_engine.md", text, FIRST_WORDS)
+
+
 def main() -> None:
-    """Run, print, write after each round."""
+    """Run, write after each arm, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=144)
+    parser.add_argument("--warm-up", type=int, default=48, help="requests before those that count")
+    parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--pool-tokens", type=int, default=6144)
     parser.add_argument("--mean-short", type=float, default=60.0)
     parser.add_argument("--mean-long", type=float, default=700.0)
@@ -129,39 +211,24 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--out", type=Path, help="folder to write tetris_engine.json and .md into")
     options = parser.parse_args()
+    began_s = time.monotonic()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        load = folder / "load.jsonl"
-        held = trace(load, options)
+        load, warm_up = folder / "load.jsonl", folder / "warm-up.jsonl"
+        held = trace(load, options, options.requests, options.seed)
+        trace(warm_up, options, options.warm_up, options.seed + 1)
         for _ in range(options.rounds):
             for name in options.only:
-                runs[name].append(run_arm(name, load, options, folder))
-            result = {
-                "command": COMMAND,
-                "machine": {"system": platform.platform(), "cores": os.cpu_count()},
-                "versions": {name: version(name) for name in ("sojourn", "torch")},
-                "load": held,
-                "options": {key: value for key, value in vars(options).items() if key != "json"},
-                "medians": {name: medians(of) for name, of in runs.items() if of},
-                "runs": runs,
-            }
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=2) + "\n")
-    table = Table(
-        "arm", "tokens/s", "preemptions", "in cascades", "TPOT mean ms", "P99 ms", "TTFT mean s", "P99 s"
-    )
-    for name, of in runs.items():
-        arm = medians(of)
-        table.add_row(
-            name, f"{arm['output_tok_per_s']:.1f}", f"{arm['preemptions']:.0f}", f"{arm['chained']:.0f}",
-            f"{1e3 * arm['tpot_mean_s']:.0f}", f"{1e3 * arm['tpot_p99_s']:.0f}",
-            f"{arm['ttft_mean_s']:.1f}", f"{arm['ttft_p99_s']:.1f}",
-        )  # fmt: skip
-    Console().print(f"medians of {options.rounds} rounds; {held}")
-    Console().print(table)
+                runs[name].append(run_arm(name, load, warm_up, options, folder))
+                if options.out is not None:  # after each: a round takes most of an hour
+                    save(runs, held, options, time.monotonic() - began_s)
+    table = Table(*HEAD)
+    for line in lines(runs):
+        table.add_row(*line)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

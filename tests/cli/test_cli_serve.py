@@ -53,6 +53,23 @@ def test_every_shipped_preset_is_a_policy():
         dry_run("tiny", "--policy", policy)
 
 
+def test_a_policy_that_reads_hidden_states_is_known_by_its_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts = dry_run("tiny", "--policy", "tetris-learned", "--sojourn-network", "n")
+    assert parts[parts.index("--worker-cls") + 1].startswith("sojourn_server.vllm.worker_")
+    assert f'"network_file": "{tmp_path}/n"' in " ".join(parts)
+    assert list(tmp_path.iterdir()) == []
+    assert "--worker-cls" not in dry_run("tiny", "--policy", "tetris")
+    assert "--worker-cls" not in dry_run("tiny", "--policy", "stock")
+    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\nname = "mine"\n')
+    assert "--worker-cls" in dry_run("tiny", "--policy-file", "mine.toml")
+    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\nremaining = "survival"\n')
+    assert "--worker-cls" not in dry_run("tiny", "--policy-file", "mine.toml")
+    error = failure("tiny", "--policy-file", "mine.toml", "--sojourn-network", "n")
+    assert "reads none" in error.message
+    assert error.next_step
+
+
 def test_an_unknown_policy_names_the_known_ones():
     error = failure("tiny", "--policy", "stokc")
     assert "stokc" in error.message

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.engine.facts import TurnOutcome
+from sojourn_server.engine.prospects import (
+    GUESSES_AN_OUTPUT,
+    GUESSES_APART,
+    GUESSES_COUNTED,
+    GUESSES_TO_BELIEVE,
+)
 from sojourn_server.policy.demand import needed_blocks
 from sojourn_server.policy.preset import Preset, load_preset
 from sojourn_server.policy.recovery import AlwaysRecompute, Recovery
@@ -199,3 +207,164 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
     kept = e.steward.prospects.demand.needed_blocks
     e.steward.look_ahead(list(live.values()), 0, e.now)
     assert kept == pytest.approx(e.steward.prospects.demand.needed_blocks, abs=1e-6)
+
+
+# -- what a network guesses ------------------------------------------------------------------------
+
+
+def guess(e: VirtualEngine, request: str, at: int, *left: float) -> None:
+    e.steward.guessed(request, at, left, e.now)
+
+
+def judged(
+    e: VirtualEngine, outputs: int, *, guessed: float, length: int = 200, name: str = "judged"
+) -> None:
+    """So many outputs of ``length``, each guessed once, at its beginning."""
+    for number in range(outputs):
+        request = start(e, f"{name}-{number}")
+        guess(e, request, 0, guessed)
+        e.finish(request, output=[7] * length)
+
+
+def network() -> VirtualEngine:
+    """Answers of 50 and of 800 tokens are known: 200 are in the middle of nothing."""
+    e = engine(preset="tetris-learned", blocks=10_000)
+    learn(e, *[50] * 20, *[800] * 21)
+    return e
+
+
+def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -> None:
+    e = network()
+    before = left(e, running(start(e, "before")))
+    judged(e, GUESSES_TO_BELIEVE - 1, guessed=200.0)
+    assert e.steward.prospects.guesses_off == (None, None)
+    request = start(e, "p")
+    guess(e, request, 0, *[190.0] * 8)
+    assert left(e, running(request)) != (190.0,) * 8
+    judged(e, 1, guessed=200.0, name="last")
+    off, without = e.steward.prospects.guesses_off
+    assert off is not None
+    assert without is not None
+    assert off == pytest.approx(0.0, abs=1e-9)
+    assert without > 0.1
+    asked = start(e, "q")
+    guess(e, asked, 0, *[190.0] * 8)
+    assert left(e, running(asked)) == (190.0,) * 8
+    assert left(e, running(start(e, "nobody guessed this one"))) not in (None, (190.0,) * 8)
+    assert before is not None
+
+
+def test_guesses_that_were_further_off_are_not_taken() -> None:
+    e = network()
+    judged(e, GUESSES_TO_BELIEVE, guessed=20_000.0)
+    off, without = e.steward.prospects.guesses_off
+    assert off == pytest.approx(math.log(100))
+    assert without is not None
+    assert off > without
+    request = start(e, "p")
+    guess(e, request, 0, *[190.0] * 8)
+    assert left(e, running(request)) == left(e, running(start(e, "q")))
+
+
+def test_a_network_that_gets_worse_is_given_up_by_and_by() -> None:
+    e = network()
+    judged(e, GUESSES_COUNTED, guessed=200.0)
+    assert e.steward.prospects.guesses_off[0] == pytest.approx(0.0, abs=1e-9)
+    judged(e, GUESSES_COUNTED, guessed=20_000.0, name="worse")
+    assert e.steward.prospects.guesses_off[0] == pytest.approx(math.log(100)), "only the newest are counted"
+
+
+def test_a_guess_shrinks_with_each_token_and_a_newer_one_is_heard_at_once() -> None:
+    e = network()
+    judged(e, GUESSES_TO_BELIEVE, guessed=200.0)
+    request = start(e, "p")
+    guess(e, request, 10, 5.0, 100.0, 200.0)
+    assert left(e, running(request, output=10)) == (5.0, 100.0, 200.0)
+    assert left(e, running(request, output=30)) == (1.0, 80.0, 180.0)
+    guess(e, request, 31, 60.0, 70.0, 80.0)
+    assert left(e, running(request, output=31)) == (60.0, 70.0, 80.0), "not only after so many tokens more"
+    assert left(e, running(request, output=150)) == (1.0, 1.0, 1.0), "it lives"
+
+
+@pytest.mark.parametrize(
+    "nonsense", [(), (math.nan,), (5.0, math.inf), (0.5, 9.0), (-3.0,)], ids=lambda points: str(points)
+)
+def test_guesses_that_make_no_sense_are_left_out(nonsense: tuple[float, ...]) -> None:
+    e = network()
+    request = start(e)
+    guess(e, request, 4, 9.0)
+    guess(e, request, 5, *nonsense)
+    assert (e.ticket(request).guess, e.ticket(request).guessed_at) == ((9.0,), 4)
+    assert len(e.ticket(request).guesses) == 1
+
+
+def test_a_guess_from_before_the_newest_and_one_of_somebody_gone_are_left_out() -> None:
+    e = network()
+    request = start(e)
+    guess(e, request, 40, 9.0)
+    guess(e, request, 39, 300.0)
+    assert e.ticket(request).guess == (9.0,)
+    guess(e, request, 40, 11.0)
+    assert e.ticket(request).guess == (11.0,), "the last word of the same place"
+    guess(e, "gone", 3, 9.0)
+    e.finish(request)
+    guess(e, request, 50, 9.0)
+
+
+def test_a_long_output_is_not_the_judge_alone() -> None:
+    e = network()
+    request = start(e)
+    for at in range(0, 4000, 4):
+        guess(e, request, at, 4001.0 - at)
+    counted = [at for at, _, _ in e.ticket(request).guesses]
+    assert len(counted) == GUESSES_AN_OUTPUT
+    assert counted[:4] == [0, 4, 8, 12], "the first come close together"
+    assert all(after >= GUESSES_APART * before for before, after in pairwise(counted))
+    assert all(after - before <= 4 + GUESSES_APART * before for before, after in pairwise(counted))
+    assert counted[-1] > 150, "and those later on count as well"
+    assert e.ticket(request).guessed_at == 3996, "and yet the newest is heard"
+    e.finish(request, output=[7] * 4001)
+    assert e.steward.prospects._guess_off.count() == GUESSES_AN_OUTPUT
+
+
+def test_where_only_the_network_says_something_neither_is_judged() -> None:
+    e = engine(preset="tetris-learned", blocks=10_000)
+    judged(e, 15, guessed=200.0)
+    assert e.steward.prospects._guess_off.count() == 0, (
+        "fewer than sixteen outputs: nothing is known without it"
+    )
+    judged(e, 5, guessed=200.0, name="more")
+    assert e.steward.prospects._guess_off.count() == e.steward.prospects._known_off.count() == 4
+
+
+def test_outputs_that_were_broken_off_or_of_nobody_judge_nobody() -> None:
+    e = network()
+    request = start(e)
+    guess(e, request, 0, 100.0)
+    e.finish(request, output=[7] * 3, outcome=TurnOutcome.ABORTED)
+    stranger = e.arrive(None, prompt(8))
+    e.admit(stranger)
+    guess(e, stranger, 0, 100.0)
+    e.finish(stranger, output=[7] * 9)
+    late = start(e, "late")
+    guess(e, late, 9, 100.0)
+    e.finish(late, output=[7] * 9)  # of the step that was under way when it ended
+    assert e.steward.prospects._guess_off.count() == 0
+
+
+def test_who_never_predicts_hears_no_guess() -> None:
+    e = engine(preset="continuum")
+    request = start(e)
+    guess(e, request, 0, 100.0)
+    assert e.ticket(request).guess is None
+
+
+def test_stats_say_what_there_is_to_judge_by() -> None:
+    e = network()
+    assert e.ask("stats")["output_lengths"] == {
+        "outputs": 41, "network_off": None, "without_off": None, "network": None,
+    }  # fmt: skip
+    judged(e, GUESSES_TO_BELIEVE, guessed=20_000.0)
+    known = e.ask("stats")["output_lengths"]
+    assert known["outputs"] == 41 + GUESSES_TO_BELIEVE
+    assert (known["network_off"], known["without_off"]) == e.steward.prospects.guesses_off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -100,6 +101,38 @@ def test_forecasts_and_preemptions_are_reproduced(tmp_path):
     assert report.answers["look"] > 50
     assert report.answers["victim"] >= report.answers["preempt"] >= 1
     assert report.answers["enter"] > 500
+
+
+def test_what_a_network_guessed_is_reproduced(tmp_path):
+    """Guesses come from a thread that no replay has: they are told to the steward, and so are on the tape."""
+    draw = random.Random(2)
+    clock = Clock()
+    engine = make_engine(tmp_path / "tape", clock, "tetris-learned", host_blocks=60)
+    steward = engine.scheduler.sojourn.steward
+    told: list[Any] = []
+
+    def guess(step: int) -> None:
+        for request in [*engine.scheduler.requests.values()]:
+            if step % 3 == 0 and request.num_output_tokens:
+                exact = max(1, request.max_tokens - request.num_output_tokens)
+                points = tuple(sorted(exact * draw.uniform(1.0, 1.1) for _ in range(8)))
+                steward.guessed(request.request_id, request.num_output_tokens, points, clock.now)
+                told.append([request.num_output_tokens, list(points)])
+        if step % 50 == 0:
+            steward.guessed(f"gone-{step}", 3, (4.0,) * 8, clock.now)
+            told.append([3, [4.0] * 8])
+
+    Agents(engine, clock, seed=5).run(1500, guess)
+    judged = steward.prospects.known()
+    engine.scheduler.shutdown()
+    report = replay_tape(tmp_path / "tape")
+    assert report.difference is None
+    taped = [line[2] for line in lines_of(tmp_path / "tape")[1:] if line[0] == "guess"]
+    assert len(taped) > 200
+    assert [facts[1:] for facts in taped] == told
+    assert {type(facts[0]) for facts in taped} == {int, str}, "a number for who is in the engine, else the id"
+    assert judged["network_off"] < judged["without_off"], "so that they were believed"
+    assert report.answers["look"] > 30
 
 
 def test_an_order_of_reuse_by_program_is_reproduced(tmp_path):

@@ -324,7 +324,7 @@ def at(index: int, line: Any) -> Any:
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (with_header(sojourn_tape=99), r"line 1: tape version 99, written by sojourn \S+; expected 5"),
+        (with_header(sojourn_tape=99), r"line 1: tape version 99, written by sojourn \S+; expected 6"),
         (
             lambda lines: lines[0].pop("sojourn_tape"),
             "line 1: not the header of a tape: no field sojourn_tape",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from math import log
+from statistics import fmean
 
 import pytest
 from sojourn_server.lab.policies import PolicyError, find_policy
 from sojourn_server.lab.predictors import Erring, Oracle
 from sojourn_server.lab.report.measure import cascades, measure
 from sojourn_server.lab.run import RunSpec, run
-from sojourn_server.policy.remaining import LengthView
+from sojourn_server.policy.remaining import LengthView, NoPrediction
 
 
 @cache
@@ -69,12 +71,33 @@ def test_the_oracle_knows() -> None:
     assert oracle.remaining(view(100), 0.0) == (1.0,), "its last token is on its way"
 
 
-def test_who_errs_errs_the_same_again_and_as_much_as_told() -> None:
-    erring = Erring(length=lambda request_id: 5_000, error=0.5)
-    first = erring.remaining(view(10), 0.0)
-    assert erring.remaining(view(10), 0.0) == first
+def test_only_presets_can_be_told_with_an_error() -> None:
+    assert find_policy("tetris+host+erring=0.6").erring == 0.6
+    assert find_policy("tetris+host+erring=0.6").own_tiers
+    for name in ("stock+erring=0.6", "tetris+erring", "tetris+erring=x"):
+        with pytest.raises(PolicyError, match="unknown policy"):
+            find_policy(name)
+
+
+def erring(error: float, seed: int = 0) -> Erring:
+    return Erring(length=lambda request_id: 5_000, error=error, unseen=NoPrediction(), seed=seed)
+
+
+def test_who_errs_errs_the_same_again_and_knows_nothing_of_whom_it_has_not_seen() -> None:
+    first = erring(0.5).remaining(view(10), 0.0)
+    assert erring(0.5).remaining(view(10), 0.0) == first
     assert first is not None
     assert list(first) == sorted(first)
     assert len(first) == 8
-    exact = Erring(length=lambda request_id: 5_000, error=0.0).remaining(view(10), 0.0)
-    assert exact == pytest.approx((4_990.0,) * 8)
+    assert erring(0.0).remaining(view(10), 0.0) == pytest.approx((4_990.0,) * 8)
+    assert erring(0.0).remaining(view(0), 0.0) is None
+
+
+def test_who_errs_is_off_by_as_much_as_told_and_says_so() -> None:
+    allowed = 1_000_000_000
+    said = [erring(0.5, seed).remaining(LengthView("r", 10, allowed), 0.0) for seed in range(2_000)]
+    answers = [left for left in said if left is not None]
+    assert fmean(abs(log(left[4] / 4_990)) for left in answers) == pytest.approx(0.5, rel=0.1)
+    for point in range(8):
+        below = sum(left[point] > 4_990 for left in answers) / len(answers)
+        assert below == pytest.approx((point + 0.5) / 8, abs=0.05)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+import sojourn_server
 from sojourn_server.launch.command import (
     SCHEDULER_CLS,
+    WORKER_CLASSES,
     BadOption,
     EngineFacts,
     Flags,
@@ -67,6 +70,40 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
         "max_hinted_ttl_s": 60.0,
         "max_programs": 9,
     }
+
+
+@pytest.mark.parametrize(("facts", "platform"), [(CPU, "cpu"), (CUDA, "cuda")])
+def test_a_policy_that_reads_hidden_states_brings_a_worker_that_lets_them_out(facts, platform):
+    command = build(facts=facts, policy="tetris-learned", reads_states=True, network_file="/n")
+    assert value(command, "--worker-cls") == WORKER_CLASSES[platform]
+    assert sojourn_config(command) == {"policy": "tetris-learned", "network_file": "/n"}
+    assert "--worker-cls" not in build(facts=facts).argv
+    assert value(build("--worker-cls", "a.B", facts=facts), "--worker-cls") == "a.B", (
+        "for the others it is free"
+    )
+
+
+@pytest.mark.parametrize("flag", [("--worker-cls", "a.B"), ("--worker_cls=a.B",)])
+def test_a_worker_of_the_users_is_no_way_to_read_hidden_states(flag):
+    with pytest.raises(BadOption, match="--worker-cls is how policy 'tetris-learned' reads hidden states"):
+        build(*flag, policy="tetris-learned", reads_states=True)
+
+
+def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
+    with pytest.raises(
+        BadOption, match="--sojourn-network is for policies that read hidden states; 'tetris'"
+    ):
+        build(policy="tetris", network_file="/n")
+    with pytest.raises(BadOption, match="plain vLLM"):
+        build(policy="stock", network_file="/n")
+
+
+@pytest.mark.parametrize("name", WORKER_CLASSES.values())
+def test_worker_classes_are_where_they_are_said_to_be(name):
+    """Read, not imported: vLLM's CUDA worker cannot be on every machine."""
+    module, _, class_name = name.rpartition(".")
+    path = Path(sojourn_server.__file__).parent.parent / (module.replace(".", "/") + ".py")
+    assert f"class {class_name}(TappingMixin, " in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("spelling", [("--additional-config", "X"), ("--additional_config=X",)])

@@ -150,6 +150,8 @@ written = st.builds(
     st.lists(st.integers(1, 10**5), max_size=60).map(sorted),
     st.none() | st.integers(-5, 10**6) | st.just(10**400),
     st.none() | st.floats(0) | st.floats(0, 2),
+    guess=st.none() | st.lists(st.floats(1, 1e9), max_size=8).map(sorted).map(tuple),
+    guess_off=st.none() | st.floats(0, 2), known_off=st.none() | st.floats(0, 2),
 )  # fmt: skip
 preempted = st.builds(
     RecoveryView, st.integers(0, 10**6), times, st.none() | st.floats(0, 1), st.none() | st.floats(0, 1),

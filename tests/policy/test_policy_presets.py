@@ -35,6 +35,7 @@ def test_the_shipped_presets() -> None:
         "saga-paper",
         "static-ttl",
         "tetris",
+        "tetris-learned",
     ]
     for name in preset_names():
         preset = load_preset(name)

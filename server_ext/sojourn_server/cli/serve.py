@@ -37,6 +37,7 @@ def serve(
     policy: str = typer.Option("continuum", help="A preset's name, or stock for plain vLLM"),
     policy_file: Path | None = typer.Option(None, help="A TOML preset in place of a named policy"),
     sojourn_history: Path | None = typer.Option(None, help="File to load and keep tool histories in"),
+    sojourn_network: Path | None = typer.Option(None, help="File to load and keep the length predictor in"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
     sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease a hint may ask for, seconds"),
@@ -72,7 +73,9 @@ def serve(
                 model_path=model_path,
                 policy=policy,
                 policy_file=_path(policy_file, must_exist=True),
+                reads_states=_reads_states(policy, policy_file),
                 history_file=_path(sojourn_history),
+                network_file=_path(sojourn_network),
                 profile_file=_path(sojourn_profile, must_exist=True),
                 lease_budget_fraction=sojourn_lease_budget,
                 max_ttl_s=sojourn_max_ttl_s,
@@ -120,6 +123,19 @@ def _check_policy(policy: str, policy_file: Path | None) -> None:
         raise CliError(
             f"there is no policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
         )
+
+
+def _reads_states(policy: str, policy_file: Path | None) -> bool:
+    from sojourn_server.launch.command import STOCK
+    from sojourn_server.policy.preset import PresetError, load_preset, read_preset
+
+    if policy == STOCK:
+        return False
+    try:
+        preset = load_preset(policy) if policy_file is None else read_preset(policy_file)
+    except (PresetError, OSError) as error:
+        raise CliError(str(error), "sojourn serve --help lists our options") from None
+    return preset.remaining.reads_states
 
 
 def _check_engine(policy: str) -> None:

@@ -18,14 +18,26 @@ from ..policy.recovery import Recovery, RecoveryView
 from ..policy.reload import ReloadEstimate
 from ..policy.remaining import LengthView, Remaining
 from ..policy.views import RunningView, VictimNeed
+from ..program.history import SlidingMean
+from ..program.output_lengths import MOST_TOKENS
 from .state import Histories, Pool, Ticket
 
 ASK_AGAIN_TOKENS = 32
 """A request is asked about again when it has written so many more; until then each is one less."""
+ASK_AGAIN_SHARE = 8
+"""Or an eighth more than it had, where that is more: what is known of a long output changes slowly."""
 LEAST_OUTPUTS = 16
 """Outputs that are enough to know a kind of output by; else a wider kind is taken."""
 HINTS_TO_BELIEVE = 8
 """Hints of an agent type that came to their end before the next one can count."""
+GUESSES_TO_BELIEVE = 64
+"""The same of a network's guesses, of all outputs together."""
+GUESSES_COUNTED = 512
+"""By the newest so many it is judged."""
+GUESSES_AN_OUTPUT = 16
+"""Of one output no more are counted, so that a long one is not the judge alone."""
+GUESSES_APART = 1.25
+"""Each when it has written so many times as much as at the one before, so that late ones count as well."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -59,6 +71,9 @@ class Prospects:
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
         self._queued_s = 0.0
+        self._guess_off = SlidingMean(GUESSES_COUNTED)
+        self._known_off = SlidingMean(GUESSES_COUNTED)
+        """By how much a network's guesses were off, and what was known without it, at the same places."""
         self._counted: dict[str, Growing] = {}
         """Requests that ran at the last look, or came since, as they were then."""
         self._needed = [0.0] * len(POINTS)
@@ -114,6 +129,41 @@ class Prospects:
             self._hints_off.observe(program.agent_type or "", off)
         if ticket.foreseen_tokens is not None:
             self._recorder.observe("sojourn_output_length_ratio", output_tokens / ticket.foreseen_tokens)
+        for written, guessed, known in ticket.guesses:
+            left = output_tokens - written
+            if left >= 1 and known is not None:  # where only one of them says something, neither is better
+                self._guess_off.observe(abs(math.log(left / guessed)))
+                self._known_off.observe(abs(math.log(left / known)))
+
+    def guessed(self, request_id: str, at_tokens: int, remaining: Remaining, now: float) -> None:
+        """A network expects a request that has written ``at_tokens`` tokens to write ``remaining`` more."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None or not self.predicts or not remaining or at_tokens < ticket.guessed_at:
+            return
+        if not all(1.0 <= left < math.inf for left in remaining):
+            return
+        counted = ticket.guesses
+        if not counted or (
+            len(counted) < GUESSES_AN_OUTPUT and at_tokens >= GUESSES_APART * max(1, counted[-1][0])
+        ):
+            known = self.predictor.remaining(self._view(ticket, at_tokens, MOST_TOKENS), now)
+            middle = known[len(known) // 2] if known else None
+            counted.append((at_tokens, remaining[len(remaining) // 2], middle))
+        ticket.guess, ticket.guessed_at = remaining, at_tokens
+        ticket.asked_at = -ASK_AGAIN_TOKENS  # so that the next to ask is answered by it
+
+    def known(self) -> dict[str, float | None]:
+        """What there is to judge by: outputs, and by how much predictions were off (``guesses_off``)."""
+        guess_off, known_off = self.guesses_off
+        return {"outputs": self._lengths.count(), "network_off": guess_off, "without_off": known_off}
+
+    @property
+    def guesses_off(self) -> tuple[float | None, float | None]:
+        """By how much a network's guesses were off, mean |ln(actual ÷ guessed)| of what was left, and what
+        was expected without it; ``None``: too few are known."""
+        if self._guess_off.count() < GUESSES_TO_BELIEVE:
+            return None, None
+        return self._guess_off.mean(), self._known_off.mean()
 
     # -- what is asked ------------------------------------------------------------
 
@@ -211,7 +261,8 @@ class Prospects:
         if not self.predicts:
             return None
         written = output_tokens - ticket.asked_at
-        if ticket.remaining is None or not 0 <= written < ASK_AGAIN_TOKENS:
+        again = max(ASK_AGAIN_TOKENS, ticket.asked_at // ASK_AGAIN_SHARE)
+        if ticket.remaining is None or not 0 <= written < again:
             ticket.asked_at, written = output_tokens, 0
             ticket.remaining = self._ask(ticket, output_tokens, most_tokens, now)
             if ticket.remaining is not None and ticket.foreseen_tokens is None:
@@ -222,16 +273,25 @@ class Prospects:
         return tuple(max(1.0, left - written) for left in ticket.remaining)
 
     def _ask(self, ticket: Ticket, output_tokens: int, most_tokens: int, now: float) -> Remaining | None:
+        view = self._view(ticket, output_tokens, most_tokens)
+        if ticket.guess is not None:
+            written = output_tokens - ticket.guessed_at
+            guess_off, known_off = self.guesses_off
+            view = view._replace(
+                guess=tuple(max(1.0, left - written) for left in ticket.guess),
+                guess_off=guess_off,
+                known_off=known_off,
+            )
+        return self.predictor.remaining(view, now)
+
+    def _view(self, ticket: Ticket, output_tokens: int, most_tokens: int) -> LengthView:
         program = ticket.program
         kind = program.agent_type if program is not None else None
-        return self.predictor.remaining(
-            LengthView(
-                ticket.request_id,
-                output_tokens,
-                most_tokens,
-                self._lengths.known(kind, ticket.tool, LEAST_OUTPUTS),
-                ticket.hinted_tokens,
-                self._hints_off.mean(kind or "", HINTS_TO_BELIEVE),
-            ),
-            now,
+        return LengthView(
+            ticket.request_id,
+            output_tokens,
+            most_tokens,
+            self._lengths.known(kind, ticket.tool, LEAST_OUTPUTS),
+            ticket.hinted_tokens,
+            self._hints_off.mean(kind or "", HINTS_TO_BELIEVE),
         )

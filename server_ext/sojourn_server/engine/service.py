@@ -60,10 +60,12 @@ class Service:
         desk: Desk | None = None,
         tier_state: Callable[[], dict[str, Any]] = dict,
         below_device: Callable[[], dict[str, Any] | None] = lambda: None,
+        network_state: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._steward = steward
         self._tier_state = tier_state
         self._below_device = below_device
+        self._network_state = network_state
         self._counted: dict[tuple[str, str], float] = {}
         """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
@@ -194,6 +196,7 @@ class Service:
             "tiers": self._tier_state(),
             "placed": {tier.value: count for tier, count in steward.placer.counts().items()},
             "ledger": msgspec.to_builtins(steward.ledger.totals),
+            "output_lengths": {**steward.prospects.known(), "network": self._network_state()},
             "tombstones": len(steward.keeper.graveyard),
             "history": {
                 "tool_calls": steward.histories.tools.count(),

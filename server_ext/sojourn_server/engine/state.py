@@ -119,6 +119,11 @@ class Ticket:
     asked_at: int = -1
     foreseen_tokens: float | None = None
     """How long its output was expected to be when that was first asked."""
+    guess: Remaining | None = None
+    """What a network made of its hidden states when it had written ``guessed_at`` tokens."""
+    guessed_at: int = 0
+    guesses: list[tuple[int, float, float | None]] = field(default_factory=list)
+    """Of some of them: tokens written, what was guessed to be left, and what was expected without it."""
 
     def run(self, now: float, promoted_s: float) -> None:
         """It stops waiting and runs; what was before ``promoted_s``, if that has passed, is forgotten."""

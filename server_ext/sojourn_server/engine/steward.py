@@ -437,6 +437,11 @@ class Steward:
             return None
         return victim
 
+    def guessed(self, request_id: str, at_tokens: int, remaining: tuple[float, ...], now: float) -> None:
+        """What a network reads in the request's hidden states: having written ``at_tokens`` tokens it will
+        write ``remaining`` more, which are equally likely and ascend."""
+        self.prospects.guessed(request_id, at_tokens, remaining, now)
+
     def waiting_view(self, ticket: Ticket) -> WaitingView:
         """What the queue order sees of a request."""
         leased = ticket.program is not None and ticket.program.id in self.leases

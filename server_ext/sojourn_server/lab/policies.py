@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -52,6 +53,8 @@ class LabPolicy:
     """Ours."""
     oracle: bool = False
     """It knows how long each output will be."""
+    erring: float | None = None
+    """It knows how long each output that runs will be, but for so much: mean |ln(actual ÷ predicted)|."""
     limit: Limit | None = None
     paper: str = ""
     leaves_out: str = ""
@@ -95,14 +98,22 @@ ORACLE = "+oracle"
 """After a preset's name: it is told how long each output will be, in place of its own predictor's answers."""
 
 
+ERRING = re.compile(r"\+erring=(\d*\.?\d+)$")
+"""After a preset's name: of requests that run it is told so too, but is off by as much on average."""
+
+
 def policy_names() -> list[str]:
     """All names that ``find_policy`` knows, baselines first."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(limit.value for limit in Limit)]))
 
 
 def find_policy(name: str) -> LabPolicy:
-    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host`` or ``+oracle`` behind it
-    is one too, and so is the path of a preset, a TOML file."""
+    """Raises ``PolicyError`` for an unknown name. A preset's name with ``+host``, ``+oracle`` or
+    ``+erring=0.5`` behind it is one too, and so is the path of a preset, a TOML file."""
+    erring = ERRING.search(name)
+    if erring is not None and _is_preset(name[: erring.start()]):
+        policy = find_policy(name[: erring.start()])
+        return replace(policy, name=policy.name + erring.group(), erring=float(erring.group(1)))
     for end, changed in ((BELOW, {"host_cache": True, "own_tiers": True}), (ORACLE, {"oracle": True})):
         if name.endswith(end) and _is_preset(name.removesuffix(end)):
             policy = find_policy(name.removesuffix(end))

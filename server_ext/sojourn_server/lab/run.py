@@ -349,6 +349,7 @@ def _simulate(
             until_s=spec.until_s,
             samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else LOOKS,
             oracle=policy.oracle,
+            erring=policy.erring,
         ),
         door=policy.door(),
         host=host,

@@ -25,7 +25,7 @@ from .host_cache import HostCache
 from .latency.work import LatencyModel
 from .lives import RunLog
 from .occupancy import look
-from .predictors import Oracle
+from .predictors import Erring, Oracle
 from .workloads.loops import Loop
 
 if TYPE_CHECKING:  # of ours, and the stock scheduler's process has nothing of ours in it
@@ -51,6 +51,8 @@ class SimulationOptions:
     it there and then. False: servers hear of tools from clients only."""
     oracle: bool = False
     """The policy is told how long each output will be, in place of its own predictor's answers."""
+    erring: float | None = None
+    """Of outputs that have begun it is told so too, but for an error: mean |ln(actual ÷ told)|."""
     max_virtual_s: float = 30 * 86400.0
     """A run without ``until_s`` is given up here, with a note."""
 
@@ -99,6 +101,11 @@ class Simulation:
             self._adapter.reader = self._clients.outputs
         if self._adapter is not None and options.oracle:
             self._adapter.steward.prospects.predictor = Oracle(length=self._output_tokens)
+        elif self._adapter is not None and options.erring is not None:
+            prospects = self._adapter.steward.prospects
+            prospects.predictor = Erring(
+                length=self._output_tokens, error=options.erring, unseen=prospects.predictor
+            )
 
     # -- the loop -----------------------------------------------------------------
 

@@ -23,6 +23,11 @@ PLUGIN = "sojourn"
 """Our name in both entry-point groups, and so in ``VLLM_PLUGINS``."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
+WORKER_CLASSES = {
+    "cpu": "sojourn_server.vllm.worker_cpu.TappingCpuWorker",
+    "cuda": "sojourn_server.vllm.worker_gpu.TappingGpuWorker",
+}
+"""For ``--worker-cls``: vLLM's own workers, from which hidden states can be read."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """For ``--logits-processors``: makes requests that carry ``replay_ids`` follow them."""
 
@@ -58,7 +63,10 @@ class ServeOptions:
     """What ``model`` resolved to: a directory or a hub id."""
     policy: str
     policy_file: str | None = None
+    reads_states: bool = False
+    """The policy reads hidden states."""
     history_file: str | None = None
+    network_file: str | None = None
     profile_file: str | None = None
     lease_budget_fraction: float | None = None
     """Share of the KV cache that leases may hold, 0 to 1."""
@@ -115,6 +123,17 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
                 "drop it, or serve with --policy stock"
             )
         added += ["--scheduler-cls", SCHEDULER_CLS]
+        if options.reads_states:
+            if flags.has("--worker-cls"):
+                raise BadOption(
+                    f"--worker-cls is how policy {options.policy!r} reads hidden states; "
+                    "drop it, or choose a policy that reads none"
+                )
+            added += ["--worker-cls", WORKER_CLASSES["cpu" if facts.cpu_build else "cuda"]]
+        elif options.network_file is not None:
+            raise BadOption(
+                f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none"
+            )
         flags, merged = flags.pop_json("--additional-config")
         merged[PLUGIN] = _sojourn_config(options, merged.get(PLUGIN, {}))
         added += ["--additional-config", json.dumps(merged)]
@@ -252,6 +271,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
         "policy": options.policy,
         "policy_file": options.policy_file,
         "history_file": options.history_file,
+        "network_file": options.network_file,
         "profile_file": options.profile_file,
         "lease_budget_fraction": budget,
         "max_hinted_ttl_s": max_ttl_s,

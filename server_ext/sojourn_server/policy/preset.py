@@ -78,6 +78,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "none": "remaining:NoPrediction",
         "mean": "remaining:MeanLength",
         "survival": "remaining:Survival",
+        "hidden-states": "remaining_learned:HiddenStates",
     },
     "forecast": {"none": "forecast:NoForecast", "expected-need": "forecast:ExpectedNeed"},
     "recovery": {

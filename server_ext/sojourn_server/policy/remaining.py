@@ -22,6 +22,10 @@ LEAST_OFF = 0.001
 """No hint is taken for closer to the mark than that, however exact those before it were."""
 
 
+Remaining = tuple[float, ...]
+"""Equally likely numbers of tokens yet to come, ascending, at least one, each ≥ 1."""
+
+
 class LengthView(NamedTuple):
     """A running request, for the remaining question: how much will it yet write?"""
 
@@ -36,17 +40,21 @@ class LengthView(NamedTuple):
     """How long its client said that the whole output will be."""
     hint_off: float | None = None
     """By how much hints of its agent type were off: mean |ln(actual ÷ hinted)|; ``None``: too few are."""
-
-
-Remaining = tuple[float, ...]
-"""Equally likely numbers of tokens yet to come, ascending, at least one, each ≥ 1."""
+    guess: Remaining | None = None
+    """What a network made of its hidden states, less what it has written since."""
+    guess_off: float | None = None
+    """By how much such guesses were off: mean |ln(actual ÷ guessed)| of what was left; ``None``: too few."""
+    known_off: float | None = None
+    """The same of what was answered without them, of the same outputs at the same places."""
 
 
 class RemainingPolicy(Protocol):
     """How many tokens a request will yet generate; ``None``: nothing is known. ``predicts`` False: never
-    asked, and outputs' lengths are not noted."""
+    asked, and outputs' lengths are not noted. ``reads_states`` True: it is of use only with ``guess``,
+    which the engine has to be started for."""
 
     predicts: bool
+    reads_states: bool
 
     def remaining(self, view: LengthView, now: float) -> Remaining | None: ...
 
@@ -56,6 +64,7 @@ class NoPrediction:
     """Nobody knows."""
 
     predicts: bool = False
+    reads_states: bool = False
 
     def remaining(self, view: LengthView, now: float) -> Remaining | None:
         return None
@@ -71,6 +80,7 @@ class MeanLength:
 
     min_outputs: int = MIN_OUTPUTS
     predicts: bool = True
+    reads_states: bool = False
 
     def __post_init__(self) -> None:
         if not self.min_outputs >= 1:
@@ -80,7 +90,7 @@ class MeanLength:
         if len(view.lengths) < self.min_outputs:
             return None
         mean = math.fsum(view.lengths) / len(view.lengths)
-        return (_bounded(mean - view.output_tokens, view),)
+        return (bounded(mean - view.output_tokens, view),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +110,7 @@ class Survival:
     tail_share: float = 0.1
     hints: bool = True
     predicts: bool = True
+    reads_states: bool = False
 
     def __post_init__(self) -> None:
         if not self.min_outputs >= 1 or not 0 < self.tail_share <= 1:
@@ -131,7 +142,7 @@ class Survival:
             begin, end = lengths[ended + gap - 1] if gap else so_far, lengths[ended + gap]
             return begin + (end - begin) * (place - gap)
 
-        return tuple(_bounded(length((point + 0.5) / POINTS) - so_far, view) for point in range(POINTS))
+        return tuple(bounded(length((point + 0.5) / POINTS) - so_far, view) for point in range(POINTS))
 
 
 def tail_exponent(lengths: Sequence[int], share: float) -> float:
@@ -159,7 +170,7 @@ def _as_told(view: LengthView, off_without: float) -> Remaining | None:
         return None  # it has come further than the longest that such a hint lets one expect
     longest = math.log(max(1, so_far + view.most_tokens))
     return tuple(
-        _bounded(math.exp(min(longest, told.inv_cdf(ended + left * (point + 0.5) / POINTS))) - so_far, view)
+        bounded(math.exp(min(longest, told.inv_cdf(ended + left * (point + 0.5) / POINTS))) - so_far, view)
         for point in range(POINTS)
     )
 
@@ -172,5 +183,6 @@ def _scatter(lengths: Sequence[int]) -> float:
     return math.fsum(abs(math.log(length / middle)) for length in some) / len(some)
 
 
-def _bounded(tokens: float, view: LengthView) -> float:
+def bounded(tokens: float, view: LengthView) -> float:
+    """What it can still write of that: at least the next token, at most what it may."""
     return max(1.0, min(tokens, float(view.most_tokens)))

@@ -29,7 +29,9 @@ from .bucket_order import Score
 from .connector import SojournConnector
 from .engine_facts import below_device, block_bytes, blocks_below, described, host_s_per_token, vllm_version
 from .held_blocks import HeldBlocks, built_upon, chain_hash
+from .hidden_rows import HiddenRows
 from .history_file import HistoryFile
+from .length_guesses import LengthGuesses, are_read
 from .outlook import Outlook, most_tokens
 from .outputs import ToolCallReader
 from .settings import Settings, check_scheduling
@@ -101,6 +103,7 @@ class SchedulerAdapter:
             desk=desk,
             tier_state=lambda: self._below.state() if self._below is not None else {},
             below_device=lambda: below_device(scheduler),
+            network_state=lambda: self._guesses.state() if self._guesses is not None else None,
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
@@ -141,6 +144,10 @@ class SchedulerAdapter:
             freed_by=self._held.freed_by,
             outlook=self._outlook,
         )
+        self._guesses: LengthGuesses | None = None
+        """Where the preset reads hidden states, and the workers let them out."""
+        if preset.remaining.reads_states and are_read(scheduler.vllm_config):
+            self._guesses = LengthGuesses(scheduler, self.steward, settings.network_file)
         self._scheduled_at: float | None = None
         self._steps = 0
         self._promotions: list[tuple[float, str]] = []
@@ -193,6 +200,8 @@ class SchedulerAdapter:
         if self._promotions and self._promotions[0][0] <= now:
             self._promote(now)
         self._order.before_step()
+        if self._guesses is not None:
+            self._guesses.tell(now)
         self._outlook.before_step(now)
         if self._below is not None:
             self._below.store_ahead(self._queue)
@@ -222,15 +231,21 @@ class SchedulerAdapter:
             self._carry_out(now)
         self._order.after_step()
 
-    def before_results(self, output: SchedulerOutput) -> None:
-        """Before the scheduler takes in a step's results: how long the step took is known now."""
+    def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
+        """Before the scheduler takes in a step's results: how long the step took is known now, of which it
+        ``waited_s`` for copies."""
         if self._scheduled_at is not None:
+            # What computing costs is compared with what copying does: the one must not count in the other.
+            took_s = max(0.0, self._clock() - self._scheduled_at - waited_s)
             self.steward.step_took(
-                output.total_num_scheduled_tokens,
-                self._clock() - self._scheduled_at,
-                len(output.num_scheduled_tokens),
+                output.total_num_scheduled_tokens, took_s, len(output.num_scheduled_tokens)
             )
             self._scheduled_at = None
+
+    def hidden_states(self, rows: HiddenRows) -> None:
+        """Before the scheduler takes in a step's results: what came with them from the worker."""
+        if self._guesses is not None:
+            self._guesses.took(rows)
 
     def refused(self) -> list[str]:
         """After the scheduler took in a step's results: requests that have been kept out for too long."""
@@ -266,6 +281,8 @@ class SchedulerAdapter:
     def finished(self, request: Request) -> None:
         """Before a finished request's blocks are freed: hold them where the steward says so."""
         self._shared.pop(request.request_id, None)
+        if self._guesses is not None:
+            self._guesses.ended(request)
         ticket = self.steward.tickets.get(request.request_id)
         if ticket is None:
             return
@@ -274,7 +291,7 @@ class SchedulerAdapter:
             self.steward.stranger_left(request.request_id)
             return
         if self._below is not None:
-            self._below.no_longer_away(ticket.program.id, ())
+            self._below.no_longer_away(ticket.program.id, request.block_hashes)
             if not ticket.admitted:
                 self._below.arrived(ticket.program.id, ())
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
@@ -314,8 +331,12 @@ class SchedulerAdapter:
         cached = self._cached_blocks(request)
         if ticket is not None and ticket.program is not None:
             self._queue.own(cached, ticket.program.id)
+        copied = self._below.copied(cached) if self._below is not None else 0
         recovery = self.steward.preempted(
-            request.request_id, self._clock(), tokens=request.num_computed_tokens
+            request.request_id,
+            self._clock(),
+            tokens=request.num_computed_tokens,
+            copied_tokens=copied * self._scheduler.block_size,
         )
         if self._below is None:
             return
@@ -375,6 +396,8 @@ class SchedulerAdapter:
             self._history.save(self.steward.histories)
         finally:
             self.steward.close_tape("the engine stopped")
+            if self._guesses is not None:
+                self._guesses.stop()
 
     # -- orders -----------------------------------------------------------------
 

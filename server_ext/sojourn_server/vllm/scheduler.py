@@ -19,6 +19,8 @@ from vllm.v1.request import Request
 
 from ..launch.versions import check_vllm
 from .adapter import SchedulerAdapter
+from .connector import waited
+from .hidden_rows import CARRIED_AS
 from .settings import Settings
 
 
@@ -64,10 +66,14 @@ class SojournMixin:
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self.sojourn.guarded(self.sojourn.before_results, scheduler_output)
         copies = getattr(args[0] if args else None, "kv_connector_output", None)
+        waited_s = waited(copies) if copies is not None else 0.0
+        self.sojourn.guarded(self.sojourn.before_results, scheduler_output, waited_s)
         if copies is not None and copies.invalid_block_ids:
             self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
+        rows = getattr(args[0] if args else None, CARRIED_AS, None)
+        if rows is not None:
+            self.sojourn.guarded(self.sojourn.hidden_states, rows)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
         for request_id in self.sojourn.guarded(self.sojourn.refused) or ():

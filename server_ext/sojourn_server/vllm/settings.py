@@ -31,6 +31,8 @@ class Settings:
     """A TOML file that takes the preset's place."""
     history_file: str | None = None
     """Tool history: loaded at start, saved on exit and every few minutes."""
+    network_file: str | None = None
+    """Where policies that read hidden states keep the network that does: loaded at start, saved likewise."""
     profile_file: str | None = None
     """Engine profile written by ``sojourn profile``."""
     tape_file: str | None = None

@@ -18,7 +18,7 @@ from ..state import Histories, Pool, StewardLimits
 from .recording import Sink
 from .steward import TapingSteward
 
-TAPE_VERSION = 5
+TAPE_VERSION = 6
 
 
 class Header(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

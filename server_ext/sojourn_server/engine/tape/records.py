@@ -61,6 +61,9 @@ SHAPES: dict[str, Shape] = {
     "room": Shape("room was asked for", ("need", "freed_by"), ("leases_given_up",)),
     "victim": Shape("whom to preempt", ("short_blocks", "running", "options"), ("request",)),
     "look": Shape("whom to copy ahead", ("used_blocks", "running", "options"), ("request",)),
+    "guess": Shape(
+        "what a network expects a request to write yet", ("request", "at_tokens", "remaining")
+    ),
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
         "a request got its blocks",

@@ -1,0 +1,78 @@
+"""Where a network outlives the engine: one safetensors file that says whose hidden states it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from .bins import BINS
+from .network import LengthNetwork
+
+VERSION = "1"
+
+
+class WeightsError(ValueError):
+    """A file that cannot be used; the text names it, what it holds, and what was expected."""
+
+
+def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: int) -> None:
+    """Write it whole or not at all. Raises ``OSError``."""
+    says = {
+        "format": "sojourn-output-lengths",
+        "version": VERSION,
+        "model": model,
+        "hidden_size": str(network.hidden_size),
+        "bins": str(BINS),
+        "examples": str(examples),
+    }
+    content = save({name: value.contiguous() for name, value in network.state_dict().items()}, says)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
+    """The network of ``model``; ``None``: there is no such file yet. Raises ``WeightsError`` for one of
+    another model, or that is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            says = file.metadata() or {}
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — no dict
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
+    expected = {
+        "format": "sojourn-output-lengths",
+        "version": VERSION,
+        "model": model,
+        "hidden_size": str(hidden_size),
+        "bins": str(BINS),
+    }
+    for what, value in expected.items():
+        if says.get(what) != value:
+            raise WeightsError(
+                f"{path} has {what.replace('_', ' ')} {says.get(what)!r}; expected {value!r}. "
+                "Name another file for this model"
+            )
+    network = LengthNetwork(hidden_size)
+    try:
+        network.load_state_dict(values)
+    except RuntimeError as error:
+        raise WeightsError(
+            f"{path} holds other tensors than a network of hidden size {hidden_size}"
+        ) from error
+    if not all(bool(torch.isfinite(value).all()) for value in network.parameters()):
+        raise WeightsError(f"{path} holds numbers that are not finite")
+    return network

@@ -1,0 +1,88 @@
+"""Between workers' hidden states, what learns from them, and the steward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request, RequestStatus
+
+from ..engine.steward import Steward
+from ..launch.command import WORKER_CLASSES
+from ..learned.background import Background
+from ..policy.remaining import POINTS
+from .hidden_rows import HiddenRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+logger = init_logger("vllm.sojourn")
+
+_WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""How an output ends whose length is worth learning."""
+
+
+class LengthGuesses:
+    """Of one engine. Raises ``WeightsError`` where ``network_file`` is not of this model."""
+
+    def __init__(self, scheduler: Scheduler, steward: Steward, network_file: str | None) -> None:
+        self._requests = scheduler.requests
+        self._steward = steward
+        config = scheduler.vllm_config.model_config
+        self._background = Background(
+            config.get_hidden_size(),
+            model=model_name(config.model),
+            points=POINTS,
+            file=Path(network_file) if network_file is not None else None,
+        )
+
+    def took(self, rows: HiddenRows) -> None:
+        """A step's rows have come, and the scheduler has not yet taken in its tokens."""
+        seen, places = [], []
+        for place, request_id in enumerate(rows.request_ids):
+            request = self._requests.get(request_id)
+            # Of a prompt that is computed in parts the row says nothing before the last of them.
+            if request is not None and request.num_computed_tokens >= request.num_tokens:
+                seen.append((request_id, request.num_output_tokens))
+                places.append(place)
+        if seen:
+            states = rows.states if len(seen) == len(rows.request_ids) else rows.states[places]
+            self._background.see(seen, states)
+
+    def ended(self, request: Request) -> None:
+        """The request has left the engine."""
+        whole = request.status in _WHOLE and request.num_output_tokens > 0
+        self._background.ended(request.request_id, request.num_output_tokens if whole else None)
+
+    def tell(self, now: float) -> None:
+        """Hand the steward what is new."""
+        for request_id, guess in self._background.guesses().items():
+            self._steward.guessed(request_id, guess.at_tokens, guess.remaining, now)
+
+    def state(self) -> dict[str, float | None]:
+        """What was learned so far."""
+        return self._background.state()
+
+    def stop(self) -> None:
+        """Save what was learned."""
+        self._background.stop()
+
+
+def are_read(config: VllmConfig) -> bool:
+    """Whether this engine's workers let hidden states out."""
+    if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
+        logger.warning(
+            "sojourn: worker class %s lets no hidden states out; predictions go on without them. "
+            "`sojourn serve` starts the engine with %s",
+            config.parallel_config.worker_cls,
+            " or ".join(WORKER_CLASSES.values()),
+        )
+        return False
+    return True
+
+
+def model_name(model: str) -> str:
+    """A name by which a network is known again: of a folder its own, wherever it lies."""
+    return Path(model).name if Path(model).is_dir() else model
