@@ -3,12 +3,13 @@
     python benchmarks/learned_lengths.py --out benchmarks/results
 
 ``smol`` answers ``--requests`` chat requests of eight kinds (a greeting, a definition, a list, a story, …),
-as many of each, in an order drawn from the seed, and ends each answer when it likes, or at ``--longest``
-tokens. It is served with ``tetris-learned`` and a tape: what the network said, when, and how long the answers
-became. No guess is made with knowledge of the answer it is about; of the second half of the answers, by when
-they ended, the network is compared with ``survival`` and the mean at the very same places. These know once
-only that they are answers (``of all``), and once the kind of each, which an agent may tell and the network is
-never told. All learn online, of the first half as of the second.
+as many of each and each of a kind about another thing, in an order drawn from the seed, and ends each
+answer when it likes, or at ``--longest`` tokens. It is served with ``tetris-learned`` and a tape: what the
+network said, when, and how long the answers became. No guess is made with knowledge of the answer it is
+about; of the second half of the answers, by when they ended, the network is compared with ``survival`` and
+the mean at the very same places. These know once only that they are answers (``of all``), and once the kind
+of each, which an agent may tell and the network is never told. All learn online, of the first half as of
+the second.
 
 Then what it costs: how long the engine's thread is kept by the calls it makes (``--calls`` steps of 20 ms,
 beside a network that trains for its share of a core, for a whole one, or not at all), and the processor time
@@ -38,7 +39,7 @@ from rich.progress import track
 from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.lab.report.results import MadeWith, made_with
-from sojourn_server.policy.remaining import MIN_OUTPUTS, POINTS, LengthView, MeanLength, Survival
+from sojourn_server.policy.remaining import MIN_OUTPUTS, POINTS, LengthView, MeanLength, Survival, bounded
 
 KINDS = {
     "greeting": "Say hello to {}.",
@@ -54,6 +55,8 @@ TOPICS = (
     "the steam engine", "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the violin", "chess",
     "a river", "the compass", "glass", "a library", "the heart", "salt", "a bridge", "the telephone",
     "wool", "a volcano", "the calendar", "tea", "a map", "the lemon", "paper", "a clock",
+    "a sailing ship", "the desert", "a candle", "honey", "the alphabet", "a mirror", "snow", "a tunnel",
+    "the potato", "a kite", "the piano", "coal", "an island", "the needle", "a windmill", "the sparrow",
 )  # fmt: skip
 BLOCK_TOKENS = 32
 BATCH = 16
@@ -62,10 +65,10 @@ PREDICTORS = ("network", "survival, of all", "mean, of all", "survival, by kind"
 
 
 def load(requests: int, seed: int) -> list[tuple[str, str]]:
-    """Kind and prompt of each request: of each kind as many."""
+    """Kind and prompt of each request: of each kind as many, no two alike."""
     draw = random.Random(seed)
     dealt = [
-        (kind, text.format(TOPICS[number % len(TOPICS)]) + f" ({number // len(TOPICS) + 1})")
+        (kind, text.format(TOPICS[number]))
         for kind, text in KINDS.items()
         for number in range(requests // len(KINDS))
     ]
@@ -122,14 +125,16 @@ def answers(tape: Path, requests: Sequence[tuple[str, str]]) -> tuple[dict[str, 
             if program_id is not None:
                 number_of[record.answer[0]] = int(program_id.rpartition("-")[2])
         elif record.op == "guess":
-            request, at_tokens, left = record.facts
+            request, at_tokens, left, options = record.facts
             if request not in number_of or (guesses[request] and guesses[request][-1][0] >= at_tokens):
                 continue
             guesses[request].append((at_tokens, tuple(left)))
             kind = requests[number_of[request]][0]
-            said[request].append(("network", at_tokens, tuple(left)))
+            allowed = options["most_tokens"]
+            may = LengthView("", at_tokens, allowed)
+            said[request].append(("network", at_tokens, tuple(bounded(tokens, may) for tokens in left)))
             for of, samples in (("of all", known[""]), ("by kind", known[kind])):
-                view = LengthView("", at_tokens, 1 << 20, samples if len(samples) >= MIN_OUTPUTS else ())
+                view = may._replace(lengths=samples if len(samples) >= MIN_OUTPUTS else ())
                 for name, predictor in (("survival", Survival(hints=False)), ("mean", MeanLength())):
                     left_without = predictor.remaining(view, 0.0)
                     if left_without is not None:
@@ -216,9 +221,8 @@ def summary(result: dict[str, Any]) -> str:
     """What the run was, and what the network's thread took."""
     of, engine = result["lengths"], result["engine"]
     network = engine["network"]
-    written = (
-        f"{of['answers']} answers, of {of['median']:.0f} tokens in the median, {of['longest']:,} at most"
-    )
+    cut = f"{of['cut']} cut at {of['longest']:,}"
+    written = f"{of['answers']} answers, of {of['median']:.0f} tokens in the median, {cut}"
     learned = f"{network['examples']:,.0f} hidden states, {network['batches']:,.0f} batches"
     share = network["seconds"] / engine["seconds"]
     return (
@@ -254,13 +258,15 @@ How long the calls of one step keep the engine's thread:
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=320)
-    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=320, help="at most 320: of each kind 40 topics")
+    parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write learned_lengths.json and .md here")
     options = parser.parse_args()
     began_s, console = time.monotonic(), Console(width=140)
+    if not len(KINDS) <= options.requests <= len(KINDS) * len(TOPICS):
+        parser.error(f"--requests {options.requests}; expected {len(KINDS)} to {len(KINDS) * len(TOPICS)}")
     requests = load(options.requests, options.seed)
     with tempfile.TemporaryDirectory() as folder:
         tape = Path(folder) / "tape.gz"
@@ -269,7 +275,12 @@ def main() -> None:
     ordered = sorted(lengths)
     result = {
         "seed": options.seed,
-        "lengths": {"answers": len(ordered), "median": median(ordered), "longest": ordered[-1]},
+        "lengths": {
+            "answers": len(ordered),
+            "median": median(ordered),
+            "longest": ordered[-1],
+            "cut": sum(tokens >= options.longest for tokens in ordered),
+        },
         "engine": network,
         "second_half": {name: measures(of) for name, of in found.items() if of},
         "calls": calls(options.calls),

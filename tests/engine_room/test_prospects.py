@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.engine.facts import TurnOutcome
 from sojourn_server.engine.prospects import (
+    ASK_AGAIN_TOKENS,
+    GUESS_HOLDS_TOKENS,
     GUESSES_AN_OUTPUT,
     GUESSES_APART,
-    GUESSES_COUNTED,
-    GUESSES_TO_BELIEVE,
+    JUDGED_COUNTED,
+    JUDGED_TO_BELIEVE,
 )
 from sojourn_server.policy.demand import needed_blocks
-from sojourn_server.policy.preset import Preset, load_preset
+from sojourn_server.policy.preset import Preset, load_preset, parse_preset
 from sojourn_server.policy.recovery import AlwaysRecompute, Recovery
 from sojourn_server.policy.views import RunningView
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
@@ -85,6 +87,29 @@ def test_an_aborted_output_teaches_nothing() -> None:
     assert e.steward.histories.output_lengths.count() == 15
 
 
+@pytest.mark.parametrize("written", [0, 5])
+def test_who_lies_and_aborts_is_soon_not_believed(written: int) -> None:
+    e = engine()
+    for number in range(8):
+        learn(e, 50 + 40 * number, 700)
+        request = start(e, f"told-{number}", **TYPED, expected_output_length=200)
+        e.finish(request, output=[7] * 200)
+    lie = {**TYPED, "expected_output_length": 10**6}
+    untold = left(e, running(start(e, "untold")))
+
+    def aborted(outcome: TurnOutcome) -> None:
+        e.finish(start(e, "liar", **lie), output=[7] * written, outcome=outcome)
+
+    aborted(TurnOutcome.ERROR)
+    assert left(e, running(start(e, "before", **lie))) == pytest.approx((10_000.0,) * 8), (
+        "whose fault that was nobody knows"
+    )
+    for _ in range(3):
+        aborted(TurnOutcome.ABORTED)
+    assert left(e, running(start(e, "after", **lie))) == untold
+    assert e.steward.histories.output_lengths.count() == 24, "and nothing was learned of lengths"
+
+
 def test_requests_of_no_program_teach_nothing() -> None:
     e = engine()
     e.admit(e.arrive(None, prompt(8)))
@@ -142,6 +167,35 @@ def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
     assert asked()
 
 
+def test_who_may_enter_and_is_not_admitted_may_enter_again_and_is_counted_once() -> None:
+    """The engine may have no place for it though there are blocks enough: its most sequences run, say."""
+    e = engine(blocks=70)
+    learn(e, *[80] * 20)
+    a = start(e, "a")
+    prospects = e.steward.prospects
+    e.steward.look_ahead([running(a)], 10, e.now)
+    alone = prospects.demand.needed_blocks
+    late = e.ticket(e.arrive("late", prompt(40), **TYPED))
+
+    def asked() -> bool:
+        return e.steward.may_enter(
+            late, 10, 60, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
+        )
+
+    changes = prospects.changes
+    assert [asked() for _ in range(3)] == [True] * 3, "two of 40 + 80 tokens are 60 blocks, three 90"
+    assert prospects.demand.needed_blocks == pytest.approx([2 * need for need in alone])
+    assert prospects.changes == changes, "nobody has left"
+    prospects.came(running(start(e, "b")))
+    both = prospects.demand.needed_blocks
+    assert not asked()
+    assert not asked()
+    assert prospects.demand.needed_blocks == pytest.approx(
+        [need - its for need, its in zip(both, alone, strict=True)]
+    ), "whoever is kept out needs nothing"
+    assert prospects.changes == changes
+
+
 def test_preempted_requests_are_asked_about_too_and_strangers_never() -> None:
     e = engine()
     request = start(e)
@@ -173,6 +227,38 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     prospects.copied(1e-3, 1e-3, 0.0)
     assert prospects.recovery(500, e.now) is Recovery.RECOMPUTE, "a link at a tenth of its speed"
     assert engine().steward.prospects.recovery(500, 0.0) is Recovery.RECOMPUTE, "there is nowhere to copy to"
+
+
+def test_the_link_counts_also_where_nobody_ever_looks_ahead() -> None:
+    preset = parse_preset('extends = "continuum"\nrecovery = "cheaper"', source="x")
+    e = engine(preset=preset, host_blocks=100)
+    e.steward.reload.observe_step(1000, 1.0)  # a millisecond a token
+
+    def way(**link: float) -> Recovery:
+        return e.steward.preempted(start(e), e.now, tokens=500, **link)
+
+    assert way() is Recovery.OFFLOAD, "as is assumed of a link"
+    assert way(out_s_per_token=1e-3, back_s_per_token=1e-3) is Recovery.RECOMPUTE
+    assert way(out_s_per_token=1e-4, back_s_per_token=1e-4) is Recovery.OFFLOAD
+    assert way(out_s_per_token=1e-4, back_s_per_token=1e-4, queued_s=10.0) is Recovery.RECOMPUTE
+
+
+def test_what_is_expected_of_an_output_is_noted_when_it_begins_and_not_later() -> None:
+    e = engine()
+    learn(e, *[100] * 15)
+    early, late, never = (start(e, name) for name in ("early", "late", "never"))
+    assert left(e, running(late)) is None
+    learn(e, 100)
+    assert left(e, running(early, output=ASK_AGAIN_TOKENS - 1)) is not None
+    assert left(e, running(late, output=ASK_AGAIN_TOKENS)) is not None
+    assert left(e, running(early, output=90)) is not None
+    assert e.ticket(early).foreseen_tokens == 100.0
+    assert e.ticket(late).foreseen_tokens is None
+    e.steward.recorder.drain()
+    for request in (early, late, never):
+        e.finish(request, output=[7] * 200)
+    ((_, ratio),) = e.steward.recorder.drain()["histograms"]["sojourn_output_length_ratio"]
+    assert (ratio["count"], ratio["sum"]) == (1, 2.0)
 
 
 @settings(max_examples=60)
@@ -236,7 +322,7 @@ def network() -> VirtualEngine:
 def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -> None:
     e = network()
     before = left(e, running(start(e, "before")))
-    judged(e, GUESSES_TO_BELIEVE - 1, guessed=200.0)
+    judged(e, JUDGED_TO_BELIEVE - 1, guessed=200.0)
     assert e.steward.prospects.guesses_off == (None, None)
     request = start(e, "p")
     guess(e, request, 0, *[190.0] * 8)
@@ -256,7 +342,7 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
 
 def test_guesses_that_were_further_off_are_not_taken() -> None:
     e = network()
-    judged(e, GUESSES_TO_BELIEVE, guessed=20_000.0)
+    judged(e, JUDGED_TO_BELIEVE, guessed=20_000.0)
     off, without = e.steward.prospects.guesses_off
     assert off == pytest.approx(math.log(100))
     assert without is not None
@@ -268,22 +354,54 @@ def test_guesses_that_were_further_off_are_not_taken() -> None:
 
 def test_a_network_that_gets_worse_is_given_up_by_and_by() -> None:
     e = network()
-    judged(e, GUESSES_COUNTED, guessed=200.0)
+    judged(e, JUDGED_COUNTED, guessed=200.0)
     assert e.steward.prospects.guesses_off[0] == pytest.approx(0.0, abs=1e-9)
-    judged(e, GUESSES_COUNTED, guessed=20_000.0, name="worse")
+    judged(e, JUDGED_COUNTED, guessed=20_000.0, name="worse")
     assert e.steward.prospects.guesses_off[0] == pytest.approx(math.log(100)), "only the newest are counted"
 
 
 def test_a_guess_shrinks_with_each_token_and_a_newer_one_is_heard_at_once() -> None:
     e = network()
-    judged(e, GUESSES_TO_BELIEVE, guessed=200.0)
+    judged(e, JUDGED_TO_BELIEVE, guessed=200.0)
     request = start(e, "p")
     guess(e, request, 10, 5.0, 100.0, 200.0)
     assert left(e, running(request, output=10)) == (5.0, 100.0, 200.0)
     assert left(e, running(request, output=30)) == (1.0, 80.0, 180.0)
     guess(e, request, 31, 60.0, 70.0, 80.0)
     assert left(e, running(request, output=31)) == (60.0, 70.0, 80.0), "not only after so many tokens more"
-    assert left(e, running(request, output=150)) == (1.0, 1.0, 1.0), "it lives"
+
+
+def test_lengths_that_have_been_passed_are_left_out_of_a_guess_until_none_is_left() -> None:
+    e = network()
+    judged(e, JUDGED_TO_BELIEVE, guessed=200.0)
+    request, other = start(e, "p"), start(e, "q")
+    guess(e, request, 10, 20.0, 60.0, 100.0, 100.5)
+    assert left(e, running(request, output=10)) == (20.0, 60.0, 100.0, 100.5)
+    assert left(e, running(request, output=42)) == (28.0, 68.0, 68.5), "it lives"
+    assert left(e, running(request, output=80)) == (30.0, 30.5)
+    assert left(e, running(request, output=110)) == (1.0, 1.0)
+    spent = left(e, running(request, output=112))
+    assert spent == left(e, running(other, output=112)) != (1.0, 1.0), "what is known without it"
+
+
+@pytest.mark.parametrize(
+    ("at", "last"),
+    [(10, 10 + GUESS_HOLDS_TOKENS), (3000, 4000)],
+    ids=["so many tokens", "a quarter of all"],
+)
+def test_a_guess_is_forgotten_by_and_by(at: int, last: int) -> None:
+    e = network()
+    judged(e, JUDGED_TO_BELIEVE, guessed=200.0)
+    request, other = start(e, "p"), start(e, "q")
+
+    def asked(output: int) -> tuple[float, ...] | None:
+        e.ticket(request).asked_at = -ASK_AGAIN_TOKENS  # that it is asked at all
+        return left(e, running(request, output=output))
+
+    guess(e, request, at, 5000.0)
+    assert asked(last) == (5000.0 - (last - at),)
+    for output in (last + 4, 2 * last):
+        assert asked(output) == left(e, running(other, output=output))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +442,24 @@ def test_a_long_output_is_not_the_judge_alone() -> None:
     assert counted[-1] > 150, "and those later on count as well"
     assert e.ticket(request).guessed_at == 3996, "and yet the newest is heard"
     e.finish(request, output=[7] * 4001)
-    assert e.steward.prospects._guess_off.count() == GUESSES_AN_OUTPUT
+    assert e.steward.prospects._guess_off.values() == [pytest.approx(0.0)]
+
+
+def test_an_output_counts_once_however_often_it_was_guessed() -> None:
+    e = network()
+    judged(e, JUDGED_TO_BELIEVE - 2, guessed=200.0)
+    often, once = start(e, "often"), start(e, "once")
+    for at in range(16):
+        guess(e, often, at, 10.0 * (200 - at))
+    guess(e, once, 0, 200.0)
+    e.finish(often, output=[7] * 200)
+    assert e.steward.prospects.guesses_off == (None, None), "one output less than it takes"
+    e.finish(once, output=[7] * 200)
+    off, without = e.steward.prospects.guesses_off
+    assert off == pytest.approx(math.log(10) / JUDGED_TO_BELIEVE)
+    assert without == pytest.approx(e.steward.prospects._known_off.mean())
+    judged(e, JUDGED_COUNTED, guessed=200.0, name="later")
+    assert e.steward.prospects._guess_off.count() == e.steward.prospects._known_off.count() == JUDGED_COUNTED
 
 
 def test_where_only_the_network_says_something_neither_is_judged() -> None:
@@ -364,7 +499,7 @@ def test_stats_say_what_there_is_to_judge_by() -> None:
     assert e.ask("stats")["output_lengths"] == {
         "outputs": 41, "network_off": None, "without_off": None, "network": None,
     }  # fmt: skip
-    judged(e, GUESSES_TO_BELIEVE, guessed=20_000.0)
+    judged(e, JUDGED_TO_BELIEVE, guessed=20_000.0)
     known = e.ask("stats")["output_lengths"]
-    assert known["outputs"] == 41 + GUESSES_TO_BELIEVE
+    assert known["outputs"] == 41 + JUDGED_TO_BELIEVE
     assert (known["network_off"], known["without_off"]) == e.steward.prospects.guesses_off

@@ -116,11 +116,12 @@ def test_what_a_network_guessed_is_reproduced(tmp_path):
             if step % 3 == 0 and request.num_output_tokens:
                 exact = max(1, request.max_tokens - request.num_output_tokens)
                 points = tuple(sorted(exact * draw.uniform(1.0, 1.1) for _ in range(8)))
-                steward.guessed(request.request_id, request.num_output_tokens, points, clock.now)
-                told.append([request.num_output_tokens, list(points)])
+                written = request.num_output_tokens
+                steward.guessed(request.request_id, written, points, clock.now, most_tokens=2 * exact)
+                told.append([written, list(points), {"most_tokens": 2 * exact}])
         if step % 50 == 0:
             steward.guessed(f"gone-{step}", 3, (4.0,) * 8, clock.now)
-            told.append([3, [4.0] * 8])
+            told.append([3, [4.0] * 8, {}])
 
     Agents(engine, clock, seed=5).run(1500, guess)
     judged = steward.prospects.known()

@@ -30,9 +30,11 @@ from sojourn_server.engine.tape import (
     encode,
 )
 from sojourn_server.engine.tape.file import FLUSH_RECORDS
+from sojourn_server.engine.tape.records import read_running, running_facts
 from sojourn_server.lab.parity import replay_tape
 from sojourn_server.lab.parity_player import TapePlayer
 from sojourn_server.policy.preset import preset_text
+from sojourn_server.policy.views import RunningView
 from sojourn_server.program.toolcalls import ToolCall
 
 
@@ -112,6 +114,16 @@ def test_every_field_of_a_fact_is_on_the_tape():
         "held_blocks", "unheld_blocks", "used_blocks", "block_hashes",
     }  # fmt: skip
     assert [field.name for field in fields(ToolCall)] == ["name", "command"]
+
+
+@pytest.mark.parametrize("freed_blocks", [None, 0, 10])
+def test_what_an_engine_says_of_a_running_request_comes_back(freed_blocks):
+    view = RunningView(
+        "r", 3, 1, 70, context_tokens=1100, output_tokens=80, most_tokens=900, freed_blocks=freed_blocks
+    )
+    number, *facts = json.loads(encode(running_facts(5, view)))
+    assert number == 5
+    assert read_running("r", facts) == view
 
 
 def test_without_the_setting_there_is_no_tape_and_no_code_of_it():

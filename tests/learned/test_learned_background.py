@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from learned_load import HIDDEN, POINTS, outputs  # noqa: E402
 from sojourn_server.learned import background as background_module  # noqa: E402
-from sojourn_server.learned.background import WAITING_NOTES, Background, Guess  # noqa: E402
+from sojourn_server.learned.background import CREDIT_S, WAITING_NOTES, Background, Guess  # noqa: E402
 from sojourn_server.learned.network import LengthNetwork  # noqa: E402
 from sojourn_server.learned.student import Student  # noqa: E402
 from sojourn_server.learned.weights_file import WeightsError, load_weights, save_weights  # noqa: E402
@@ -48,7 +48,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Background]]
     made: list[Background] = []
 
     def make(**options: Any) -> Background:
-        made.append(Background(HIDDEN, **{"model": "m", "points": POINTS, **options}))
+        made.append(Background(HIDDEN, **{"model": "m", "points": POINTS, "share": 0.9, **options}))
         return made[-1]
 
     yield make
@@ -92,13 +92,14 @@ def taken(background: Background) -> dict[str, Guess]:
 
 
 def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(make: Callable[..., Background]) -> None:
-    background = make(share=0.9)
+    background = make(share=100.0)
     for output in outputs(60, seed=5):
         for written, one in zip(output.written, output.states, strict=True):
             background.see([(output.request_id, written)], one.unsqueeze(0))
         background.ended(output.request_id, output.tokens)
         until(lambda: background._notes.empty())
-    until(lambda: background._student.guesses_soon or background._student.batches > 4)
+    until(lambda: background._student.batches > 4 and not background._student.due)
+    background.guesses()
     background.see([("a", 17), ("b", 0)], state(2))
     guesses = taken(background)
     assert guesses.keys() == {"a", "b"}
@@ -186,29 +187,80 @@ def test_guesses_that_nobody_takes_do_not_pile_up(make: Callable[..., Background
 # -- its share ---------------------------------------------------------------------------------
 
 
-class Counting(Background):
-    """Counts how often it found nothing to read."""
-
-    idle = 0
-
-    def _next(self, wait_s: float) -> Any:
-        note = super()._next(wait_s)
-        self.idle += note is None
-        return note
+def burn(seconds: float) -> None:
+    """Of processor time."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
 
 
-def test_without_a_share_it_guesses_and_never_trains(file: Path) -> None:
-    background = Counting(HIDDEN, model="m", points=POINTS, file=file, share=0.0)
-    try:
-        for output in outputs(60, seed=5):
-            background.see([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
-            background.ended(output.request_id, output.tokens)
-            until(lambda: background._notes.empty())
-        assert taken(background)
-        until(lambda: background._student.due and background.idle > 5)
-        assert background.state()["batches"] == 0
-    finally:
-        background.stop()
+def test_without_a_share_nothing_is_done_once_it_owes_enough(
+    make: Callable[..., Background], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Student.see
+
+    def see(student: Student, *args: Any) -> Any:
+        burn(2 * CREDIT_S)
+        return seen(student, *args)
+
+    monkeypatch.setattr(Student, "see", see)
+    background = make(file=file, share=0.0)
+    background.see([("a", 0)], state())
+    assert taken(background), "the first is on credit"
+    for number in range(5):
+        background.see([(f"b{number}", 0)], state())
+    until(lambda: background.missed == 5)
+    assert not background.guesses()
+    assert background.state()["batches"] == 0
+
+
+def test_it_trains_though_notes_never_cease(
+    make: Callable[..., Background], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[float] = []
+
+    def train(student: Student) -> float:
+        trained.append(1.0)
+        return 1.0
+
+    monkeypatch.setattr(Student, "due", True)
+    monkeypatch.setattr(Student, "train", train)
+    background = make(share=0.9)
+    deadline_s = time.monotonic() + 20
+    while len(trained) < 50 and time.monotonic() < deadline_s:
+        background.see([("a", 0)], state())
+        background.ended("a", 10)
+        time.sleep(0.0005)
+    assert len(trained) >= 50
+
+
+def test_guessing_counts_against_its_share_and_takes_turns_with_training(
+    make: Callable[..., Background], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def slow(what: str, answer: Any) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            done.append(what)
+            burn(0.01)
+            return answer
+
+        return act
+
+    monkeypatch.setattr(Student, "see", slow("see", {}))
+    monkeypatch.setattr(Student, "train", slow("train", 1.0))
+    monkeypatch.setattr(Student, "due", True)
+    background = make(share=0.05)
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < 2.5:
+        background.see([("a", 0)], state())
+        time.sleep(0.005)
+    spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
+    assert spent_s <= 0.05 * passed_s + 0.04
+    assert background.missed > 100
+    assert min(done.count("see"), done.count("train")) >= 0.3 * len(done), (
+        "neither keeps the other from its turn"
+    )
 
 
 def test_it_takes_no_more_of_the_processor_than_its_share(
@@ -218,9 +270,7 @@ def test_it_takes_no_more_of_the_processor_than_its_share(
     batch_s = 0.02
 
     def train(student: Student) -> float:
-        end_s = time.thread_time() + batch_s
-        while time.thread_time() < end_s:
-            pass
+        burn(batch_s)
         return 1.0
 
     monkeypatch.setattr(Student, "train", train)

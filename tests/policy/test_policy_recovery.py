@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sojourn_server.policy.costs import PrefillCurve
 from sojourn_server.policy.preset import load_preset
 from sojourn_server.policy.recovery import (
+    NOWHERE_S_PER_TOKEN,
     AlwaysOffload,
     AlwaysRecompute,
     Cheaper,
@@ -41,12 +42,21 @@ def test_it_waits_for_what_the_link_does_before() -> None:
     assert VICTIM._replace(queued_s=3.0).offload_s == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize("lacking", [{"out_s_per_token": None}, {"back_s_per_token": None}])
-def test_where_there_is_nowhere_to_copying_takes_for_ever(lacking: dict[str, None]) -> None:
+@pytest.mark.parametrize(
+    "lacking",
+    [{"out_s_per_token": None}, {"out_s_per_token": NOWHERE_S_PER_TOKEN}, {"back_s_per_token": None}],
+)
+def test_where_there_is_nowhere_to_copying_takes_for_ever(lacking: dict[str, float | None]) -> None:
     nowhere = VICTIM._replace(**lacking)
     assert nowhere.offload_s == math.inf
     assert AlwaysOffload().recovery(nowhere, 0.0) is RECOMPUTE
     assert Cheaper().recovery(nowhere._replace(recompute_s=math.inf), 0.0) is RECOMPUTE
+
+
+def test_what_is_there_already_needs_no_room() -> None:
+    no_room = VICTIM._replace(out_s_per_token=NOWHERE_S_PER_TOKEN)
+    assert no_room._replace(copied_tokens=999).offload_s == math.inf
+    assert no_room._replace(copied_tokens=1000).offload_s == pytest.approx(0.6)
 
 
 views = st.builds(

@@ -61,13 +61,15 @@ def naive(policy: BestFit, running: list[RunningView], need: VictimNeed) -> tupl
     def worth(view: RunningView) -> tuple[float, ...]:
         others = needs([other for other in running if other is not view], need.block_size)
         most = max(need for at, need in zip(POINTS, others, strict=True) if at <= policy.horizon_steps)
+        stays = 0 if view.freed_blocks is None else view.blocks - view.freed_blocks
+        room = need.room_blocks - stays
         own = Fraction(2 * view.context_tokens + need.block_size, 2 * need.block_size)
-        fits = [at for at, taken in zip(POINTS, others, strict=True) if taken + own <= need.room_blocks]
+        fits = [at for at, taken in zip(POINTS, others, strict=True) if taken + own <= room]
         away = fits[0] if fits else 2 * POINTS[-1]
         work = view.recover_s / need.step_s if need.step_s else 0.0
         left = sum(view.remaining) / len(view.remaining) if view.remaining else 0.0
         loss = (away + work) / max(1.0, view.output_tokens + left)
-        return (max(0.0, float(most - need.room_blocks)), loss, -view.program_rank, -view.position)
+        return (max(0.0, float(most - room)), loss, -view.program_rank, -view.position)
 
     ordered = sorted(candidates, key=worth)
     if len(ordered) < 2:
@@ -84,8 +86,8 @@ requests = st.builds(
     RunningView, st.just(""), st.integers(1, 4), st.just(0), st.integers(0, 20),
     context_tokens=st.integers(1, 2000), output_tokens=st.integers(0, 2000), remaining=st.none() | lives,
     preemptions=st.integers(0, 4), stayed_tokens=st.integers(0, 130), recover_s=st.floats(0, 5),
-    of_program=st.booleans(),
-)  # fmt: skip
+    of_program=st.booleans(), freed_blocks=st.none() | st.integers(0, 20),
+).map(lambda view: view._replace(blocks=max(view.blocks, view.freed_blocks or 0)))  # fmt: skip
 sets = st.lists(requests, min_size=1, max_size=6).map(
     lambda views: [view._replace(request_id=f"r{at}", position=at) for at, view in enumerate(views)]
 )
@@ -154,6 +156,32 @@ def test_of_those_that_leave_enough_the_one_that_loses_least_goes() -> None:
     )
     dear = long._replace(recover_s=1000.0)
     assert BestFit().victim([short, dear], room, 0.0) == "short", "nor is its KV to be had again for nothing"
+
+
+def test_what_others_go_on_using_is_not_freed_and_makes_no_room() -> None:
+    """Of a pool of 100 blocks A and B share 60 and have ten each, C has twenty. All three go on growing."""
+    shared = {"blocks": 70, "freed_blocks": 10, "context_tokens": 70 * 16 - 8, "remaining": (1000.0,)}
+    # B's output is long: it would lose least.
+    running = [
+        request("A", 0, **shared),
+        request("B", 1, output_tokens=100_000, **shared),
+        request("C", 2, blocks=20, freed_blocks=20, context_tokens=312, remaining=(1000.0,)),
+    ]
+    need = NEED._replace(room_blocks=160)
+    # In 512 steps any two need 64 blocks more: with A or B gone 154 of 100, with C gone 204 of 160.
+    assert BestFit().victim(running, need, 0.0) == "C"
+    alone = [view._replace(freed_blocks=None) for view in running]
+    assert BestFit().victim(alone, need, 0.0) == "B"
+
+
+def test_nor_is_there_room_for_it_to_come_back_to() -> None:
+    """Both lack nothing. Who shares has to wait for the other's end, longer than for ten seconds' work."""
+    facts = {"context_tokens": 40 * 16 - 8, "remaining": (500.0,), "output_tokens": 100}
+    sharing = request("sharing", 0, blocks=40, freed_blocks=5, **facts)
+    alone = request("alone", 1, blocks=40, freed_blocks=40, recover_s=10.0, **facts)
+    need = NEED._replace(room_blocks=110)
+    assert BestFit().victim([sharing, alone], need, 0.0) == "alone"
+    assert BestFit().victim([sharing._replace(freed_blocks=40), alone], need, 0.0) == "sharing"
 
 
 def test_the_same_pause_hurts_a_short_answer_more() -> None:

@@ -340,3 +340,20 @@ def test_what_is_worth_more_does_not_make_way_for_what_is_worth_less() -> None:
     assert host.reuse(at_most=1) is a
     assert host.reuse(at_most=1) is None
     assert len(host) == 1
+
+
+# -- room
+
+
+def test_room_is_what_is_free_and_what_would_make_way() -> None:
+    host = HostSlots(6)
+    low, _ = filled(host, A, B, rank=1)
+    filled(host, C, rank=3)
+    host.begin(D, 1, 7)
+    assert [host.room(rank) for rank in (0, 1, 2, 3)] == [2, 4, 4, 5]
+    host.pin(low)
+    assert host.room(9) == 4
+    host.remove(low)
+    assert host.room(9) == 4, "it is read still"
+    host.unpin(low)
+    assert host.room(9) == 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from ..metrics.recorder import Recorder
 from ..policy.demand import POINTS, Growing, Growth, needed_blocks
@@ -19,7 +20,6 @@ from ..policy.reload import ReloadEstimate
 from ..policy.remaining import LengthView, Remaining
 from ..policy.views import RunningView, VictimNeed
 from ..program.history import SlidingMean
-from ..program.output_lengths import MOST_TOKENS
 from .state import Histories, Pool, Ticket
 
 ASK_AGAIN_TOKENS = 32
@@ -29,15 +29,19 @@ ASK_AGAIN_SHARE = 8
 LEAST_OUTPUTS = 16
 """Outputs that are enough to know a kind of output by; else a wider kind is taken."""
 HINTS_TO_BELIEVE = 8
-"""Hints of an agent type that came to their end before the next one can count."""
-GUESSES_TO_BELIEVE = 64
-"""The same of a network's guesses, of all outputs together."""
-GUESSES_COUNTED = 512
-"""By the newest so many it is judged."""
+"""Hints of an agent type that were judged before the next one can count."""
+JUDGED_TO_BELIEVE = 16
+"""Outputs by which a network was judged before its next guess can count, of all types together."""
+JUDGED_COUNTED = 128
+"""By the newest so many it is judged. Each counts once: guesses of one output are off alike."""
 GUESSES_AN_OUTPUT = 16
-"""Of one output no more are counted, so that a long one is not the judge alone."""
+"""Of one output no more are looked at."""
 GUESSES_APART = 1.25
 """Each when it has written so many times as much as at the one before, so that late ones count as well."""
+GUESS_HOLDS_TOKENS = 4 * ASK_AGAIN_TOKENS
+"""A guess is forgotten when so many tokens were written since."""
+GUESS_HOLDS_SHARE = 4
+"""Or a quarter of all that was written, where that is more."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -71,9 +75,10 @@ class Prospects:
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
         self._queued_s = 0.0
-        self._guess_off = SlidingMean(GUESSES_COUNTED)
-        self._known_off = SlidingMean(GUESSES_COUNTED)
-        """By how much a network's guesses were off, and what was known without it, at the same places."""
+        self._guess_off = SlidingMean(JUDGED_COUNTED)
+        self._known_off = SlidingMean(JUDGED_COUNTED)
+        """Of each output, by how much a network's guesses were off on average, and what was known without it
+        at the same places."""
         self._counted: dict[str, Growing] = {}
         """Requests that ran at the last look, or came since, as they were then."""
         self._needed = [0.0] * len(POINTS)
@@ -104,15 +109,22 @@ class Prospects:
 
     def gone(self, request_id: str) -> None:
         """A request has left the device."""
-        view = self._counted.pop(request_id, None)
-        if view is not None:
+        if self.not_in(request_id):
             self.changes += 1
-            its = needed_blocks([view], self._pool.block_size)
-            self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
+
+    def not_in(self, request_id: str) -> bool:
+        """A request waits and is counted no more, though it may have been let in: the engine need not admit
+        who may enter. Returns whether it was counted. No change to others, for it is asked about first."""
+        view = self._counted.pop(request_id, None)
+        if view is None:
+            return False
+        its = needed_blocks([view], self._pool.block_size)
+        self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
+        return True
 
     def came(self, view: RunningView) -> None:
         """A request is let in."""
-        self.gone(view.request_id)
+        self.not_in(view.request_id)
         self._counted[view.request_id] = view
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
@@ -123,20 +135,22 @@ class Prospects:
         if not self.predicts or program is None or output_tokens < 1:
             return
         self._lengths.observe(program.agent_type, ticket.tool, output_tokens)
-        if ticket.hinted_tokens:
-            # A client may hint a number that no float holds.
-            off = abs(math.log(output_tokens) - math.log(ticket.hinted_tokens))
-            self._hints_off.observe(program.agent_type or "", off)
+        self._judge_hint(ticket, output_tokens)
         if ticket.foreseen_tokens is not None:
             self._recorder.observe("sojourn_output_length_ratio", output_tokens / ticket.foreseen_tokens)
-        for written, guessed, known in ticket.guesses:
-            left = output_tokens - written
-            if left >= 1 and known is not None:  # where only one of them says something, neither is better
-                self._guess_off.observe(abs(math.log(left / guessed)))
-                self._known_off.observe(abs(math.log(left / known)))
+        self._judge_guesses(ticket, output_tokens)
 
-    def guessed(self, request_id: str, at_tokens: int, remaining: Remaining, now: float) -> None:
-        """A network expects a request that has written ``at_tokens`` tokens to write ``remaining`` more."""
+    def broken_off(self, ticket: Ticket, output_tokens: int) -> None:
+        """An output was aborted by its client, which teaches nothing of lengths. What was hinted is judged as
+        if it had ended there: else whoever lies and then aborts would be believed for ever."""
+        if self.predicts:
+            self._judge_hint(ticket, max(1, output_tokens))
+
+    def guessed(
+        self, request_id: str, at_tokens: int, remaining: Remaining, now: float, *, most_tokens: int
+    ) -> None:
+        """A network expects a request that has written ``at_tokens`` tokens, and may write ``most_tokens``
+        more, to write ``remaining`` more."""
         ticket = self._tickets.get(request_id)
         if ticket is None or not self.predicts or not remaining or at_tokens < ticket.guessed_at:
             return
@@ -146,9 +160,9 @@ class Prospects:
         if not counted or (
             len(counted) < GUESSES_AN_OUTPUT and at_tokens >= GUESSES_APART * max(1, counted[-1][0])
         ):
-            known = self.predictor.remaining(self._view(ticket, at_tokens, MOST_TOKENS), now)
+            known = self.predictor.remaining(self._view(ticket, at_tokens, most_tokens), now)
             middle = known[len(known) // 2] if known else None
-            counted.append((at_tokens, remaining[len(remaining) // 2], middle))
+            counted.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         ticket.guess, ticket.guessed_at = remaining, at_tokens
         ticket.asked_at = -ASK_AGAIN_TOKENS  # so that the next to ask is answered by it
 
@@ -160,8 +174,8 @@ class Prospects:
     @property
     def guesses_off(self) -> tuple[float | None, float | None]:
         """By how much a network's guesses were off, mean |ln(actual ÷ guessed)| of what was left, and what
-        was expected without it; ``None``: too few are known."""
-        if self._guess_off.count() < GUESSES_TO_BELIEVE:
+        was expected without it, over outputs; ``None``: too few are known."""
+        if self._guess_off.count() < JUDGED_TO_BELIEVE:
             return None, None
         return self._guess_off.mean(), self._known_off.mean()
 
@@ -221,6 +235,23 @@ class Prospects:
 
     # -- inside ---------------------------------------------------------------
 
+    def _judge_hint(self, ticket: Ticket, output_tokens: int) -> None:
+        if ticket.program is not None and ticket.hinted_tokens:
+            # A client may hint a number that no float holds.
+            off = abs(math.log(output_tokens) - math.log(ticket.hinted_tokens))
+            self._hints_off.observe(ticket.program.agent_type or "", off)
+
+    def _judge_guesses(self, ticket: Ticket, output_tokens: int) -> None:
+        guess_off, known_off = [], []
+        for written, guessed, known in ticket.guesses:
+            left = output_tokens - written
+            if left >= 1 and known is not None:  # where only one of them says something, neither is better
+                guess_off.append(abs(math.log(left / guessed)))
+                known_off.append(abs(math.log(left / known)))
+        if guess_off:
+            self._guess_off.observe(fmean(guess_off))
+            self._known_off.observe(fmean(known_off))
+
     def _assumed_link(self) -> tuple[float | None, float | None]:
         pool = self._pool
         if not pool.host_blocks:
@@ -265,7 +296,8 @@ class Prospects:
         if ticket.remaining is None or not 0 <= written < again:
             ticket.asked_at, written = output_tokens, 0
             ticket.remaining = self._ask(ticket, output_tokens, most_tokens, now)
-            if ticket.remaining is not None and ticket.foreseen_tokens is None:
+            begins = ticket.foreseen_tokens is None and output_tokens < ASK_AGAIN_TOKENS
+            if begins and ticket.remaining is not None:
                 middle = ticket.remaining[len(ticket.remaining) // 2]
                 ticket.foreseen_tokens = output_tokens + middle
         if ticket.remaining is None or not written:
@@ -274,14 +306,10 @@ class Prospects:
 
     def _ask(self, ticket: Ticket, output_tokens: int, most_tokens: int, now: float) -> Remaining | None:
         view = self._view(ticket, output_tokens, most_tokens)
-        if ticket.guess is not None:
-            written = output_tokens - ticket.guessed_at
+        guess = _left_of_guess(ticket, output_tokens)
+        if guess is not None:
             guess_off, known_off = self.guesses_off
-            view = view._replace(
-                guess=tuple(max(1.0, left - written) for left in ticket.guess),
-                guess_off=guess_off,
-                known_off=known_off,
-            )
+            view = view._replace(guess=guess, guess_off=guess_off, known_off=known_off)
         return self.predictor.remaining(view, now)
 
     def _view(self, ticket: Ticket, output_tokens: int, most_tokens: int) -> LengthView:
@@ -295,3 +323,12 @@ class Prospects:
             ticket.hinted_tokens,
             self._hints_off.mean(kind or "", HINTS_TO_BELIEVE),
         )
+
+
+def _left_of_guess(ticket: Ticket, output_tokens: int) -> Remaining | None:
+    """What a network last guessed, less what was written since: of the lengths that have not been passed, as
+    it lives. ``None``: it guessed nothing, all have been passed, or that is too long ago."""
+    written = output_tokens - ticket.guessed_at
+    if ticket.guess is None or written > max(GUESS_HOLDS_TOKENS, output_tokens // GUESS_HOLDS_SHARE):
+        return None
+    return tuple(max(1.0, left - written) for left in ticket.guess if left > written) or None

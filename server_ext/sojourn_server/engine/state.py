@@ -118,7 +118,7 @@ class Ticket:
     """What it was expected to write yet when it had written ``asked_at`` tokens."""
     asked_at: int = -1
     foreseen_tokens: float | None = None
-    """How long its output was expected to be when that was first asked."""
+    """How long its output was expected to be when that was first asked; ``None``: it had not just begun."""
     guess: Remaining | None = None
     """What a network made of its hidden states when it had written ``guessed_at`` tokens."""
     guessed_at: int = 0

@@ -25,6 +25,7 @@ from ..policy.recovery import Recovery
 from ..policy.reload import ReloadEstimate
 from ..policy.views import LeftBehind, RoomNeed, RunningView, WaitingView
 from ..program.graphs import GraphStore
+from ..program.output_lengths import MOST_TOKENS
 from ..program.record import Program
 from ..program.status import OVER, Signal
 from ..program.table import ProgramTable
@@ -203,10 +204,22 @@ class Steward:
         """A request's first output token exists."""
         self.records.first_token(request_id, now)
 
-    def preempted(self, request_id: str, now: float, *, tokens: int = 0, copied_tokens: int = 0) -> Recovery:
+    def preempted(
+        self,
+        request_id: str,
+        now: float,
+        *,
+        tokens: int = 0,
+        copied_tokens: int = 0,
+        out_s_per_token: float | None = None,
+        back_s_per_token: float | None = None,
+        queued_s: float = 0.0,
+    ) -> Recovery:
         """A running request lost its blocks and waits again. Returns how it is to get the KV of its
-        ``tokens`` tokens back, of which ``copied_tokens`` tokens' are in host memory already."""
+        ``tokens`` tokens back, of which ``copied_tokens`` tokens' are in host memory already. What copies
+        take is told as to ``look_ahead``."""
         ticket = self.tickets.get(request_id)
+        self.prospects.copied(out_s_per_token, back_s_per_token, queued_s)
         recovery = self.prospects.recovery(tokens, now, copied_tokens=copied_tokens)
         self.prospects.gone(request_id)
         if ticket is not None:
@@ -231,6 +244,8 @@ class Steward:
         failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
         if not failed:
             self.prospects.ended(ticket, fact.output_tokens)
+        elif fact.outcome is TurnOutcome.ABORTED:
+            self.prospects.broken_off(ticket, fact.output_tokens)
         self.placer.finished(ticket, now, failed=failed)
         if ticket.program is None:
             return None
@@ -361,6 +376,7 @@ class Steward:
         idle_s = self.requests.idle_s(now, anything_running) if asked else 0.0
         own = None
         if asked and self.preset.entry.forecasts:
+            self.prospects.not_in(ticket.request_id)
             tokens = need_blocks * self.pool.block_size
             own = self.prospects.would_run(
                 ticket, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
@@ -437,10 +453,19 @@ class Steward:
             return None
         return victim
 
-    def guessed(self, request_id: str, at_tokens: int, remaining: tuple[float, ...], now: float) -> None:
-        """What a network reads in the request's hidden states: having written ``at_tokens`` tokens it will
-        write ``remaining`` more, which are equally likely and ascend."""
-        self.prospects.guessed(request_id, at_tokens, remaining, now)
+    def guessed(
+        self,
+        request_id: str,
+        at_tokens: int,
+        remaining: tuple[float, ...],
+        now: float,
+        *,
+        most_tokens: int = MOST_TOKENS,
+    ) -> None:
+        """What a network reads in the request's hidden states: having written ``at_tokens`` tokens, when it
+        was allowed ``most_tokens`` more, it will write ``remaining`` more, which are equally likely and
+        ascend."""
+        self.prospects.guessed(request_id, at_tokens, remaining, now, most_tokens=most_tokens)
 
     def waiting_view(self, ticket: Ticket) -> WaitingView:
         """What the queue order sees of a request."""

@@ -153,8 +153,16 @@ class TapePlayer:
     def look(self, now: float, used_blocks: int, running: list[list[int]], options: dict[str, Any]) -> Call:
         return partial(self.steward.look_ahead, self._running(running), used_blocks, now, **options)
 
-    def guess(self, now: float, request: int | str, at_tokens: int, remaining: list[float]) -> Call:
-        return partial(self.steward.guessed, self._request_id(request), at_tokens, tuple(remaining), now)
+    def guess(
+        self,
+        now: float,
+        request: int | str,
+        at_tokens: int,
+        remaining: list[float],
+        options: dict[str, Any],
+    ) -> Call:
+        request_id = self._request_id(request)
+        return partial(self.steward.guessed, request_id, at_tokens, tuple(remaining), now, **options)
 
     def pin(self, now: float, program_id: str, blocks: int, options: dict[str, Any]) -> Call:
         return partial(self.steward.pinned, ProgramId(program_id), blocks, now, **options)

@@ -20,9 +20,11 @@ from .weights_file import load_weights, save_weights
 logger = logging.getLogger("vllm.sojourn")
 
 SHARE = 0.01
-"""Of one core, for all of it: guessing first, training with what is left."""
+"""Of one core, for all of it: guessing and training."""
 BURST_S = 0.25
-"""Of its share, what it may save up while there is nothing to do."""
+"""Of its share, what it may save up while there is nothing to do, and the most that it owes."""
+CREDIT_S = 0.05
+"""What it may owe and yet guess: hidden states come in bursts."""
 WAITING_NOTES = 64
 """More are not kept: a student that falls behind misses something rather than hold memory."""
 NICENESS = 10
@@ -72,7 +74,7 @@ class Background:
         self._lock = threading.Lock()
         """Of guesses: held for as long as it takes to put one dictionary into another."""
         self.missed = 0
-        """Notes that found no place."""
+        """Notes that found no place, or no time."""
         self.spent_s = 0.0
         """Of processor time."""
         self.loss: float | None = None
@@ -150,23 +152,34 @@ class Background:
             self._guesses = {}
 
     def _work(self) -> None:
+        student = self._student
         woke_s = saved_s = time.monotonic()
         allowed_s = 0.0
+        trained = True
+        """Since hidden states were taken in: where time is short the two take turns."""
         while not self._stopping:
-            note = self._next(wait_s=0.05 if self._student.due else 1.0)
+            trains = student.due and allowed_s > 0.0
+            note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)
             now_s, used_s = time.monotonic(), time.thread_time()
             allowed_s = min(allowed_s + self._share * (now_s - woke_s), BURST_S)
             woke_s = now_s
-            if note is not None:
-                self._take_in(note)
-            elif allowed_s > 0.0:
-                loss = self._student.train()
+            if isinstance(note, _Ended):
+                self._learn(note)
+            elif isinstance(note, _Seen):
+                if allowed_s < -CREDIT_S or (student.due and not trained):
+                    self.missed += 1
+                else:
+                    self._guess(note)
+                    trained = False
+            if student.due and allowed_s - (time.thread_time() - used_s) > 0.0:
+                loss = student.train()
+                trained = True
                 if loss is not None:
                     self.loss = loss if self.loss is None else self.loss + 0.02 * (loss - self.loss)
             # Of the processor, and not of the wall: others may have had it meanwhile.
             used_s = time.thread_time() - used_s
             self.spent_s += used_s
-            allowed_s -= used_s
+            allowed_s = max(allowed_s - used_s, -BURST_S)
             if now_s - saved_s >= SAVE_EVERY_S:
                 saved_s = now_s
                 self._save()
@@ -178,13 +191,13 @@ class Background:
         except queue.Empty:
             return None
 
-    def _take_in(self, note: _Seen | _Ended) -> None:
-        if isinstance(note, _Ended):
-            if note.tokens is None:
-                self._student.gone(note.request_id)
-            else:
-                self._student.ended(note.request_id, note.tokens)
-            return
+    def _learn(self, note: _Ended) -> None:
+        if note.tokens is None:
+            self._student.gone(note.request_id)
+        else:
+            self._student.ended(note.request_id, note.tokens)
+
+    def _guess(self, note: _Seen) -> None:
         likely = self._student.see(note.requests, note.states, self._points)
         written = dict(note.requests)
         new = {request_id: Guess(written[request_id], left) for request_id, left in likely.items()}

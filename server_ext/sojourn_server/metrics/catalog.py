@@ -278,7 +278,7 @@ _ALL = (
     ),
     _histogram(
         "sojourn_output_length_ratio",
-        "Tokens of outputs that ended, by how many were expected when they began: 1 is as expected.",
+        "Tokens of outputs that ended, by how many were expected in their first 32 tokens: 1 is as expected.",
         RATIO_BUCKETS,
     ),
     _histogram(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .demand import needed_blocks, peak
+from .demand import POINTS, needed_blocks, peak
 from .views import EntryView
+
+SLIGHT_SHARE = 0.1
+"""Of the most that a request will need: where less of it is expected to be left, it is most likely over."""
+
+LARGEST_SHARE = 0.5
+"""Of the room: more is never kept for one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,9 @@ class ForecastFits:
     later, and so on. ``reserve`` of the room is kept free, since an expectation is exceeded half of the time.
 
     Somebody of whom nothing is known enters as in the untouched engine. So does whoever is first where
-    nothing runs, however much it will need.
+    nothing runs, however much it will need. One that will need most of the room would wait until nobody
+    runs, and all others behind it: half of the room is what is kept for it. And where the others will run
+    short when it is most likely over, it is not for this request to wait.
     """
 
     reserve: float = 0.05
@@ -38,5 +46,11 @@ class ForecastFits:
         own = entry.own
         if not entry.anything_running or own is None or not own.remaining or not entry.needed_blocks:
             return True
-        with_it = map(sum, zip(entry.needed_blocks, needed_blocks([own], entry.block_size), strict=True))
-        return peak(with_it, self.horizon_steps) <= entry.room_blocks * (1 - self.reserve)
+        room = entry.room_blocks * (1 - self.reserve)
+        its = [min(part, LARGEST_SHARE * room) for part in needed_blocks([own], entry.block_size)]
+        most = peak(its, self.horizon_steps)
+        return not any(
+            others + part > room and part >= SLIGHT_SHARE * most
+            for point, others, part in zip(POINTS, entry.needed_blocks, its, strict=True)
+            if point <= self.horizon_steps
+        )

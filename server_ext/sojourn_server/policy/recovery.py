@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+NOWHERE_S_PER_TOKEN = 1e9
+"""What copying a token's KV to host memory is said to take where there is no room: a number as tapes can hold
+it, which infinity is not."""
+
 
 class Recovery(str, Enum):
     """The two ways."""
@@ -25,7 +29,8 @@ class RecoveryView(NamedTuple):
     recompute_s: float
     """To compute it again."""
     out_s_per_token: float | None
-    """To copy a token's KV to host memory; ``None``: there is none, or it has no room."""
+    """To copy a token's KV to host memory; ``None`` or ``NOWHERE_S_PER_TOKEN``: there is none, or it has no
+    room."""
     back_s_per_token: float | None
     """To copy it back."""
     copied_tokens: int = 0
@@ -38,7 +43,10 @@ class RecoveryView(NamedTuple):
         """To copy it out, as far as it is not yet, and back; ``inf`` where there is nowhere to."""
         if self.out_s_per_token is None or self.back_s_per_token is None:
             return math.inf
-        out_s = max(0, self.tokens - self.copied_tokens) * self.out_s_per_token
+        left = max(0, self.tokens - self.copied_tokens)
+        if left and self.out_s_per_token >= NOWHERE_S_PER_TOKEN:
+            return math.inf
+        out_s = left * self.out_s_per_token if left else 0.0
         return self.queued_s + out_s + self.tokens * self.back_s_per_token
 
 

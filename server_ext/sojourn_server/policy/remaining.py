@@ -41,7 +41,8 @@ class LengthView(NamedTuple):
     hint_off: float | None = None
     """By how much hints of its agent type were off: mean |ln(actual ÷ hinted)|; ``None``: too few are."""
     guess: Remaining | None = None
-    """What a network made of its hidden states, less what it has written since."""
+    """What a network made of its hidden states, less what it has written since; what it has passed is left
+    out."""
     guess_off: float | None = None
     """By how much such guesses were off: mean |ln(actual ÷ guessed)| of what was left; ``None``: too few."""
     known_off: float | None = None

@@ -50,12 +50,14 @@ class BestFit:
             own = needs[view.request_id]
             # To a millionth of a block: what fits to the block shall not fail in the last digit.
             others = [round(whole - its, 6) for whole, its in zip(needed, own, strict=True)]
-            lacking = max(0.0, peak(others, self.horizon_steps) - need.room_blocks)
+            # What it shares was counted for it too, and stays in use without it.
+            room_blocks = need.room_blocks - view.shared_blocks
+            lacking = max(0.0, peak(others, self.horizon_steps) - room_blocks)
             back_at = next(
                 (
                     at
                     for at, taken in zip(POINTS, others, strict=True)
-                    if round(taken + own[0], 6) <= need.room_blocks
+                    if round(taken + own[0], 6) <= room_blocks
                 ),
                 2 * POINTS[-1],
             )

@@ -107,7 +107,7 @@ class RunningView(NamedTuple):
     position: int
     """Place in the engine's running list; the engine's own choice is the last."""
     blocks: int
-    """Blocks it has: what its preemption would free, but for those it shares."""
+    """Blocks it has, with those it shares."""
     attained_s: float = 0.0
     """Seconds that its program's requests had run when it arrived."""
     ran_s: float = 0.0
@@ -128,6 +128,13 @@ class RunningView(NamedTuple):
     """Seconds of work until it could go on after a preemption, computing or copying, whichever is less."""
     of_program: bool = False
     """A program sent it: there may be hints."""
+    freed_blocks: int | None = None
+    """Of its blocks, those that nobody else uses and its preemption would free; ``None``: all."""
+
+    @property
+    def shared_blocks(self) -> int:
+        """Of its blocks, those that stay with others when it is preempted."""
+        return 0 if self.freed_blocks is None else self.blocks - self.freed_blocks
 
 
 class VictimNeed(NamedTuple):

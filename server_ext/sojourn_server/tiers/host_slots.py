@@ -62,6 +62,10 @@ class HostSlots:
         """Slots that hold nothing."""
         return len(self._free)
 
+    def room(self, at_most: Rank) -> int:
+        """Slots that hold nothing, or something worth no more that may be reused. O(1)."""
+        return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
+
     def begin(self, key: Key, rank: Rank, job: int | None, *, on_disk: bool = False) -> HostEntry | None:
         """A slot for a block that is not here, or ``None`` where none may be reused: call ``reuse`` first."""
         if not self._free:

@@ -147,7 +147,7 @@ class SchedulerAdapter:
         self._guesses: LengthGuesses | None = None
         """Where the preset reads hidden states, and the workers let them out."""
         if preset.remaining.reads_states and are_read(scheduler.vllm_config):
-            self._guesses = LengthGuesses(scheduler, self.steward, settings.network_file)
+            self._guesses = LengthGuesses(scheduler, self.steward, settings.network_file, rank)
         self._scheduled_at: float | None = None
         self._steps = 0
         self._promotions: list[tuple[float, str]] = []
@@ -190,6 +190,13 @@ class SchedulerAdapter:
 
     def before_step(self) -> None:
         """Before the scheduler plans a step."""
+        try:
+            self._open_step()
+        finally:
+            # Whatever failed: after a step with ample memory nobody's lease would give way any more.
+            self._shortage.prepare_step()
+
+    def _open_step(self) -> None:
         self._waiting.open_step()
         self._steps += 1
         self._shortage.restore_victim()
@@ -200,12 +207,12 @@ class SchedulerAdapter:
         if self._promotions and self._promotions[0][0] <= now:
             self._promote(now)
         self._order.before_step()
+        # Each by itself: a forecast that fails shall not keep the others from what they do.
         if self._guesses is not None:
-            self._guesses.tell(now)
-        self._outlook.before_step(now)
+            self.guarded(self._guesses.tell, now)
+        self.guarded(self._outlook.before_step, now)
         if self._below is not None:
             self._below.store_ahead(self._queue)
-        self._shortage.prepare_step()
 
     def _promote(self, now: float) -> None:
         """File anew those whom waiting alone lets go first from now on."""
@@ -284,16 +291,18 @@ class SchedulerAdapter:
         if self._guesses is not None:
             self._guesses.ended(request)
         ticket = self.steward.tickets.get(request.request_id)
+        program = ticket.program if ticket is not None else None
+        if self._below is not None:
+            # A stranger may have been preempted too.
+            self._below.no_longer_away(program.id if program is not None else None, request.block_hashes)
         if ticket is None:
             return
         now = self._clock()
         if ticket.program is None:
             self.steward.stranger_left(request.request_id)
             return
-        if self._below is not None:
-            self._below.no_longer_away(ticket.program.id, request.block_hashes)
-            if not ticket.admitted:
-                self._below.arrived(ticket.program.id, ())
+        if self._below is not None and not ticket.admitted:
+            self._below.arrived(ticket.program.id, ())
         outcome = _OUTCOMES.get(request.status, TurnOutcome.ERROR)
         calls = ()
         if outcome is TurnOutcome.STOPPED:
@@ -332,16 +341,23 @@ class SchedulerAdapter:
         if ticket is not None and ticket.program is not None:
             self._queue.own(cached, ticket.program.id)
         copied = self._below.copied(cached) if self._below is not None else 0
+        out_s, back_s, queued_s = (
+            self._below.link(len(cached) - copied) if self._below is not None else (None, None, 0.0)
+        )
         recovery = self.steward.preempted(
             request.request_id,
             self._clock(),
             tokens=request.num_computed_tokens,
             copied_tokens=copied * self._scheduler.block_size,
+            out_s_per_token=out_s,
+            back_s_per_token=back_s,
+            queued_s=queued_s,
         )
         if self._below is None:
             return
         if recovery is Recovery.RECOMPUTE:
-            self._below.not_to_save(cached)
+            program = ticket.program if ticket is not None else None
+            self._below.not_to_save(cached, program.id if program is not None else None, self._queue.owners)
         elif ticket is not None and ticket.program is not None and self.steward.prospects.predicts:
             self._below.to_keep(ticket.program.id, cached)
 

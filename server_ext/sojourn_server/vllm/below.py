@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
@@ -13,6 +14,7 @@ from ..engine.placed_chains import PlacedChains
 from ..engine.steward import Steward
 from ..policy.labels import Label
 from ..policy.placement_views import Tier
+from ..policy.recovery import NOWHERE_S_PER_TOKEN
 from ..tiers.jobs import Key
 from ..tiers.ranks import Rank
 from .block_owners import BlockOwners
@@ -49,8 +51,8 @@ class Below:
         """Content of preempted requests that is sooner computed again than copied, oldest first."""
         self._away: dict[ProgramId, list[Sequence[Key]]] = {}
         """Programs of preempted requests, and what each of these will load."""
-        self._wanted: set[Key] = set()
-        """All that is in ``_away``: what else such a program has is worth no more than before."""
+        self._wanted: Counter[Key] = Counter()
+        """All that is in ``_away``, and how often; what else such a program has is worth what it was."""
         self._coming: set[ProgramId] = set()
         """Let onto the device, and yet to be admitted there."""
         pool = steward.pool
@@ -119,19 +121,26 @@ class Below:
         planner, traffic = self._connector.planner, self._connector.traffic
         return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
 
-    def link(self) -> tuple[float | None, float | None, float]:
+    def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Seconds that copying a token's KV to host memory and back has taken of late, ``None`` before the
-        first; and how long copies that are queued to go there will take."""
+        first; and how long copies that are queued to go there will take. ``NOWHERE_S_PER_TOKEN`` for the
+        first where there is no room for ``blocks`` more blocks of a request that is preempted."""
         traffic, settings = self._connector.traffic, self._connector.settings
         token_bytes = settings.block_bytes / settings.block_tokens
         now = self._connector.clock()
         out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
         queued = self._connector.planner.storing_blocks * settings.block_bytes
+        to_host = out_s * token_bytes if out_s is not None else None
         return (
-            out_s * token_bytes if out_s is not None else None,
+            to_host if self._room() >= blocks else NOWHERE_S_PER_TOKEN,
             back_s * token_bytes if back_s is not None else None,
             queued * out_s if out_s is not None else 0.0,
         )
+
+    def copied_in_a_row(self, keys: Iterable[Key]) -> int:
+        """How many of the leading ``keys`` are in host memory, or on their way there."""
+        host = self._connector.planner.host
+        return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks of a request that runs, in the order of its context, which it will probably lose soon."""
@@ -145,10 +154,16 @@ class Below:
         """How many of these are in host memory, or on their way there: copying them costs nothing more."""
         return self._guarded(self._copied, blocks) or 0
 
-    def not_to_save(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """A request is about to lose these, and what is reused of them is to be computed again."""
+    def not_to_save(
+        self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
+    ) -> None:
+        """A request of a program, or of none, is about to lose these, and what is reused of them is to be
+        computed again. Of what others use or have used too, such as a common beginning, they decide."""
         for block in blocks:
-            self._not_worth_saving[chain_hash(block)] = None
+            block_id = block.block_id
+            theirs = block_id in owners.common or block_id in owners.orphans
+            if block.ref_cnt <= 1 and not theirs and owners.of.get(block_id) == program_id:
+                self._not_worth_saving[chain_hash(block)] = None
         while len(self._not_worth_saving) > MOST_NOT_SAVED:
             del self._not_worth_saving[next(iter(self._not_worth_saving))]
 
@@ -179,6 +194,16 @@ class Below:
         """Nothing is saved and nothing found any more."""
         self._connector.turn_off(why)
 
+    def _room(self) -> int:
+        """Blocks that host memory would take of requests that are preempted."""
+        planner = self._connector.planner
+        if self._connector.off:
+            return 0
+        if not self._steward.prospects.predicts:
+            return planner.host.room(_PLAIN)
+        # Nobody who is away makes way for another, nor what is yet to be copied of them.
+        return min(planner.host.room(Rank.IDLE), planner.host.slots - len(self._wanted))
+
     def _copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         host = self._connector.planner.host
         return sum(host.get(chain_hash(block)) is not None for block in blocks)
@@ -197,12 +222,20 @@ class Below:
             if hashes and list(hashes[len(keys) - 1 : len(keys)]) != [keys[-1]]:
                 still.append(keys)
             else:
-                planner.set_rank(keys, rank, only=Rank.WANTED)
+                planner.set_rank(self._no_longer_wanted(keys), rank, only=Rank.WANTED)
         if still:
             self._away[program_id] = still
-        self._wanted = {key for away in self._away.values() for keys in away for key in keys}
-        for keys in still:  # they may begin alike
-            planner.set_rank(keys, Rank.WANTED)
+
+    def _no_longer_wanted(self, keys: Sequence[Key]) -> list[Key]:
+        """One who is away does without these any more; which nobody else who is away would load."""
+        wanted, by_nobody = self._wanted, []
+        for key in keys:
+            if wanted[key] > 1:  # they may begin alike
+                wanted[key] -= 1
+            else:
+                del wanted[key]
+                by_nobody.append(key)
+        return by_nobody
 
     def _save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         ranks: dict[ProgramId | None, Rank] = {}

@@ -21,6 +21,9 @@ logger = init_logger("vllm.sojourn")
 EVERY_STEPS = 16
 """Steps between two copies."""
 
+WITHOUT_STEPS = 2000
+"""After so many without a copy the operator is told, once."""
+
 
 class Tap:
     """On one model runner. ``take`` returns the newest copy once it is complete."""
@@ -30,6 +33,7 @@ class Tap:
         self._due_in = 1
         self._copied: tuple[HiddenRows, torch.cuda.Event | None] | None = None
         self._failed = False
+        self._steps_without = 0
         self._request_ids: Callable[[], list[str]] = lambda: runner.input_batch.req_ids
         if hasattr(runner, "sample"):  # the second model runner's, whose batch is handed from call to call
             self._request_ids = self._batch_of(runner)
@@ -40,6 +44,13 @@ class Tap:
     def step(self) -> None:
         """A step begins: only its own rows are looked at, and not those of warm-up runs."""
         self._due_in -= 1
+        self._steps_without += 1
+        if self._steps_without == WITHOUT_STEPS:
+            logger.warning(
+                "sojourn: %d steps have let no hidden states out (speculative decoding? sharded sampling?); "
+                "predictions go on without them",
+                WITHOUT_STEPS,
+            )
 
     def take(self) -> HiddenRows | None:
         """What was copied, each only once; ``None``: nothing, or not yet."""
@@ -77,6 +88,7 @@ class Tap:
         request_ids = tuple(self._request_ids())
         if hidden_states.ndim != 2 or len(hidden_states) != len(request_ids):
             return  # speculative decoding has several rows a request
+        self._steps_without = 0
         if hidden_states.device.type != "cuda":
             self._copied = HiddenRows(request_ids, hidden_states.detach().clone()), None
             return

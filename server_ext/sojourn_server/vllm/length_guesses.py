@@ -27,7 +27,9 @@ _WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 class LengthGuesses:
     """Of one engine. Raises ``WeightsError`` where ``network_file`` is not of this model."""
 
-    def __init__(self, scheduler: Scheduler, steward: Steward, network_file: str | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, steward: Steward, network_file: str | None, rank: int | None = None
+    ) -> None:
         self._requests = scheduler.requests
         self._steward = steward
         config = scheduler.vllm_config.model_config
@@ -35,7 +37,7 @@ class LengthGuesses:
             config.get_hidden_size(),
             model=model_name(config.model),
             points=POINTS,
-            file=Path(network_file) if network_file is not None else None,
+            file=_of_rank(network_file, rank) if network_file is not None else None,
         )
 
     def took(self, rows: HiddenRows) -> None:
@@ -59,7 +61,10 @@ class LengthGuesses:
     def tell(self, now: float) -> None:
         """Hand the steward what is new."""
         for request_id, guess in self._background.guesses().items():
-            self._steward.guessed(request_id, guess.at_tokens, guess.remaining, now)
+            request = self._requests.get(request_id)
+            if request is not None:
+                most = max(1, request.max_tokens - guess.at_tokens)
+                self._steward.guessed(request_id, guess.at_tokens, guess.remaining, now, most_tokens=most)
 
     def state(self) -> dict[str, float | None]:
         """What was learned so far."""
@@ -81,6 +86,11 @@ def are_read(config: VllmConfig) -> bool:
         )
         return False
     return True
+
+
+def _of_rank(network_file: str, rank: int | None) -> Path:
+    """Of several data-parallel engines each has its own: the last to save would overwrite the others."""
+    return Path(network_file if rank is None else f"{network_file}.rank{rank}")
 
 
 def model_name(model: str) -> str:

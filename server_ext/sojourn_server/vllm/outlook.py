@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from ..engine.steward import Steward
@@ -32,8 +34,6 @@ class Outlook:
         self._below = below
         self._pool = scheduler.kv_cache_manager.block_pool
         self._due_in = 0
-        self._copied: tuple[str, int] = ("", 0)
-        """Whose blocks were copied ahead last, and how many."""
 
     def before_step(self, now: float) -> None:
         """Look again, if it is time."""
@@ -79,16 +79,21 @@ class Outlook:
             context_tokens=request.num_tokens,
             output_tokens=request.num_output_tokens,
             most_tokens=most_tokens(request, self._scheduler.max_model_len),
+            freed_blocks=sum(map(unshared, groups)),
         )
 
     def _copy_ahead(self, request: Request, below: Below) -> None:
         """Full blocks are as they will stay; the request goes on writing into its last."""
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
         full = request.num_computed_tokens // self._scheduler.block_size
-        before = self._copied[1] if self._copied[0] == request.request_id else 0
-        self._copied = request.request_id, full
-        # Of a long context, looked at again and again, only what was added.
-        below.copy_ahead([block for block in blocks[before:full] if block.block_hash is not None])
+        # Of a long context, looked at again and again, only what was added; or all of it, if that is lost.
+        first = below.copied_in_a_row(request.block_hashes[:full])
+        below.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
+
+
+def unshared(blocks: Sequence[KVCacheBlock]) -> int:
+    """Of a request's blocks, how many nobody else uses. Beginnings are shared, so a few are looked at."""
+    return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
 
 
 def most_tokens(request: Request, max_model_len: int) -> int:

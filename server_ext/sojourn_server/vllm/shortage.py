@@ -151,18 +151,22 @@ class Shortage:
         running = self._scheduler.running
         least = max(candidate.priority for candidate in running) if self._priority_matters else None
         candidates = [c for c in running if least is None or c.priority == least]
-        chosen = self._steward.victim(
-            self._outlook.views(candidates),
-            short_blocks,
-            self._clock(),
-            used_blocks=self._outlook.used_blocks(),
-        )
+        # By itself: where it fails the engine's own choice is made too.
+        chosen = self._guarded(self._stewards_choice, candidates, short_blocks)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
             victim = self._engines_choice(candidates)
         self.restore_victim()
         self._chosen = (victim, victim.priority)
         victim.priority = sys.maxsize
+
+    def _stewards_choice(self, candidates: list[Request], short_blocks: int) -> str | None:
+        return self._steward.victim(
+            self._outlook.views(candidates),
+            short_blocks,
+            self._clock(),
+            used_blocks=self._outlook.used_blocks(),
+        )
 
     def _engines_choice(self, candidates: list[Request]) -> Request:
         """Whom the untouched scheduler would preempt, under the policy it was started with."""

@@ -62,7 +62,7 @@ SHAPES: dict[str, Shape] = {
     "victim": Shape("whom to preempt", ("short_blocks", "running", "options"), ("request",)),
     "look": Shape("whom to copy ahead", ("used_blocks", "running", "options"), ("request",)),
     "guess": Shape(
-        "what a network expects a request to write yet", ("request", "at_tokens", "remaining")
+        "what a network expects a request to write yet", ("request", "at_tokens", "remaining", "options")
     ),
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
@@ -165,12 +165,12 @@ def running_facts(number: int | str, view: RunningView) -> tuple[Any, ...]:
     """What an engine says of a request that runs; the rest of the view is the steward's."""
     return (
         number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
-        view.most_tokens,
+        view.most_tokens, view.freed_blocks,
     )  # fmt: skip
 
 
-def read_running(request_id: str, facts: Sequence[int]) -> RunningView:
-    rank, position, blocks, context_tokens, output_tokens, most_tokens = facts
+def read_running(request_id: str, facts: Sequence[Any]) -> RunningView:
+    rank, position, blocks, context_tokens, output_tokens, most_tokens, freed_blocks = facts
     return RunningView(
         request_id,
         rank,
@@ -179,6 +179,7 @@ def read_running(request_id: str, facts: Sequence[int]) -> RunningView:
         context_tokens=context_tokens,
         output_tokens=output_tokens,
         most_tokens=most_tokens,
+        freed_blocks=freed_blocks,
     )
 
 

@@ -199,9 +199,12 @@ class TapingSteward(Steward):
             "look", now, told, self._chosen, super().look_ahead, running, used_blocks, now, **more
         )
 
-    def guessed(self, request_id: str, at_tokens: int, remaining: tuple[float, ...], now: float) -> None:
-        facts = (self._number(request_id), at_tokens, remaining)
-        self._tape.told("guess", now, facts, None, super().guessed, request_id, at_tokens, remaining, now)
+    def guessed(
+        self, request_id: str, at_tokens: int, remaining: tuple[float, ...], now: float, **more: Any
+    ) -> None:
+        facts = (self._number(request_id), at_tokens, remaining, more)
+        called = super().guessed
+        self._tape.told("guess", now, facts, None, called, request_id, at_tokens, remaining, now, **more)
 
     def pinned(self, program_id: ProgramId, blocks: int, now: float, **more: Any) -> Lease | None:
         facts = (program_id, blocks, more)
