@@ -24,8 +24,6 @@ from .state import Histories, Pool, Ticket
 
 ASK_AGAIN_TOKENS = 32
 """A request is asked about again when it has written so many more; until then each is one less."""
-ASK_AGAIN_SHARE = 8
-"""Or an eighth more than it had, where that is more: what is known of a long output changes slowly."""
 LEAST_OUTPUTS = 16
 """Outputs that are enough to know a kind of output by; else a wider kind is taken."""
 HINTS_TO_BELIEVE = 8
@@ -292,8 +290,7 @@ class Prospects:
         if not self.predicts:
             return None
         written = output_tokens - ticket.asked_at
-        again = max(ASK_AGAIN_TOKENS, ticket.asked_at // ASK_AGAIN_SHARE)
-        if ticket.remaining is None or not 0 <= written < again:
+        if ticket.remaining is None or not 0 <= written < ASK_AGAIN_TOKENS:
             ticket.asked_at, written = output_tokens, 0
             ticket.remaining = self._ask(ticket, output_tokens, most_tokens, now)
             begins = ticket.foreseen_tokens is None and output_tokens < ASK_AGAIN_TOKENS

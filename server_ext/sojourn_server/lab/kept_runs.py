@@ -17,7 +17,7 @@ from .limits.regenerated import Regenerated
 from .lives import RunLog
 from .run import RunSpec
 
-_ROOMS = ("engine", "lab", "launch", "metrics", "policy", "program", "tiers", "traces", "vllm")
+_ROOMS = ("engine", "lab", "launch", "learned", "metrics", "policy", "program", "tiers", "traces", "vllm")
 """What a run depends on."""
 
 
