@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
-from lab_pages import made_by, write_page
+from lab_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -47,7 +47,6 @@ POLICY = "observe"
 """vLLM's own order: what the tiers do is all that differs from stock."""
 HOST_POOLS = 5
 """Host memory in pools: two to drive contexts out with, and what is measured until its turn is over."""
-FIRST_WORDS = "Nothing has been written yet."
 
 
 class Point(NamedTuple):

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lab_pages import made_by, write_page
+from lab_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
@@ -47,7 +47,6 @@ ABLATION = ("stock", "program-fcfs", "static-ttl", "continuum-paper")
 POLICIES = (*ABLATION, "continuum", "unlimited")
 PUBLISHED = (1.12, 3.66)
 """§1: vLLM's mean delay over Continuum's, least and most of all models, devices and workloads."""
-FIRST_WORDS = "Nothing has been written yet."
 
 Cell = tuple[str, float]
 """Workload and rate."""

@@ -17,6 +17,11 @@ def marked(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def less(value: float, than: float) -> str:
+    """A change in percent."""
+    return f"{value / than - 1:+.0%}" if than else "–"
+
+
 def write_page(path: Path, generated: str, first_words: str) -> None:
     """Write ``generated``, its place ``{by hand}`` filled with what stands between the marks in ``path``.
 

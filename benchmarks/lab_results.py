@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lab_pages import made_by, write_page
+from lab_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
@@ -30,7 +30,6 @@ from sojourn_server.policy.preset import load_preset
 
 LEFT_OUT = ("observe",)
 """Presets that decide as stock does."""
-FIRST_WORDS = "Nothing has been written yet."
 
 Ratio = Callable[[RunRow, RunRow], "float | None"]
 """(a policy's row, stock's) → how many times better; ``None`` where it cannot be told."""

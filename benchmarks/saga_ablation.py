@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from lab_pages import made_by, write_page
+from lab_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from saga_ratio import grid
 from sojourn_server.cli.console import write_json
@@ -42,7 +42,6 @@ PUBLISHED_SWEEP = {0.5: "–", 1.0: "+4 %", 1.5: "+12 %", 2.0: "+24 %", 3.0: "+5
 """Table 10: coefficient of variation → mean completion over that at 0.5."""
 WORKLOAD = "synthetic:latency-cv:{cv:g}"
 BASE_CV = 1.0
-FIRST_WORDS = "Nothing has been written yet."
 
 
 def arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from lab_pages import made_by, write_page
+from lab_pages import FIRST_WORDS, made_by, write_page
 from lab_results import chosen
 from rich.console import Console
 from sojourn_server.cli.console import write_json
@@ -53,7 +53,6 @@ ALONE_PROGRAMS = 24
 TARGET = 1.31
 LEAST = 0.01
 """A ratio below counts as this in a geometric mean."""
-FIRST_WORDS = "Nothing has been written yet."
 
 
 def arguments() -> argparse.Namespace:

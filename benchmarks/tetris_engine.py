@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import httpx
-from lab_pages import FIRST_WORDS, made_by, marked, write_page
+from lab_pages import FIRST_WORDS, less, made_by, marked, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
@@ -157,11 +157,6 @@ def lines(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
         )
         for name, arm in arms.items()
     ]  # fmt: skip
-
-
-def less(value: float, than: float) -> str:
-    """A change in percent."""
-    return f"{value / than - 1:+.0%}" if than else "–"
 
 
 def save(

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab_pages import FIRST_WORDS, made_by, marked, write_page
+from lab_pages import FIRST_WORDS, less, made_by, marked, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
@@ -75,11 +75,6 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
         "scheduler_ms_per_step": run["scheduler_ms_per_step"],
         "turns": run["tpot_s"]["count"],
     }
-
-
-def less(value: float, than: float) -> str:
-    """A change in percent."""
-    return f"{value / than - 1:+.0%}" if than else "–"
 
 
 HEAD = (

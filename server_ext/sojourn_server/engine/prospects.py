@@ -68,7 +68,6 @@ class Prospects:
         self._recorder = recorder
         self.predictor = preset.remaining
         """Another one may stand in its place: the lab has some that no engine can have."""
-        self.looks = preset.forecast.looks
         self._step_s = 0.0
         self._link_s_per_token: tuple[float | None, float | None] = self._assumed_link()
         """Seconds to copy a token's KV to host memory, and back."""
@@ -162,7 +161,7 @@ class Prospects:
             middle = known[len(known) // 2] if known else None
             counted.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         ticket.guess, ticket.guessed_at = remaining, at_tokens
-        ticket.asked_at = -ASK_AGAIN_TOKENS  # so that the next to ask is answered by it
+        ticket.remaining = None  # so that the next to ask is answered by it
 
     def known(self) -> dict[str, float | None]:
         """What there is to judge by: outputs, and by how much predictions were off (``guesses_off``)."""
@@ -187,7 +186,7 @@ class Prospects:
         self._counted = {view.request_id: self._growth(view, now) for view in running}
         self._needed = needed_blocks(self._counted.values(), self._pool.block_size)
         self._room_blocks = self.room_blocks(running, used_blocks)
-        if not self.looks:
+        if not self._preset.forecast.looks:
             return None
         return self._preset.forecast.short_in(DemandView(self._needed, self._room_blocks), now)
 

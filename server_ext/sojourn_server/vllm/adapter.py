@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from ..engine.desk import Desk
@@ -32,19 +29,16 @@ from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .hidden_rows import HiddenRows
 from .history_file import HistoryFile
 from .length_guesses import LengthGuesses, are_read
-from .outlook import Outlook, most_tokens
+from .outlook import Outlook
 from .outputs import ToolCallReader
 from .settings import Settings, check_scheduling
 from .shortage import Shortage
-from .waiting_queue import Key, PolicyQueue
+from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger("vllm.sojourn")
-
-LOOK_AGAIN_STEPS = 16
-"""Steps between two look-ups of what a gated request could share."""
 
 EASILY_COUNTED = 20_000
 """Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
@@ -123,17 +117,7 @@ class SchedulerAdapter:
         self._queue = self._pool.free_block_queue = self._order.queue
         self._held = HeldBlocks(self._pool, self._queue)
         check_scheduling(preset, scheduler.policy.value)
-        # With user priorities the gate would let an unimportant early program keep an important one out.
-        gates = preset.entry.gates and scheduler.policy != SchedulingPolicy.PRIORITY
-        scheduler.waiting = self._waiting = PolicyQueue(
-            self._queue_key,
-            parked=self._is_parked if preset.placement.places else None,
-            gated=self._belongs_behind_gate if gates else None,
-            may_pass=self._may_enter if gates else None,
-            holds_line=self._holds_line if gates else None,
-        )
-        scheduler.kv_holding_waiting = PolicyQueue(self._queue_key)
-        self._priority_matters = scheduler.policy == SchedulingPolicy.PRIORITY
+        self._line = WaitingLine(scheduler, self.steward, clock=clock, guarded=self.guarded)
         self._outlook = Outlook(scheduler, self.steward, self._below)
         self._shortage = Shortage(
             scheduler,
@@ -149,13 +133,6 @@ class SchedulerAdapter:
         if preset.remaining.reads_states and are_read(scheduler.vllm_config):
             self._guesses = LengthGuesses(scheduler, self.steward, settings.network_file, rank)
         self._scheduled_at: float | None = None
-        self._steps = 0
-        self._promotions: list[tuple[float, str]] = []
-        """A heap of when requests are to be filed anew, though nothing happens to them."""
-        self._shared: dict[str, tuple[int, int]] = {}
-        """Of gated requests: when it was looked up, and how many blocks of the prompt others hold."""
-        self._kept_out: tuple[str, int] | None = None
-        """The request that was kept out last, and how often prospects had changed then."""
         self._pool_state: dict[str, int] | None = None
         self._pool_state_at = 0.0
         logger.info(
@@ -197,15 +174,13 @@ class SchedulerAdapter:
             self._shortage.prepare_step()
 
     def _open_step(self) -> None:
-        self._waiting.open_step()
-        self._steps += 1
+        self._line.open_step()
         self._shortage.restore_victim()
         now = self._clock()
         self.steward.tick(now)
         if self.steward.actions:
             self._carry_out(now)
-        if self._promotions and self._promotions[0][0] <= now:
-            self._promote(now)
+        self._line.promote(now)
         self._order.before_step()
         # Each by itself: a forecast that fails shall not keep the others from what they do.
         if self._guesses is not None:
@@ -213,14 +188,6 @@ class SchedulerAdapter:
         self.guarded(self._outlook.before_step, now)
         if self._below is not None:
             self._below.store_ahead(self._queue)
-
-    def _promote(self, now: float) -> None:
-        """File anew those whom waiting alone lets go first from now on."""
-        while self._promotions and self._promotions[0][0] <= now:
-            _, request_id = heapq.heappop(self._promotions)
-            request = self._scheduler.requests.get(request_id)
-            if request is not None:
-                self._waiting.rekey(request)
 
     def after_step(self, output: SchedulerOutput) -> None:
         """After the scheduler planned a step."""
@@ -261,7 +228,7 @@ class SchedulerAdapter:
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
         """End such a request with an error; ``tell`` tells its client."""
         request = self._scheduler.requests.get(request_id)
-        if request is None or not self._is_parked(request):
+        if request is None or not self._line.is_parked(request):
             return
         logger.error(
             "sojourn: request %s is refused: for %g s (gate_timeout_s) there was no place on the device for "
@@ -287,7 +254,7 @@ class SchedulerAdapter:
 
     def finished(self, request: Request) -> None:
         """Before a finished request's blocks are freed: hold them where the steward says so."""
-        self._shared.pop(request.request_id, None)
+        self._line.left(request.request_id)
         if self._guesses is not None:
             self._guesses.ended(request)
         ticket = self.steward.tickets.get(request.request_id)
@@ -457,7 +424,7 @@ class SchedulerAdapter:
             for request_id in program.live_requests:
                 request = self._scheduler.requests.get(request_id)
                 if request is not None:
-                    self._waiting.rekey(request)
+                    self._line.rekey(request)
 
     # -- state ------------------------------------------------------------------
 
@@ -536,91 +503,6 @@ class SchedulerAdapter:
     def _cached_blocks(self, request: Request) -> list[KVCacheBlock]:
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         return [b for group in groups for b in group if b.block_hash is not None and not b.is_null]
-
-    def _queue_key(self, request: Request) -> Key:
-        key = self.guarded(self._ordered, request)
-        if key is None:  # in line by its arrival, as far as we can tell, and ahead of nobody we know
-            key = (request.status != RequestStatus.PREEMPTED, True, float("inf"), request.arrival_time)
-        return (request.priority, *key) if self._priority_matters else key
-
-    def _ordered(self, request: Request) -> Key:
-        ticket = self.steward.tickets[request.request_id]
-        key = self.steward.queue_key(ticket, preempted=request.status == RequestStatus.PREEMPTED)
-        promoted_s = self.steward.promoted_s(ticket)
-        if promoted_s < math.inf and promoted_s > self._clock():
-            heapq.heappush(self._promotions, (promoted_s, request.request_id))
-        return key
-
-    def _is_parked(self, request: Request) -> bool:
-        return self.guarded(self._parked, request) is True
-
-    def _parked(self, request: Request) -> bool:
-        if request.kv_transfer_params:  # its peer waits for it: who enters is settled elsewhere
-            return False
-        return self.steward.parked(self.steward.tickets[request.request_id])
-
-    def _belongs_behind_gate(self, request: Request) -> bool:
-        return self.guarded(self._behind_gate, request) is True
-
-    def _behind_gate(self, request: Request) -> bool:
-        if request.kv_transfer_params:  # its peer waits for it: who enters is settled elsewhere
-            return False
-        ticket = self.steward.tickets[request.request_id]
-        ticket.preempted = request.status == RequestStatus.PREEMPTED
-        return self.steward.behind_gate(ticket)
-
-    def _may_enter(self, request: Request) -> bool:
-        return self.guarded(self._ask_to_enter, request) is not False
-
-    def _holds_line(self, request: Request) -> bool:
-        return self.guarded(self._has_waited_long, request) is True
-
-    def _has_waited_long(self, request: Request) -> bool:
-        return self.steward.holds_the_line(self.steward.tickets[request.request_id], self._clock())
-
-    def _ask_to_enter(self, request: Request) -> bool:
-        ticket = self.steward.tickets[request.request_id]
-        running = bool(self._scheduler.running)
-        forecasts = self.steward.preset.entry.forecasts
-        kept_out = (request.request_id, self.steward.prospects.changes)
-        if forecasts and running and kept_out == self._kept_out:
-            return False  # nothing has happened since that could change the answer
-        need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
-        free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
-        if self.steward.preset.entry.counts_promised:
-            free_blocks -= self._promised_blocks()
-        more: dict[str, int] = {}
-        if forecasts:
-            more["output_tokens"] = request.num_output_tokens
-            more["most_tokens"] = most_tokens(request, self._scheduler.max_model_len)
-        if self.steward.may_enter(ticket, need_blocks, free_blocks, now, anything_running=running, **more):
-            return True
-        shared = self._shared_blocks(request)
-        if shared > 0 and self.steward.may_enter(
-            ticket, need_blocks - shared, free_blocks, now, anything_running=running, **more
-        ):
-            return True
-        self._kept_out = kept_out
-        return False
-
-    def _promised_blocks(self) -> int:
-        """Blocks that running requests still lack for prompts of which a part is yet to be computed."""
-        manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
-        promised = 0
-        for request in self._scheduler.running:
-            if request.num_computed_tokens < request.num_tokens - 1:
-                held = len(manager.get_blocks(request.request_id).blocks[0])
-                promised += max(0, -(-request.num_tokens // block_size) - held)
-        return promised
-
-    def _shared_blocks(self, request: Request) -> int:
-        """Blocks of the prompt that others hold anyway. Looked up anew only every few steps."""
-        known = self._shared.get(request.request_id)
-        if known is None or self._steps - known[0] >= LOOK_AGAIN_STEPS:
-            hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
-            shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
-            known = self._shared[request.request_id] = (self._steps, shared)
-        return known[1]
 
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
