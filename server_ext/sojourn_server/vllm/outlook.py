@@ -93,6 +93,8 @@ class Outlook:
 
 def unshared(blocks: Sequence[KVCacheBlock]) -> int:
     """Of a request's blocks, how many nobody else uses. Beginnings are shared, so a few are looked at."""
+    if not blocks or blocks[0].ref_cnt <= 1:
+        return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
 
 
