@@ -10,9 +10,9 @@ from typing import Any
 PROGRAMS = 8
 TURNS = 3
 OUTPUT_TOKENS = 48
-FIRST_PROMPT_TOKENS = 200
-LATER_PROMPT_TOKENS = 40
-BLOCKS = 36
+FIRST_PROMPT_TOKENS = 120
+LATER_PROMPT_TOKENS = 24
+BLOCKS = 24
 """Of 32 tokens: about two and a half of the eight contexts."""
 
 

@@ -87,7 +87,7 @@ def test_an_aborted_output_teaches_nothing() -> None:
     assert e.steward.histories.output_lengths.count() == 15
 
 
-@pytest.mark.parametrize("written", [0, 5])
+@pytest.mark.parametrize("written", [1, 5])
 def test_who_lies_and_aborts_is_soon_not_believed(written: int) -> None:
     e = engine()
     for number in range(8):
@@ -108,6 +108,74 @@ def test_who_lies_and_aborts_is_soon_not_believed(written: int) -> None:
         aborted(TurnOutcome.ABORTED)
     assert left(e, running(start(e, "after", **lie))) == untold
     assert e.steward.histories.output_lengths.count() == 24, "and nothing was learned of lengths"
+
+
+@pytest.mark.parametrize(
+    ("written", "outcome"),
+    [(0, TurnOutcome.ABORTED), (1, TurnOutcome.ABORTED), (1, TurnOutcome.LENGTH)],
+    ids=["aborted before it began", "aborted as it was hinted", "cut as it was hinted"],
+)
+def test_a_record_of_true_hints_is_not_to_be_had_for_nothing(written: int, outcome: TurnOutcome) -> None:
+    e = engine()
+    learn(e, *[50] * 20, *[700] * 20)
+    hint = {**TYPED, "expected_output_length": 1}
+    for number in range(10):
+        e.finish(start(e, f"told-{number}", **hint), output=[7] * written, outcome=outcome)
+    assert e.steward.histories.hints_off.mean("solver", 1) is None
+
+
+def test_an_honest_client_that_cancels_in_the_queue_stays_believed() -> None:
+    e = engine()
+    learn(e, *[50] * 20, *[700] * 20)
+    hint = {**TYPED, "expected_output_length": 500}
+    for number in range(10):
+        e.finish(start(e, f"told-{number}", **hint), output=[7] * 500)
+    for number in range(10):
+        e.finish(start(e, f"gone-{number}", **hint), output=[], outcome=TurnOutcome.ABORTED)
+    assert e.steward.histories.hints_off.mean("solver", 1) == 0.0
+
+
+def test_an_output_that_was_cut_before_its_hint_came_true_says_nothing_and_one_beyond_it_does() -> None:
+    e = engine()
+    hint = {**TYPED, "expected_output_length": 100}
+    e.finish(start(e, "a", **hint), output=[7] * 60, outcome=TurnOutcome.LENGTH)
+    assert e.steward.histories.hints_off.mean("solver", 1) is None
+    e.finish(start(e, "b", **hint), output=[7] * 200, outcome=TurnOutcome.LENGTH)
+    assert e.steward.histories.hints_off.mean("solver", 1) == pytest.approx(math.log(2))
+
+
+# -- between two looks --------------------------------------------------------------------
+
+
+def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
+    e = engine(blocks=100)
+    learn(e, *[20] * 20)
+    names = [start(e, name) for name in "ab"]
+    views = [running(name, context=200)._replace(freed_blocks=20) for name in names]
+    prospects = e.steward.prospects
+    prospects.look(views, 70, e.now)  # 30 that both have, and 20 of each
+    assert prospects.demand.room_blocks == 130
+    prospects.gone(names[0])
+    assert prospects.demand.room_blocks == 100, "all there are, for the one who is left"
+    looked_at = prospects.demand.needed_blocks
+    prospects.look(views[1:], 50, e.now)
+    assert prospects.demand.room_blocks == 100
+    assert prospects.demand.needed_blocks == pytest.approx(looked_at)
+
+
+def test_a_stranger_counts_from_when_it_is_admitted() -> None:
+    e = engine(blocks=100)
+    learn(e, *[20] * 20)
+    prospects = e.steward.prospects
+    prospects.look([], 0, e.now)
+    before = prospects.demand.needed_blocks[0]
+    stranger = e.arrive(None, prompt(40))
+    e.admit(stranger)
+    assert prospects.demand.needed_blocks[0] - before == pytest.approx(40 / BLOCK_TOKENS, abs=1)
+    e.admit(stranger)
+    assert prospects.demand.needed_blocks[0] - before == pytest.approx(40 / BLOCK_TOKENS, abs=1), "once"
+    e.finish(stranger)
+    assert prospects.demand.needed_blocks == pytest.approx([0.0] * len(prospects.demand.needed_blocks))
 
 
 def test_requests_of_no_program_teach_nothing() -> None:

@@ -12,11 +12,12 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn_server.policy import victim_best_fit
 from sojourn_server.policy.demand import POINTS, needed_blocks
 from sojourn_server.policy.entry_forecast import ForecastFits
 from sojourn_server.policy.preset import PresetError, load_preset, parse_preset
 from sojourn_server.policy.victim import EnginesChoice
-from sojourn_server.policy.victim_best_fit import BestFit
+from sojourn_server.policy.victim_best_fit import MOST_WEIGHED, BestFit
 from sojourn_server.policy.views import EntryView, RunningView, VictimNeed
 
 NEED = VictimNeed(1, 100, 16, 0.05)
@@ -131,6 +132,36 @@ def test_the_order_in_which_they_are_told_does_not_matter(
 
 
 # -- the rule, by example ---------------------------------------------------------------------------
+
+
+def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = Random(5)
+    running = [
+        request(
+            f"r{at}", at, blocks=(size := draw.randint(1, 400)), context_tokens=16 * size,
+            output_tokens=draw.randint(0, 900), recover_s=size / 100,
+            remaining=tuple(sorted(float(draw.randint(1, 3000)) for _ in range(8))),
+        )
+        for at in range(400)
+    ]  # fmt: skip
+    need = VictimNeed(1, sum(view.blocks for view in running) + 40, 16, step_s=0.05)
+    weighed: list[int] = []
+    original = victim_best_fit.needed_blocks
+
+    def counted(views: list[RunningView], size: int) -> list[float]:
+        weighed.append(len(views))
+        return original(views, size)
+
+    monkeypatch.setattr(victim_best_fit, "needed_blocks", counted)
+    BestFit().victim(running, need, 0.0)
+    assert sum(weighed) <= 400 + MOST_WEIGHED
+    # Where nobody by leaving makes room for the others, whoever frees most is among them.
+    tight = need._replace(room_blocks=need.room_blocks // 2)
+    chosen = BestFit(horizon_steps=1.0).victim(running, tight, 0.0)
+    monkeypatch.setattr(victim_best_fit, "MOST_WEIGHED", 1000)
+    assert BestFit(horizon_steps=1.0).victim(running, tight, 0.0) == chosen
 
 
 def test_who_holds_too_little_is_spared_since_others_would_have_to_follow() -> None:

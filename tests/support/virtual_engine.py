@@ -108,6 +108,7 @@ class VirtualEngine:
                 tokens=len(prompt),
                 block_hashes=hashes,
                 resumed=resumed,
+                most_tokens=10_000,
             ),
             self.now,
         )

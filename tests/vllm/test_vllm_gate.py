@@ -136,6 +136,30 @@ def test_a_program_kept_out_for_long_holds_the_line(make_engine, clock):
     assert engine.ask("stats")["requests"] == 0
 
 
+def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine, clock):
+    """The policy lets it in, the engine finds no blocks for it, and then the policy thinks better of it."""
+    engine = crowd(make_engine)
+    steward = engine.scheduler.sojourn.steward
+    kept_out = next(r for r in engine.scheduler.requests.values() if r.num_output_tokens == 0)
+    ticket = steward.tickets[kept_out.request_id]
+    engine.step()
+    since = ticket.gated_since_s
+    assert since is not None
+
+    def asked(free_blocks):
+        return steward.may_enter(ticket, 10, free_blocks, clock.now, anything_running=True)
+
+    clock.now += 20.0
+    assert asked(free_blocks=100_000)
+    clock.now += 1.0
+    assert not asked(free_blocks=0)
+    assert ticket.gated_since_s == since
+    clock.now += 10.0
+    assert steward.gate.holds_the_line(ticket, clock.now)
+    engine.run()
+    assert ticket.gated_since_s is None, "it was admitted"
+
+
 def test_a_second_request_of_a_program_inside_passes(make_engine):
     engine = crowd(make_engine)
     engine.add("branch", [*prompt(2, 320), *prompt(30, 16)], program_id="P1", max_tokens=8)

@@ -16,7 +16,7 @@ from sojourn_server.learned.student import Student
 from sojourn_server.vllm import adapter as adapter_module
 from sojourn_server.vllm import hidden_states, length_guesses
 from sojourn_server.vllm.hidden_rows import CARRIED_AS, HiddenRows
-from sojourn_server.vllm.hidden_states import EVERY_STEPS, Tap, TappingMixin
+from sojourn_server.vllm.hidden_states import EVERY_STEPS, WITHOUT_STEPS, Tap, TappingMixin
 from sojourn_server.vllm.length_guesses import are_read, model_name
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -125,6 +125,12 @@ def step(worker: Any, ids: list[str], number: int = 0, rows: int = 1) -> Any:
 
 def carried(output: Any) -> HiddenRows | None:
     return getattr(output, CARRIED_AS, None)
+
+
+@pytest.fixture(autouse=True)
+def last_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker of these is in any."""
+    monkeypatch.setattr(hidden_states, "computes_logits", lambda: True)
 
 
 @pytest.fixture
@@ -246,6 +252,33 @@ def test_a_runner_that_cannot_be_tapped_runs_without(said: list[str]) -> None:
     assert carried(step(worker, ["a"])) is None
     assert len(worker.logits) == 1
     assert said == ["sojourn: no hidden states from this runner (there is none)"]
+
+
+def test_of_a_pipeline_those_before_the_last_are_not_tapped_and_miss_nothing(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "computes_logits", lambda: False)
+    worker = tapping()
+    for number in range(WITHOUT_STEPS + 1):
+        assert carried(step(worker, ["a"], number)) is None
+    assert said == []
+
+
+def test_which_rank_computes_logits_is_asked_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for last in (True, False):
+        monkeypatch.setattr(
+            hidden_states, "get_pp_group", lambda last=last: SimpleNamespace(is_last_rank=last)
+        )
+        assert hidden_states.computes_logits() is last
+
+
+def test_what_failed_is_not_said_to_be_something_else_later(said: list[str]) -> None:
+    worker = tapping()
+    worker._sojourn_tap._request_ids = lambda: 1 // 0
+    for number in range(WITHOUT_STEPS + 1):
+        step(worker, ["a"], number)
+    assert said == ["sojourn: no hidden states from this model (integer division or modulo by zero)"]
 
 
 def test_vllms_constant_for_all_empty_results_stays_as_it_is() -> None:
@@ -391,6 +424,20 @@ def test_a_prompt_that_is_computed_in_parts_says_nothing_before_the_last(
     assert first.requests == [("short", 0)], "beside the first part of the other's prompt"
 
 
+def test_a_part_of_a_prompt_says_nothing_though_the_last_is_planned_already(listening: Any) -> None:
+    """As an asynchronous scheduler does: a step's results come when the next has been planned."""
+    engine, listener = listening(max_num_batched_tokens=64, max_num_seqs=8, asynchronous=True)
+    engine.add("long", range(150), max_tokens=4, program_id="B")
+    first, second, last = (engine.plan() for _ in range(3))
+    assert [p.total_num_scheduled_tokens for p in (first, second, last)] == [64, 64, 22]
+    rows = HiddenRows(("long",), states_of(["long"]))
+    for planned in (first, second, last):
+        assert listener.seen == []
+        engine.scheduler.sojourn.hidden_states(rows, planned)
+    (note,) = listener.seen
+    assert note.requests == [("long", 0)]
+
+
 def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
     engine, listener = listening()
     engine.tokens = lambda request: STOP_TOKEN if request.request_id == "stops" else MADE_UP_TOKEN
@@ -414,9 +461,9 @@ def test_rows_of_requests_that_are_gone_are_left_out(listening: Any) -> None:
     engine.add("here", range(20), max_tokens=9, program_id="A")
     engine.step()
     listener.seen.clear()
-    engine.plan()
-    engine.scheduler.sojourn.hidden_states(HiddenRows(("gone", "here"), states_of(["gone", "here"])))
-    engine.scheduler.sojourn.hidden_states(HiddenRows(("gone",), states_of(["gone"])))
+    planned = engine.plan()
+    engine.scheduler.sojourn.hidden_states(HiddenRows(("gone", "here"), states_of(["gone", "here"])), planned)
+    engine.scheduler.sojourn.hidden_states(HiddenRows(("gone",), states_of(["gone"])), planned)
     (note,) = listener.seen
     assert note.requests == [("here", 1)]
     assert torch.equal(note.states, states_of(["here"]))
@@ -504,9 +551,18 @@ def test_ours_let_them_out(worker: str, said: list[str]) -> None:
     assert said == []
 
 
-def test_a_folder_goes_by_its_own_name_wherever_it_lies(tmp_path: Any) -> None:
-    (tmp_path / "tiny-1").mkdir()
-    assert model_name(str(tmp_path / "tiny-1")) == model_name(f"{tmp_path}/tiny-1/") == "tiny-1"
+def test_a_folder_goes_by_its_own_name_and_its_weights_wherever_it_lies(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, weights in (("a", b"1" * 9), ("b", b"1" * 9), ("c", b"1" * 8 + b"2")):
+        (tmp_path / place / "step-10").mkdir(parents=True)
+        (tmp_path / place / "step-10" / "model.safetensors").write_bytes(weights)
+        (tmp_path / place / "step-10" / "config.json").write_text(place)
+    a, b, c = (model_name(f"{tmp_path}/{place}/step-10/") for place in "abc")
+    assert a == b != c
+    assert a.startswith("step-10 ")
+    monkeypatch.chdir(tmp_path / "a" / "step-10")
+    assert model_name(".") == a
     assert model_name("org/model") == "org/model"
 
 

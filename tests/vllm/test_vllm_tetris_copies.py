@@ -185,6 +185,42 @@ def test_whoever_comes_back_costs_what_it_had_and_not_what_all_had(engine: Any) 
     assert Counted.looked_at == before
 
 
+def test_a_sibling_too_short_to_have_anything_gives_up_nothing_of_its_programs(engine: Any) -> None:
+    on = engine()
+    first = add(on, "a", some_tokens("a", 200), "A")
+    on.engine.scheduler.sojourn._outlook._copy_ahead(first, below(on))
+    away(on, "a")
+    had = kept(on, first)
+    assert had > 40
+    on.engine.add("short", some_tokens("short", 2), max_tokens=1, program_id="A")
+    on.engine.abort("short")
+    assert kept(on, first) == had
+
+
+def test_behind_a_block_that_was_not_filled_nothing_is_kept_and_nothing_for_ever(engine: Any) -> None:
+    """The engine does not name it again, and names those behind it."""
+    on = engine()
+    request = add(on, "a", some_tokens("a", 200), "A")
+    on.engine.scheduler.sojourn._outlook._copy_ahead(request, below(on))
+    block_ids = on.engine.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    on.engine.scheduler.sojourn._pool.evict_blocks({block_ids[10]})
+    away(on, "a")
+    assert kept(on, request) == 10
+    for _ in range(200):
+        on.step()
+    on.engine.abort("a")
+    assert not below(on)._wanted
+    nothing_is_left(on)
+
+
+def test_when_the_last_request_of_a_program_has_left_nobody_of_it_is_away(engine: Any) -> None:
+    on = engine()
+    add(on, "a", some_tokens("a", 200), "A")
+    below(on)._to_keep("A", [b"x", b"y"])  # whose it was is not to be found any more
+    on.engine.abort("a")
+    assert not below(on)._wanted
+
+
 # -- copying ahead -----------------------------------------------------------------------------------
 
 
@@ -276,6 +312,23 @@ def test_leases_give_way_though_a_forecast_fails(make_engine: Any, tmp_path: Pat
     engine.run()
     assert "A" not in adapter.steward.leases
     assert not engine.scheduler.requests
+
+
+def test_where_ending_leases_fails_a_victim_is_chosen_all_the_same(make_engine: Any, tmp_path: Path) -> None:
+    engine = failing(make_engine, tmp_path, 'extends = "tetris"\nentry = "everyone"\n', blocks=21)
+    shortage, chosen = engine.scheduler.sojourn._shortage, []
+
+    def fails(*args: Any) -> None:
+        raise ZeroDivisionError("mistake")
+
+    shortage._end_leases = fails
+    choose = shortage._engines_choice
+    shortage._engines_choice = lambda candidates: chosen.append(1) or choose(candidates)
+    for number in range(3):
+        engine.add(f"r{number}", some_tokens(f"r{number}", 64), max_tokens=100, program_id=f"P{number}")
+    engine.run()
+    assert engine.scheduler.sojourn.failures > 0
+    assert chosen, "nothing is known yet, so it is the engine's own choice"
 
 
 def test_where_choosing_a_victim_fails_the_engines_own_choice_is_made(

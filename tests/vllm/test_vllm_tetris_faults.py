@@ -35,8 +35,8 @@ MOST_TIMES_CROWDED = 2 * MOST_TIMES
 """Where everybody is let in, all who run have soon been preempted so often, and the least often goes."""
 WISHES = 360
 """In a random life: enough that hundreds of blocks are loaded, whatever is drawn."""
-LONGEST_AWAY = 1000
-"""Steps; the longest answers take 1,200."""
+LONGEST_AWAY = 1500
+"""Steps: the longest answers take 1,200, and one may have to be waited for; the rest is the queue."""
 
 STEP_S = 0.01
 TOKEN_S = 0.0005

@@ -39,6 +39,8 @@ class Admission:
     """It had been preempted."""
     host_tokens: int = 0
     """Those of the tokens found that were loaded from host memory."""
+    most_tokens: int = 0
+    """It may write so many more; 0: not told."""
 
 
 class TurnOutcome(str, Enum):

@@ -37,9 +37,10 @@ class EntryGate:
         self._holding: dict[str, Ticket] = {}
         """Requests of programs that hold KV: admitted, or let in a moment ago."""
 
-    def holds_kv(self, ticket: Ticket) -> None:
-        """The request has blocks."""
+    def admitted(self, ticket: Ticket) -> None:
+        """The request has blocks: until now it was kept out, if not by the policy then by the engine."""
         self._holding[ticket.request_id] = ticket
+        ticket.gated_since_s = None
 
     def holds_none(self, request_id: str) -> None:
         """The request has left the engine, or lost its blocks."""
@@ -101,8 +102,7 @@ class EntryGate:
         self._table.signal(program, Signal.UNGATE if enters else Signal.GATE)
         if enters:
             # Several may pass in one step, before the engine reports any of them as admitted.
-            self.holds_kv(ticket)
-            ticket.gated_since_s = None
+            self._holding[ticket.request_id] = ticket
         else:
             self.holds_none(ticket.request_id)
             if ticket.gated_since_s is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ..metrics.recorder import Recorder
-from ..policy.demand import POINTS, Growing, Growth, needed_blocks
+from ..policy.demand import POINTS, Growth, needed_blocks
 from ..policy.forecast import DemandView
 from ..policy.preset import Preset
 from ..policy.recovery import Recovery, RecoveryView
@@ -76,7 +76,7 @@ class Prospects:
         self._known_off = SlidingMean(JUDGED_COUNTED)
         """Of each output, by how much a network's guesses were off on average, and what was known without it
         at the same places."""
-        self._counted: dict[str, Growing] = {}
+        self._counted: dict[str, Growth] = {}
         """Requests that ran at the last look, or came since, as they were then."""
         self._needed = [0.0] * len(POINTS)
         """Blocks that these are expected to need at each of ``POINTS``."""
@@ -115,33 +115,48 @@ class Prospects:
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
+        # What it shares was counted for it too, in what is needed and in the room there is.
+        self._room_blocks -= view.shared_blocks
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole - part for whole, part in zip(self._needed, its, strict=True)]
         return True
 
+    def admitted(self, ticket: Ticket, tokens: int, most_tokens: int, now: float) -> None:
+        """A request with so many tokens runs, and may write ``most_tokens`` more: it counts from now on,
+        though nobody was asked to let it in."""
+        if self.predicts and most_tokens and ticket.request_id not in self._counted:
+            written = max(0, tokens - ticket.prompt_tokens)
+            view = self.would_run(
+                ticket, tokens=tokens, output_tokens=written, most_tokens=most_tokens, now=now
+            )
+            self.came(view)
+
     def came(self, view: RunningView) -> None:
         """A request is let in."""
         self.not_in(view.request_id)
-        self._counted[view.request_id] = view
+        self._counted[view.request_id] = Growth(view.context_tokens, view.remaining)
         its = needed_blocks([view], self._pool.block_size)
         self._needed = [whole + part for whole, part in zip(self._needed, its, strict=True)]
 
-    def ended(self, ticket: Ticket, output_tokens: int) -> None:
-        """An output has come to its own end, or to what it was allowed."""
+    def ended(self, ticket: Ticket, output_tokens: int, *, cut: bool = False) -> None:
+        """An output has come to its own end, or was ``cut`` at what it was allowed."""
         program = ticket.program
         if not self.predicts or program is None or output_tokens < 1:
             return
         self._lengths.observe(program.agent_type, ticket.tool, output_tokens)
-        self._judge_hint(ticket, output_tokens)
+        # One that is cut where its client set the bound says nothing of a hint that lies at or beyond it.
+        if not cut or (ticket.hinted_tokens or 0) < output_tokens:
+            self._judge_hint(ticket, output_tokens)
         if ticket.foreseen_tokens is not None:
             self._recorder.observe("sojourn_output_length_ratio", output_tokens / ticket.foreseen_tokens)
         self._judge_guesses(ticket, output_tokens)
 
     def broken_off(self, ticket: Ticket, output_tokens: int) -> None:
         """An output was aborted by its client, which teaches nothing of lengths. What was hinted is judged as
-        if it had ended there: else whoever lies and then aborts would be believed for ever."""
-        if self.predicts:
-            self._judge_hint(ticket, max(1, output_tokens))
+        if it had ended there, else whoever lies and then aborts would be believed for ever; but no hint comes
+        true so, for little would buy that. An output that had not begun says nothing."""
+        if self.predicts and output_tokens >= 1:
+            self._judge_hint(ticket, output_tokens, only_worse=True)
 
     def guessed(
         self, request_id: str, at_tokens: int, remaining: Remaining, now: float, *, most_tokens: int
@@ -232,11 +247,13 @@ class Prospects:
 
     # -- inside ---------------------------------------------------------------
 
-    def _judge_hint(self, ticket: Ticket, output_tokens: int) -> None:
+    def _judge_hint(self, ticket: Ticket, output_tokens: int, *, only_worse: bool = False) -> None:
         if ticket.program is not None and ticket.hinted_tokens:
+            kind = ticket.program.agent_type or ""
             # A client may hint a number that no float holds.
             off = abs(math.log(output_tokens) - math.log(ticket.hinted_tokens))
-            self._hints_off.observe(ticket.program.agent_type or "", off)
+            if not only_worse or off > (self._hints_off.mean(kind, 1) or 0.0):
+                self._hints_off.observe(kind, off)
 
     def _judge_guesses(self, ticket: Ticket, output_tokens: int) -> None:
         guess_off, known_off = [], []
@@ -267,7 +284,7 @@ class Prospects:
         remaining = None
         if ticket is not None:
             remaining = self._remaining(ticket, view.output_tokens, view.most_tokens, now)
-        return Growth(view.context_tokens, remaining)
+        return Growth(view.context_tokens, remaining, view.shared_blocks)
 
     def _foreseen(self, view: RunningView, now: float) -> RunningView:
         ticket = self._tickets.get(view.request_id)

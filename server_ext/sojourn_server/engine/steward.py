@@ -177,10 +177,11 @@ class Steward:
         first = self.requests.run(ticket, now, self.promoted_s(ticket))
         ticket.output_when_in = max(0, fact.tokens - ticket.prompt_tokens)
         self.placer.admitted(ticket, now)
+        self.prospects.admitted(ticket, fact.tokens, fact.most_tokens, now)
         program, record = ticket.program, ticket.record
         if program is None or record is None:
             return
-        self.gate.holds_kv(ticket)
+        self.gate.admitted(ticket)
         if not first:
             if fact.resumed:
                 record.recomputed_after_preemption += max(0, fact.tokens - fact.cached_tokens)
@@ -243,7 +244,7 @@ class Steward:
         self.requests.stop(ticket, now)
         failed = fact.outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
         if not failed:
-            self.prospects.ended(ticket, fact.output_tokens)
+            self.prospects.ended(ticket, fact.output_tokens, cut=fact.outcome is TurnOutcome.LENGTH)
         elif fact.outcome is TurnOutcome.ABORTED:
             self.prospects.broken_off(ticket, fact.output_tokens)
         self.placer.finished(ticket, now, failed=failed)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+
+LOOKED_AT_BYTES = 1 << 16
+"""Of the end of each file of weights; the beginning of two of one shape is the same."""
 
 
 def fingerprint(model: str, revision: str | None) -> str:
@@ -16,9 +20,27 @@ def fingerprint(model: str, revision: str | None) -> str:
         return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     if not path.is_dir():
         return f"{model}@{revision}"
-    files = sorted(file for file in path.iterdir() if file.suffix not in (".json", ".txt", ".md"))
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _weights(path)]
     return f"{path.resolve()} {stats}"
+
+
+def contents(folder: Path) -> str:
+    """What tells the weights in a folder from others of the same shapes, wherever they lie: a hash of their
+    files' names, sizes and last ``LOOKED_AT_BYTES``. Raises ``OSError``."""
+    found = hashlib.sha256()
+    for file in _weights(folder):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as weights:
+            weights.seek(max(0, size - LOOKED_AT_BYTES))
+            found.update(weights.read(LOOKED_AT_BYTES))
+    return found.hexdigest()[:16]
+
+
+def _weights(folder: Path) -> list[Path]:
+    """A model's files but for those that describe it."""
+    texts = (".json", ".txt", ".md")
+    return sorted(file for file in folder.iterdir() if file.is_file() and file.suffix not in texts)
 
 
 def known_weights(model: str) -> str | None:

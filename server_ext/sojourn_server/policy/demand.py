@@ -34,10 +34,12 @@ class Growing(Protocol):
 
 
 class Growth(NamedTuple):
-    """One, and nothing else of it."""
+    """One, and little else of it."""
 
     context_tokens: int
     remaining: tuple[float, ...] | None
+    shared_blocks: int = 0
+    """Of the blocks it has, those that others have too."""
 
 
 def needed_blocks(running: Iterable[Growing], block_size: int) -> list[float]:

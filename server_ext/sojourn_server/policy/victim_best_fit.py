@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .demand import POINTS, needed_blocks, peak
 from .views import RunningView, VictimNeed
+
+MOST_WEIGHED = 64
+"""Of more candidates so many are weighed, half of them those who lose least, half those who free most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +46,12 @@ class BestFit:
         if not candidates:
             least = min(view.preemptions for view in running)
             candidates = [view for view in running if view.preemptions == least]
-        needs = {view.request_id: needed_blocks([view], need.block_size) for view in running}
-        # Correctly rounded sums: whatever order the requests come in, they are the same.
-        needed = [math.fsum(at) for at in zip(*needs.values(), strict=True)]
+        # Whatever order the requests come in, sums are the same.
+        in_order: Sequence[RunningView] = sorted(running, key=lambda view: view.request_id)
+        needed = needed_blocks(in_order, need.block_size)
 
         def worth(view: RunningView) -> tuple[float, float, int, int]:
-            own = needs[view.request_id]
+            own = needed_blocks([view], need.block_size)
             # To a millionth of a block: what fits to the block shall not fail in the last digit.
             others = [round(whole - its, 6) for whole, its in zip(needed, own, strict=True)]
             # What it shares was counted for it too, and stays in use without it.
@@ -63,12 +67,29 @@ class BestFit:
             )
             return (lacking, _loss(view, back_at, need.step_s), -view.program_rank, -view.position)
 
-        return min(candidates, key=worth).request_id
+        return min(_likely(candidates, need), key=worth).request_id
 
     def _is_immune(self, view: RunningView) -> bool:
         return view.preemptions > 0 and (
             view.preemptions >= self.most_preemptions or view.stayed_tokens < self.immune_tokens
         )
+
+
+def _likely(candidates: Sequence[RunningView], need: VictimNeed) -> Sequence[RunningView]:
+    """Those among whom a good one will be, and no more than can be weighed between two steps."""
+    if len(candidates) <= MOST_WEIGHED:
+        return candidates
+    least = heapq.nsmallest(
+        MOST_WEIGHED // 2,
+        candidates,
+        key=lambda view: (_loss(view, 0, need.step_s), -view.program_rank, -view.position),
+    )
+    most = heapq.nlargest(
+        MOST_WEIGHED // 2,
+        candidates,
+        key=lambda view: (view.blocks - view.shared_blocks, view.program_rank, view.position),
+    )
+    return list({view.request_id: view for view in (*least, *most)}.values())
 
 
 def _loss(view: RunningView, back_at: int, step_s: float) -> float:

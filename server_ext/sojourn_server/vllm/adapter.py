@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -19,6 +20,7 @@ from ..engine.state import Histories, Pool
 from ..engine.steward import Steward
 from ..policy.preset import Preset
 from ..policy.recovery import Recovery
+from ..program.record import Program
 from .below import Below
 from .block_order import BlockOrder
 from .block_owners import Owner
@@ -29,7 +31,7 @@ from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .hidden_rows import HiddenRows
 from .history_file import HistoryFile
 from .length_guesses import LengthGuesses, are_read
-from .outlook import Outlook
+from .outlook import Outlook, most_tokens
 from .outputs import ToolCallReader
 from .settings import Settings, check_scheduling
 from .shortage import Shortage
@@ -216,10 +218,10 @@ class SchedulerAdapter:
             )
             self._scheduled_at = None
 
-    def hidden_states(self, rows: HiddenRows) -> None:
+    def hidden_states(self, rows: HiddenRows, planned: SchedulerOutput) -> None:
         """Before the scheduler takes in a step's results: what came with them from the worker."""
         if self._guesses is not None:
-            self._guesses.took(rows)
+            self._guesses.took(rows, planned)
 
     def refused(self) -> list[str]:
         """After the scheduler took in a step's results: requests that have been kept out for too long."""
@@ -260,8 +262,7 @@ class SchedulerAdapter:
         ticket = self.steward.tickets.get(request.request_id)
         program = ticket.program if ticket is not None else None
         if self._below is not None:
-            # A stranger may have been preempted too.
-            self._below.no_longer_away(program.id if program is not None else None, request.block_hashes)
+            self._no_longer_away(request, program, self._below)
         if ticket is None:
             return
         now = self._clock()
@@ -307,9 +308,11 @@ class SchedulerAdapter:
         cached = self._cached_blocks(request)
         if ticket is not None and ticket.program is not None:
             self._queue.own(cached, ticket.program.id)
-        copied = self._below.copied(cached) if self._below is not None else 0
+        # Behind one that has no name nothing is found again.
+        in_a_row = self._cached_blocks(request, in_a_row=True)
+        copied = self._below.copied(in_a_row) if self._below is not None else 0
         out_s, back_s, queued_s = (
-            self._below.link(len(cached) - copied) if self._below is not None else (None, None, 0.0)
+            self._below.link(len(in_a_row) - copied) if self._below is not None else (None, None, 0.0)
         )
         recovery = self.steward.preempted(
             request.request_id,
@@ -326,7 +329,7 @@ class SchedulerAdapter:
             program = ticket.program if ticket is not None else None
             self._below.not_to_save(cached, program.id if program is not None else None, self._queue.owners)
         elif ticket is not None and ticket.program is not None and self.steward.prospects.predicts:
-            self._below.to_keep(ticket.program.id, cached)
+            self._below.to_keep(ticket.program.id, in_a_row)
 
     def _unname_uncomputed(self, request: Request) -> None:
         """The engine names blocks by what they will hold when it plans the step that computes them. A victim
@@ -485,7 +488,7 @@ class SchedulerAdapter:
         if ticket is None or request is None:
             return
         if self._below is not None:
-            self._below.no_longer_away(ticket.program.id if ticket.program else None, request.block_hashes)
+            self._no_longer_away(request, ticket.program, self._below)
             if ticket.program is not None:
                 self._below.arrived(ticket.program.id, request.block_hashes)
         self.steward.admitted(
@@ -496,13 +499,23 @@ class SchedulerAdapter:
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
                 resumed=ticket.admitted,
+                most_tokens=most_tokens(request, self._scheduler.max_model_len),
             ),
             now,
         )
 
-    def _cached_blocks(self, request: Request) -> list[KVCacheBlock]:
+    def _cached_blocks(self, request: Request, *, in_a_row: bool = False) -> list[KVCacheBlock]:
+        """Those of its blocks that have a name; ``in_a_row``: up to the first that has none."""
         groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-        return [b for group in groups for b in group if b.block_hash is not None and not b.is_null]
+        choose = takewhile if in_a_row else filter
+        return [block for group in groups for block in choose(_is_named, group)]
+
+    def _no_longer_away(self, request: Request, program: Program | None, below: Below) -> None:
+        """A request was admitted, or has left the engine. A stranger may have been preempted too."""
+        if request.block_hashes:  # else it had nothing to be kept
+            below.no_longer_away(program.id if program is not None else None, request.block_hashes)
+        if program is not None and request.is_finished() and program.live_requests <= {request.request_id}:
+            below.no_longer_away(program.id, ())  # nobody of it is left who could come back
 
     def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
         # The block has left the queue already: a failure here would lose it.
@@ -522,6 +535,10 @@ class SchedulerAdapter:
             self._scheduled_at or self._clock(),
             score,
         )
+
+
+def _is_named(block: KVCacheBlock) -> bool:
+    return block.block_hash is not None and not block.is_null
 
 
 def _steward(

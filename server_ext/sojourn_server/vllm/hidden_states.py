@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -45,7 +46,7 @@ class Tap:
         """A step begins: only its own rows are looked at, and not those of warm-up runs."""
         self._due_in -= 1
         self._steps_without += 1
-        if self._steps_without == WITHOUT_STEPS:
+        if self._steps_without == WITHOUT_STEPS and not self._failed:
             logger.warning(
                 "sojourn: %d steps have let no hidden states out (speculative decoding? sharded sampling?); "
                 "predictions go on without them",
@@ -99,6 +100,11 @@ class Tap:
         self._copied = HiddenRows(request_ids, host), event
 
 
+def computes_logits() -> bool:
+    """Whether this worker does: of a pipeline of several only the last."""
+    return bool(get_pp_group().is_last_rank)
+
+
 class TappingMixin:
     """Mix in before one of vLLM's worker classes."""
 
@@ -107,7 +113,8 @@ class TappingMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         try:
-            self._sojourn_tap = Tap(self.model_runner)  # type: ignore[attr-defined]
+            if computes_logits():
+                self._sojourn_tap = Tap(self.model_runner)  # type: ignore[attr-defined]
         except Exception as error:
             logger.error("sojourn: no hidden states from this runner (%s)", error, exc_info=error)
 

@@ -10,12 +10,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from ..engine.steward import Steward
 from ..launch.command import WORKER_CLASSES
+from ..launch.weights import contents
 from ..learned.background import Background
 from ..policy.remaining import POINTS
 from .hidden_rows import HiddenRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger("vllm.sojourn")
@@ -40,13 +42,16 @@ class LengthGuesses:
             file=_of_rank(network_file, rank) if network_file is not None else None,
         )
 
-    def took(self, rows: HiddenRows) -> None:
-        """A step's rows have come, and the scheduler has not yet taken in its tokens."""
+    def took(self, rows: HiddenRows, planned: SchedulerOutput) -> None:
+        """The rows of a step have come that was ``planned`` so, and the scheduler has not yet taken in its
+        tokens. The next may be planned already: what a request has computed by now is not what it had then.
+        """
+        computed = computed_by(planned)
         seen, places = [], []
         for place, request_id in enumerate(rows.request_ids):
             request = self._requests.get(request_id)
             # Of a prompt that is computed in parts the row says nothing before the last of them.
-            if request is not None and request.num_computed_tokens >= request.num_tokens:
+            if request is not None and computed.get(request_id, 0) >= request.num_tokens:
                 seen.append((request_id, request.num_output_tokens))
                 places.append(place)
         if seen:
@@ -75,6 +80,18 @@ class LengthGuesses:
         self._background.stop()
 
 
+def computed_by(planned: SchedulerOutput) -> dict[str, int]:
+    """How many tokens of each of its requests are computed when a step is over."""
+    before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
+    cached = planned.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {
+        request_id: before[request_id] + tokens
+        for request_id, tokens in planned.num_scheduled_tokens.items()
+        if request_id in before
+    }
+
+
 def are_read(config: VllmConfig) -> bool:
     """Whether this engine's workers let hidden states out."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
@@ -94,5 +111,6 @@ def _of_rank(network_file: str, rank: int | None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """A name by which a network is known again: of a folder its own, wherever it lies."""
-    return Path(model).name if Path(model).is_dir() else model
+    """A name by which a network is known again: of a folder its own and its weights', wherever it lies."""
+    folder = Path(model)
+    return f"{folder.resolve().name} {contents(folder)}" if folder.is_dir() else model

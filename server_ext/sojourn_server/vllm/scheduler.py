@@ -73,7 +73,7 @@ class SojournMixin:
             self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
         rows = getattr(args[0] if args else None, CARRIED_AS, None)
         if rows is not None:
-            self.sojourn.guarded(self.sojourn.hidden_states, rows)
+            self.sojourn.guarded(self.sojourn.hidden_states, rows, scheduler_output)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
         for request_id in self.sojourn.guarded(self.sojourn.refused) or ():

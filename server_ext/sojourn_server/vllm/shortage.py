@@ -104,6 +104,15 @@ class Shortage:
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> KVCacheBlocks | None:
         running = request.status == RequestStatus.RUNNING
+        # Each by itself: upstream preempts somebody next, whatever becomes of leases.
+        blocks: KVCacheBlocks | None = self._guarded(self._end_leases, request, args, kwargs, running)
+        if blocks is None and running:
+            self._choose_victim(lambda: self._short(request, args, kwargs, running))
+        return blocks
+
+    def _end_leases(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
+    ) -> KVCacheBlocks | None:
         ticket = self._steward.tickets.get(request.request_id)
         blocks: KVCacheBlocks | None = None
         pool = self._scheduler.kv_cache_manager.block_pool
@@ -123,8 +132,6 @@ class Shortage:
             if pool.get_num_free_blocks() == free:  # all of it is shared with somebody who runs
                 break
             blocks = self._allocate(request, *args, **kwargs)
-        if blocks is None and running:
-            self._choose_victim(self._short(request, args, kwargs, running))
         return blocks
 
     def _short(self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool) -> int:
@@ -143,7 +150,7 @@ class Shortage:
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, needed - manager.block_pool.get_num_free_blocks())
 
-    def _choose_victim(self, short_blocks: int) -> None:
+    def _choose_victim(self, short_blocks: Callable[[], int]) -> None:
         """Make upstream's priority branch pick the request that the policy names.
 
         Where it names none, the engine's own first-come choice is made: the last admitted.
@@ -160,10 +167,10 @@ class Shortage:
         self._chosen = (victim, victim.priority)
         victim.priority = sys.maxsize
 
-    def _stewards_choice(self, candidates: list[Request], short_blocks: int) -> str | None:
+    def _stewards_choice(self, candidates: list[Request], short_blocks: Callable[[], int]) -> str | None:
         return self._steward.victim(
             self._outlook.views(candidates),
-            short_blocks,
+            short_blocks(),
             self._clock(),
             used_blocks=self._outlook.used_blocks(),
         )
