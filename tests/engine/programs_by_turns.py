@@ -27,7 +27,7 @@ def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator
         model=model,
         dtype="float32",
         block_size=32,
-        max_model_len=1024,
+        max_model_len=512,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=BLOCKS + 1,
