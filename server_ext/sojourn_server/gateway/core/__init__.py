@@ -1,0 +1,1 @@
+"""What a gateway decides, without I/O and without a clock."""

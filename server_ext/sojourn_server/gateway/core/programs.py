@@ -1,0 +1,167 @@
+"""Programs that go through a gateway: where each is at home, how large it will become, what is left of it."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...policy.remaining import LengthView, RemainingPolicy, Survival
+from ...program.history import SlidingMean
+from ...program.output_lengths import OutputLengths
+
+Key = tuple[str, str]
+"""Tenant and program id: another tenant's program of the same id is another program."""
+
+LEAST_ENDED = 16
+"""Programs of a kind that have to have ended before their peaks are trusted to tell others'."""
+MEAN_OF = 256
+"""Newest programs or turns that a mean is taken of."""
+MOST_KINDS = 512
+
+
+@dataclass(slots=True)
+class Program:
+    """One of them. Sizes in tokens."""
+
+    key: Key
+    agent_type: str | None
+    parent: Key | None
+    began_s: float
+    last_s: float
+    deadline_s: float | None = None
+    home: str | None = None
+    """Replica that its turns go to."""
+    cached: bool = False
+    """Nothing says that its KV is no longer there."""
+    context_tokens: int = 0
+    """Of its longest turn so far."""
+    size_tokens: int = 0
+    """What it counts for at its home."""
+    turns: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    moves: int = 0
+    moved_at_turn: int = -1
+    """The turn it moved before; it stays until that is over."""
+
+    @property
+    def tenant(self) -> str:
+        """Who is charged."""
+        return self.key[0]
+
+
+class Programs:
+    """Those that are alive, the one longest silent first; of these the oldest are forgotten beyond
+    ``most``."""
+
+    def __init__(self, most: int = 200_000) -> None:
+        self._most = most
+        self._programs: OrderedDict[Key, Program] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs.values())
+
+    def get(self, key: Key | None) -> Program | None:
+        """By its key."""
+        return self._programs.get(key) if key is not None else None
+
+    def heard(
+        self, key: Key, agent_type: str | None, parent_id: str | None, now: float
+    ) -> tuple[Program, Program | None]:
+        """The program that a request is of, new or known; and one that is forgotten for it."""
+        program = self._programs.get(key)
+        if program is not None:
+            program.last_s = now
+            self._programs.move_to_end(key)
+            return program, None
+        parent = (key[0], parent_id) if parent_id else None
+        program = self._programs[key] = Program(key, agent_type, parent, now, now)
+        if len(self._programs) <= self._most:
+            return program, None
+        idle = next((p for p in self._programs.values() if not p.in_flight and not p.waiting), None)
+        if idle is not None:
+            del self._programs[idle.key]
+        return program, idle
+
+    def ended(self, key: Key) -> Program | None:
+        """Take one out."""
+        return self._programs.pop(key, None)
+
+    def silent_since(self, before_s: float) -> list[Program]:
+        """Those that nothing was heard of since then and that have no request anywhere."""
+        found = []
+        for program in self._programs.values():
+            if program.last_s >= before_s:
+                break
+            if not program.in_flight and not program.waiting:
+                found.append(program)
+        return found
+
+
+class Expectations:
+    """What programs of a kind came to: their longest contexts, turns, and seconds a turn took.
+
+    ``quantile``: how sure it is to be that a program does not outgrow its size.
+    """
+
+    def __init__(self, quantile: float = 0.5, predictor: RemainingPolicy | None = None) -> None:
+        if not 0 < quantile < 1:
+            raise ValueError(f"quantile is {quantile}; expected between 0 and 1")
+        self._quantile = quantile
+        self._predictor = predictor or Survival(min_outputs=LEAST_ENDED, hints=False)
+        self._peaks = OutputLengths()
+        self._turns = OutputLengths()
+        self._turn_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
+        self._life_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
+
+    def ended(self, program: Program, now: float) -> None:
+        """A program came to its end."""
+        if program.turns:
+            self._peaks.observe(program.agent_type, None, max(1, program.context_tokens))
+            self._turns.observe(program.agent_type, None, program.turns)
+            _note(self._life_s, program.agent_type, now - program.began_s)
+
+    def turn_took(self, program: Program, seconds: float) -> None:
+        """A turn was answered ``seconds`` after it was sent."""
+        _note(self._turn_s, program.agent_type, seconds)
+
+    def size_tokens(self, program: Program, context_tokens: int, most_tokens: int) -> int:
+        """The longest context that a program is expected to come to, at least the one it has."""
+        left = self._left(
+            self._peaks, program.agent_type, context_tokens, max(1, most_tokens - context_tokens)
+        )
+        return context_tokens + (round(left) if left is not None else 0)
+
+    def work_s(self, program: Program) -> float:
+        """Seconds of a replica's time that it has yet to need; 0 where nothing is known."""
+        turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
+        return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
+
+    def life_s(self, program: Program) -> float | None:
+        """Seconds from a program's first request to its end, of those of its kind; ``None``: not known."""
+        return _mean(self._life_s, program.agent_type)
+
+    def _left(self, lengths: OutputLengths, kind: str | None, so_far: int, most: int) -> float | None:
+        known = lengths.known(kind, None, LEAST_ENDED)
+        left = self._predictor.remaining(LengthView("", so_far, most, known, None, None), 0.0)
+        return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
+
+
+def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
+    for each in {kind, None}:
+        mean = means.get(each)
+        if mean is None:
+            mean = means[each] = SlidingMean(MEAN_OF)
+            if len(means) > MOST_KINDS:
+                means.popitem(last=False)
+        mean.observe(max(0.0, value))
+
+
+def _mean(means: OrderedDict[str | None, SlidingMean], kind: str | None) -> float | None:
+    mean = means.get(kind) or means.get(None)
+    return mean.mean() if mean is not None else None

@@ -1,0 +1,58 @@
+"""Frozen snapshots for the questions a gateway asks: which replica, who moves, whose turn.
+
+A replica is one engine, or one data-parallel rank of one: what has KV memory of its own. Sizes in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class ReplicaView(NamedTuple):
+    """A replica as the gateway knows it: by what it sent there and what came back."""
+
+    replica_id: str
+    load: float
+    """Share of it that requests in flight use, of its device's memory or of those it computes at once,
+    whichever is more; above 1 they queue in the engine."""
+    in_flight: int
+    """Requests that were sent there and are not answered."""
+    room_tokens: int
+    """KV that the programs at home there leave of all its tiers, each counted at its size; negative where
+    they outgrow them."""
+    homed: int = 0
+    """How many programs are at home there."""
+    takes_new: bool = True
+    """Programs may move in: it is well, and not being drained."""
+
+
+class RouteView(NamedTuple):
+    """A request that is to be sent somewhere."""
+
+    request_id: str
+    number: int
+    """How many came before it, of all."""
+    context_tokens: int
+    """Its prompt."""
+    size_tokens: int
+    """What its program is expected to need at its longest; at least the prompt."""
+    home: ReplicaView | None = None
+    """The replica that its program's turns went to so far; ``None``: none, or it is gone."""
+    cached: bool = False
+    """Nothing says that its program's KV is no longer there."""
+    parent_home: ReplicaView | None = None
+    """Its parent's replica, where its program is new and begins as its parent did."""
+    prefix_tokens: Mapping[str, int] = {}
+    """Of its prompt, how much each replica has computed lately; replicas that have nothing are left out."""
+
+
+class Route(NamedTuple):
+    """Where to, and in the ledger why. ``replica_id`` ``None``: it waits."""
+
+    replica_id: str | None
+    reason: str
+
+
+WAITS = Route(None, "no_room")
+NOBODY = Route(None, "no_replica")

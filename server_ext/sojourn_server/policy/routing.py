@@ -1,0 +1,83 @@
+"""Which replica computes a request: by session and load (SAGA §5.1), and the baselines of that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .replica_views import NOBODY, ReplicaView, Route, RouteView
+
+
+class RoutingPolicy(Protocol):
+    """Where a request goes.
+
+    ``replicas`` are those that are up, in a fixed order; one that ``takes_new`` nobody goes on with the
+    programs that are at home there.
+    """
+
+    reads_prefixes: bool
+    """``RouteView.prefix_tokens`` is filled only if so: it takes an index of what was computed where."""
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyReplica:
+    """One at random for each request, drawn from its id: what a plain load balancer makes of sessions."""
+
+    seed: int = 0
+    reads_prefixes: bool = False
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NOBODY
+        chosen = random.Random(f"{self.seed}/{view.request_id}").choice(open_ones)
+        return Route(chosen.replica_id, "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRobin:
+    """Each in turn."""
+
+    reads_prefixes: bool = False
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NOBODY
+        return Route(open_ones[view.number % len(open_ones)].replica_id, "in_turn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAffinity:
+    """The replica that has the session's KV while its load is below ``most_load``, else the least loaded
+    (SAGA §5.1, equation 7).
+
+    A sub-agent that begins as its parent did goes where its parent is, by the same rule. Raises
+    ``ValueError`` for ``most_load`` ≤ 0.
+    """
+
+    most_load: float = 0.8
+    reads_prefixes: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.most_load > 0:
+            raise ValueError(f"most_load is {self.most_load}; expected > 0")
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
+        home = view.home if view.cached else None
+        if home is not None and home.load < self.most_load:
+            return Route(home.replica_id, "home")
+        near = view.parent_home
+        if view.home is None and near is not None and near.takes_new and near.load < self.most_load:
+            return Route(near.replica_id, "near_parent")
+        least: ReplicaView | None = None
+        for replica in replicas:
+            if replica.takes_new and (least is None or replica.load < least.load):
+                least = replica
+        if least is None:
+            return Route(home.replica_id, "home") if home is not None else NOBODY
+        return Route(least.replica_id, "least_loaded" if home is None else "home_too_full")

@@ -1,0 +1,48 @@
+"""Which replica computes a request, by what its prompt begins with: how routers do it that know no sessions.
+
+The rule of SGLang's and vLLM's routers: the replica that has most of the prompt, unless that is little or
+the replicas' loads differ too much; then the one with the fewest requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .replica_views import NOBODY, ReplicaView, Route, RouteView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAffinity:
+    """The longest matching prefix, if at least ``least_match`` of the prompt.
+
+    Loads differ too much when the most loaded replica has ``most_ahead`` requests more than the least loaded
+    and ``most_ratio`` times as many. Raises ``ValueError`` for shares outside 0 to 1, a negative lead or a
+    ratio below 1.
+    """
+
+    least_match: float = 0.5
+    most_ahead: int = 64
+    most_ratio: float = 1.5
+    reads_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):
+            raise ValueError(
+                f"least_match {self.least_match}, most_ahead {self.most_ahead}, most_ratio "
+                f"{self.most_ratio}; expected 0 to 1, ≥ 0, ≥ 1"
+            )
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NOBODY
+        fewest = min(open_ones, key=lambda replica: replica.in_flight)
+        most = max(replica.in_flight for replica in open_ones)
+        if most - fewest.in_flight > self.most_ahead and most > self.most_ratio * fewest.in_flight:
+            return Route(fewest.replica_id, "unbalanced")
+        matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
+        matched = view.prefix_tokens.get(matching.replica_id, 0)
+        if matched and matched >= self.least_match * view.context_tokens:
+            return Route(matching.replica_id, "prefix")
+        return Route(fewest.replica_id, "fewest_requests")
