@@ -6,11 +6,13 @@ import random
 from typing import Any
 
 import pytest
+from sojourn_server.lab.access_recorder import AccessRecorder
 from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
 from sojourn_server.lab.limits.accesses import Access, AccessKind, AccessLog
 from sojourn_server.lab.limits.belady import belady
 from sojourn_server.lab.limits.cache import replay
 from sojourn_server.lab.limits.lru import Lru
+from sojourn_server.lab.limits.sequence import prepare
 
 BLOCK = 4
 
@@ -141,3 +143,22 @@ def test_the_workload_above_is_a_hard_one() -> None:
     assert sum(recorder.resumed for recorder in recorders) >= 5
     assert sum(result.regenerated_tokens for result in replays) > 1000
     assert sum(recorder.held_twice for recorder in recorders) > 0
+
+
+def test_whoever_was_preempted_when_the_run_ends_is_named_as_far_as_it_had_come() -> None:
+    engine = BareEngine(
+        BareEngineOptions(blocks=21, block_size=BLOCK, max_num_seqs=4, max_model_len=76), lambda: 0.0
+    )
+    recorder = AccessRecorder(20, BLOCK)
+    for name in ("a/0", "b/0"):
+        engine.add(name, range(ord(name[0]) * 100, ord(name[0]) * 100 + 9), max_tokens=60)
+    requests = engine.scheduler.requests
+    while not any(request.num_preemptions for request in requests.values()):
+        planned = engine.plan()
+        recorder.step(planned, requests)
+        engine.take_in(planned)
+    (away,) = [request for request in requests.values() if request.num_preemptions]
+    assert away.num_computed_tokens == 0
+    log = recorder.close(requests)
+    assert len(log.chains[log.requests.index(away.request_id)]) > 5
+    prepare(log)

@@ -20,6 +20,8 @@ class AccessRecorder:
         self._index: dict[str, int] = {}
         self._held: dict[str, tuple[int, int]] = {}
         """Of running requests: (blocks, tokens computed)."""
+        self._reached: dict[str, int] = {}
+        """Of requests in the engine, the most full blocks that each has had; preempted, it has none."""
 
     def step(self, planned: SchedulerOutput, requests: dict[str, Request]) -> None:
         """Take in a planned step."""
@@ -36,6 +38,7 @@ class AccessRecorder:
             elif (before[0], before[1] // self._size) != (held, full):
                 add(Access(AccessKind.GROW, self._index[request_id], held, full))
             self._held[request_id] = (held, computed)
+            self._reached[request_id] = max(full, self._reached.get(request_id, 0))
 
     def finished(self, request: Request) -> None:
         """A request has left the engine; its blocks are known in full now."""
@@ -47,13 +50,14 @@ class AccessRecorder:
             int.from_bytes(h, "little", signed=True) for h in request.block_hashes[:full]
         ]
         del self._index[request.request_id]
+        self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """The record so far; requests still in the engine are in it with what they have computed."""
+        """The record so far; requests still in the engine are in it with the most they had computed."""
         for request_id in list(self._index):
             request = requests.get(request_id)
             if request is not None:
-                full = min(len(request.block_hashes), request.num_computed_tokens // self._size)
+                full = min(len(request.block_hashes), self._reached.get(request_id, 0))
                 known = max(full, self.log.prompt_blocks[self._index[request_id]])
                 chain = request.block_hashes[:known]
                 self.log.chains[self._index[request_id]] = [
