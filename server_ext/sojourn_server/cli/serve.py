@@ -36,8 +36,10 @@ def serve(
     model: str = typer.Argument(help="tiny, smol (both made on first use), a directory or a hub id"),
     policy: str = typer.Option("continuum", help="A preset's name, or stock for plain vLLM"),
     policy_file: Path | None = typer.Option(None, help="A TOML preset in place of a named policy"),
-    sojourn_history: Path | None = typer.Option(None, help="File to load and keep tool histories in"),
-    sojourn_network: Path | None = typer.Option(None, help="File to load and keep the length predictor in"),
+    sojourn_history: Path | None = typer.Option(
+        None, help="File to keep what is learned of tools and lengths"
+    ),
+    sojourn_network: Path | None = typer.Option(None, help="File to keep tetris-learned's predictor in"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
     sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease a hint may ask for, seconds"),

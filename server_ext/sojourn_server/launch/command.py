@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .errors import BadOption as BadOption
@@ -130,6 +131,7 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
                     "drop it, or choose a policy that reads none"
                 )
             added += ["--worker-cls", WORKER_CLASSES["cpu" if facts.cpu_build else "cuda"]]
+            _check_network(options.network_file)
         elif options.network_file is not None:
             raise BadOption(
                 f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none"
@@ -257,6 +259,18 @@ def _warnings(flags: Flags, facts: EngineFacts) -> tuple[str, ...]:
         if count not in (None, "1"):
             return (f"{flag} {count} has no effect: the CPU build of vLLM runs one API server",)
     return ()
+
+
+def _check_network(network_file: str | None) -> None:
+    """Refuse now what the engine would only when it has loaded the model."""
+    if network_file is None:
+        return
+    from ..learned.file_format import WeightsError, told
+
+    try:
+        told(Path(network_file))
+    except WeightsError as error:
+        raise BadOption(f"--sojourn-network: {error}") from None
 
 
 def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:

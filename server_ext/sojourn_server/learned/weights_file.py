@@ -11,19 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .bins import BINS
+from .file_format import FORMAT, VERSION, WeightsError, told
 from .network import LengthNetwork
-
-VERSION = "1"
-
-
-class WeightsError(ValueError):
-    """A file that cannot be used; the text names it, what it holds, and what was expected."""
 
 
 def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: int) -> None:
     """Write it whole or not at all. Raises ``OSError``."""
     says = {
-        "format": "sojourn-output-lengths",
+        "format": FORMAT,
         "version": VERSION,
         "model": model,
         "hidden_size": str(network.hidden_size),
@@ -45,21 +40,15 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
     """The network of ``model``; ``None``: there is no such file yet. Raises ``WeightsError`` for one of
     another model, or that is none."""
+    says = told(path)
+    if not says:
+        return None
     try:
         with safe_open(path, framework="pt") as file:
-            says = file.metadata() or {}
             values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — no dict
-    except FileNotFoundError:
-        return None
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
-    expected = {
-        "format": "sojourn-output-lengths",
-        "version": VERSION,
-        "model": model,
-        "hidden_size": str(hidden_size),
-        "bins": str(BINS),
-    }
+    expected = {"model": model, "hidden_size": str(hidden_size), "bins": str(BINS)}
     for what, value in expected.items():
         if says.get(what) != value:
             raise WeightsError(
