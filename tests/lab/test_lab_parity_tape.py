@@ -107,7 +107,7 @@ def test_every_field_of_a_fact_is_on_the_tape():
     """A new field of a fact must be written down too, or no tape could be replayed."""
     assert [field.name for field in fields(Arrival)] == ["request_id", "identity", "prompt_tokens"]
     assert {field.name for field in fields(Admission)} == {
-        "request_id", "cached_tokens", "host_tokens", "tokens", "block_hashes", "resumed",
+        "request_id", "cached_tokens", "host_tokens", "tokens", "block_hashes", "resumed", "most_tokens",
     }  # fmt: skip
     assert {field.name for field in fields(TurnEnd)} == {
         "request_id", "outcome", "tool_calls", "prompt_tokens", "output_tokens", "cached_blocks",

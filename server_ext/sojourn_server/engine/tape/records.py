@@ -67,7 +67,7 @@ SHAPES: dict[str, Shape] = {
     "standing": Shape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
     "admit": Shape(
         "a request got its blocks",
-        ("request", "cached_tokens", "host_tokens", "tokens", "resumed", "chain"),
+        ("request", "cached_tokens", "host_tokens", "tokens", "resumed", "most_tokens", "chain"),
         ("device", "new", "tail", "lost", "evictor", "recomputed_after_preemption"),
     ),
     "token": Shape("a request's first token exists", ("request",)),
@@ -184,11 +184,19 @@ def read_running(request_id: str, facts: Sequence[Any]) -> RunningView:
 
 
 def admission_facts(number: int | str, fact: Admission, chain: tuple[int, bytes]) -> tuple[Any, ...]:
-    return number, fact.cached_tokens, fact.host_tokens, fact.tokens, fact.resumed, chain
+    return (
+        number,
+        fact.cached_tokens,
+        fact.host_tokens,
+        fact.tokens,
+        fact.resumed,
+        fact.most_tokens,
+        chain,
+    )
 
 
 def read_admission(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]) -> Admission:
-    cached_tokens, host_tokens, tokens, resumed = facts
+    cached_tokens, host_tokens, tokens, resumed, most_tokens = facts
     return Admission(
         request_id=request_id,
         cached_tokens=cached_tokens,
@@ -196,6 +204,7 @@ def read_admission(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes
         tokens=tokens,
         block_hashes=hashes,
         resumed=resumed,
+        most_tokens=most_tokens,
     )
 
 
