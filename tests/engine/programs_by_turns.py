@@ -10,9 +10,9 @@ from typing import Any
 PROGRAMS = 8
 TURNS = 3
 OUTPUT_TOKENS = 48
-FIRST_PROMPT_TOKENS = 120
-LATER_PROMPT_TOKENS = 24
-BLOCKS = 24
+FIRST_PROMPT_TOKENS = 200
+LATER_PROMPT_TOKENS = 40
+BLOCKS = 36
 """Of 32 tokens: about two and a half of the eight contexts."""
 
 
@@ -27,7 +27,7 @@ def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator
         model=model,
         dtype="float32",
         block_size=32,
-        max_model_len=512,
+        max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=BLOCKS + 1,
