@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 
 class StealView(NamedTuple):
@@ -81,5 +81,5 @@ class WorkStealing:
         full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
         if not full:
             return None
-        victim = random.Random(f"{self.seed}/{now}/{thief.replica_id}").choice(full)
+        victim = full[crc32(f"{self.seed}/{now}/{thief.replica_id}".encode()) % len(full)]
         return Steal(thief.replica_id, victim.replica_id, "idle" if idle else "load_ratio")
