@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sojourn_server.policy.own_policies import QUESTIONS, classes_beside
-from sojourn_server.policy.preset import REGISTRY, PresetError, parse_preset, read_preset
+from sojourn_server.policy.own_policies import classes_beside
+from sojourn_server.policy.preset import QUESTIONS, REGISTRY, PresetError, parse_preset, read_preset
 from sojourn_server.vllm.settings import Settings
 
 BASE = 'extends = "continuum"\n'

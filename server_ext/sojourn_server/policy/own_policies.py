@@ -16,37 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .base import (
-    EntryPolicy,
-    EvictionOrder,
-    ForesightPolicy,
-    PrefetchPolicy,
-    QueueOrder,
-    RetentionPolicy,
-    RoomPolicy,
-    VictimPolicy,
-)
-from .forecast import ForecastPolicy
-from .placement import PlacementPolicy
-from .recovery import RecoveryPolicy
-from .remaining import RemainingPolicy
-
-QUESTIONS: dict[str, type] = {
-    "retention": RetentionPolicy,
-    "entry": EntryPolicy,
-    "order": QueueOrder,
-    "room": RoomPolicy,
-    "victim": VictimPolicy,
-    "eviction": EvictionOrder,
-    "foresight": ForesightPolicy,
-    "prefetch": PrefetchPolicy,
-    "placement": PlacementPolicy,
-    "remaining": RemainingPolicy,
-    "forecast": ForecastPolicy,
-    "recovery": RecoveryPolicy,
-}
-"""Question → what a policy for it must have."""
-
 OwnClass = Callable[[str], type]
 """From ``module:Class`` to the class; raises ``OwnPolicyError``."""
 
@@ -72,9 +41,8 @@ def classes_beside(folder: Path) -> OwnClass:
     return find
 
 
-def check_answers(policy: Any, question: str, place: str) -> None:
+def check_answers(policy: Any, protocol: type, question: str, place: str) -> None:
     """Raise ``OwnPolicyError`` where ``policy`` lacks something that is asked of it."""
-    protocol = QUESTIONS[question]
     wanted = [
         name for name in (*vars(protocol).get("__annotations__", ()), *vars(protocol)) if name[0] != "_"
     ]

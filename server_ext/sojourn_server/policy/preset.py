@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import sys
 from dataclasses import dataclass, fields
-from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +17,12 @@ from .base import (
     RoomPolicy,
     VictimPolicy,
 )
+from .building import PresetError, Questions, Shelf, read_text
 from .forecast import ForecastPolicy
-from .own_policies import OwnClass, check_answers, classes_beside
+from .own_policies import OwnClass, classes_beside
 from .placement import PlacementPolicy
 from .recovery import RecoveryPolicy
 from .remaining import RemainingPolicy
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 REGISTRY: dict[str, dict[str, str]] = {
     "retention": {
@@ -89,6 +81,21 @@ REGISTRY: dict[str, dict[str, str]] = {
 }
 """Question → policy name → ``module:class`` in this package; imported only when chosen."""
 
+QUESTIONS: dict[str, type] = {
+    "retention": RetentionPolicy,
+    "entry": EntryPolicy,
+    "order": QueueOrder,
+    "room": RoomPolicy,
+    "victim": VictimPolicy,
+    "eviction": EvictionOrder,
+    "foresight": ForesightPolicy,
+    "prefetch": PrefetchPolicy,
+    "placement": PlacementPolicy,
+    "remaining": RemainingPolicy,
+    "forecast": ForecastPolicy,
+    "recovery": RecoveryPolicy,
+}
+"""Question → what a policy for it must have."""
 
 UNASKED = {
     "foresight": "none",
@@ -100,9 +107,8 @@ UNASKED = {
 }
 """What a preset answers that does not name a policy for these questions."""
 
-
-class PresetError(ValueError):
-    """A preset cannot be built; the text names what was wrong and what was expected."""
+_QUESTIONS = Questions(registry=REGISTRY, protocols=QUESTIONS, unasked=UNASKED)
+_SHELF = Shelf("presets", "policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +135,7 @@ class Preset:
 
 def preset_names() -> list[str]:
     """Names of the presets that ship with sojourn. ``stock`` is the untouched engine and not among them."""
-    folder = files(__package__) / "presets"
-    return sorted(entry.name[: -len(".toml")] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return _SHELF.names()
 
 
 def load_preset(name: str) -> Preset:
@@ -140,11 +145,7 @@ def load_preset(name: str) -> Preset:
 
 def preset_text(name: str) -> str:
     """The TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown one."""
-    if name not in preset_names():
-        near = difflib.get_close_matches(name, preset_names(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PresetError(f"unknown policy {name!r}; expected one of {', '.join(preset_names())}{hint}")
-    return (files(__package__) / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    return _SHELF.text(name)
 
 
 def read_preset(path: Path) -> Preset:
@@ -152,11 +153,7 @@ def read_preset(path: Path) -> Preset:
 
     Raises ``PresetError``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PresetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    return parse_preset(text, source=str(path), own=classes_beside(path.parent))
+    return parse_preset(read_text(path), source=str(path), own=classes_beside(path.parent))
 
 
 def parse_preset(text: str, *, source: str, own: OwnClass | None = None) -> Preset:
@@ -165,16 +162,8 @@ def parse_preset(text: str, *, source: str, own: OwnClass | None = None) -> Pres
     ``own`` finds classes named as ``module:Class``; without it nothing but what ships is imported.
     Raises ``PresetError``.
     """
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PresetError(f"{source}: not TOML: {error}") from error
-    document = _with_base(document, source)
-    known = {field.name for field in fields(Preset)}
-    for key in document:
-        if key not in known:
-            raise PresetError(f"{source}: unknown key {key!r}; expected {', '.join(sorted(known))}")
-    policies = {question: _build(question, document, source, own) for question in REGISTRY}
+    document = _SHELF.document(text, source, (field.name for field in fields(Preset)))
+    policies = {question: _QUESTIONS.build(question, document, source, own) for question in REGISTRY}
     return Preset(
         name=str(document.get("name", source)),
         paper=str(document.get("paper", "")),
@@ -190,55 +179,3 @@ def _ended(document: dict[str, Any], source: str) -> Ended:
             f"{source}: ended is {chosen!r}; expected {', '.join(repr(ended.value) for ended in Ended)}"
         )
     return Ended(chosen)
-
-
-def _with_base(document: dict[str, Any], source: str) -> dict[str, Any]:
-    document = dict(document)
-    base = document.pop("extends", None)
-    if base is None:
-        return document
-    if base not in preset_names():
-        raise PresetError(f"{source}: extends unknown preset {base!r}; expected {', '.join(preset_names())}")
-    text = (files(__package__) / "presets" / f"{base}.toml").read_text(encoding="utf-8")
-    return {**_with_base(tomllib.loads(text), f"{base}.toml"), **document}
-
-
-def _build(question: str, document: dict[str, Any], source: str, own: OwnClass | None) -> Any:
-    chosen = document.get(question, UNASKED.get(question))
-    if isinstance(chosen, str):
-        chosen = {"policy": chosen}
-    if not isinstance(chosen, dict) or not isinstance(chosen.get("policy"), str):
-        raise PresetError(
-            f'{source}: {question} is {chosen!r}; expected a policy name or a table with a "policy"'
-        )
-    options = {key: value for key, value in chosen.items() if key != "policy"}
-    name = chosen["policy"]
-    try:
-        policy = _class(question, name, source, own)(**options)
-        if ":" in name:
-            check_answers(policy, question, name)
-        return policy
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PresetError):
-            raise
-        raise PresetError(f"{source}: {question}: {error}") from error
-
-
-def _class(question: str, name: str, source: str, own: OwnClass | None) -> Any:
-    if ":" in name:
-        if own is None:
-            raise PresetError(
-                f"{source}: {question} policy {name!r} is a class of somebody's own; expected that only in a "
-                "file named by --policy-file, or in the lab by --policy"
-            )
-        return own(name)
-    known = REGISTRY[question]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PresetError(
-            f"{source}: unknown {question} policy {name!r}; expected {', '.join(sorted(known))}, or in a "
-            f"file of your own module:Class{hint}"
-        )
-    module, _, class_name = known[name].partition(":")
-    return getattr(import_module(f".{module}", __package__), class_name)

@@ -1,0 +1,122 @@
+"""Cluster presets: what ships loads, an ablation differs in one line, bad ones say what was wrong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from sojourn_server.policy.cluster_preset import (
+    QUESTIONS,
+    REGISTRY,
+    PresetError,
+    cluster_preset_names,
+    load_cluster_preset,
+    parse_cluster_preset,
+    read_cluster_preset,
+)
+from sojourn_server.policy.preset import preset_names
+from sojourn_server.policy.routing import RoundRobin, SessionAffinity
+from sojourn_server.policy.routing_room import RoomForAll
+
+
+def test_these_ship() -> None:
+    assert cluster_preset_names() == [
+        "mori",
+        "mori-least-room",
+        "mori-paper",
+        "prefix-affinity",
+        "random",
+        "round-robin",
+        "saga",
+        "saga-no-affinity",
+        "saga-no-shares",
+        "saga-no-stealing",
+    ]
+
+
+@pytest.mark.parametrize("name", cluster_preset_names())
+def test_each_loads_under_its_own_name_for_an_engine_that_there_is(name: str) -> None:
+    preset = load_cluster_preset(name)
+    assert preset.name == name
+    assert preset.paper
+    assert preset.engine in {"stock", *preset_names()}
+
+
+def test_every_policy_of_the_registry_can_be_chosen_and_every_question_has_a_protocol() -> None:
+    assert QUESTIONS.keys() == REGISTRY.keys()
+    for question, known in REGISTRY.items():
+        for name in known:
+            text = (
+                f'routing = "random"\n{question} = "{name}"\n'
+                if question != "routing"
+                else f'routing = "{name}"'
+            )
+            preset = parse_cluster_preset(text, source="x")
+            assert type(getattr(preset, question)).__name__ == known[name].partition(":")[2]
+
+
+def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
+    whole, part = load_cluster_preset("saga"), load_cluster_preset("saga-no-stealing")
+    assert whole.stealing.steals
+    assert not part.stealing.steals
+    assert (whole.routing, whole.sharing, whole.send_below_load) == (part.routing, part.sharing, 1.0)
+    assert whole.routing == SessionAffinity(most_load=0.8)
+    assert load_cluster_preset("mori-paper").routing == RoomForAll(size_by="context")
+
+
+def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
+    preset = parse_cluster_preset('routing = "round-robin"', source="mine.toml")
+    assert preset.name == "mine.toml"
+    assert preset.engine == "stock"
+    assert preset.routing == RoundRobin()
+    assert not preset.stealing.steals
+    assert not preset.sharing.shares_out
+    assert preset.send_below_load == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("routing = ", "not TOML"),
+        ("", "routing is None"),
+        ('routing = "session-afinity"', "did you mean 'session-affinity'"),
+        ('routing = { policy = "session-affinity", most_load = 0 }', "most_load is 0"),
+        ('routing = "random"\nsend_below_load = 0', "send_below_load is 0"),
+        ('routing = "random"\nsend_below_load = "1"', "expected a number"),
+        ('routing = "random"\nsend_below_load = true', "expected a number"),
+        ('routing = "random"\nsize_quantile = 1', "size_quantile is 1"),
+        ('routing = "random"\nretention = "none"', "unknown key 'retention'"),
+        ('extends = "sage"', "extends unknown preset 'sage'"),
+        ('routing = "mine:Router"', "only in a file"),
+    ],
+)
+def test_bad_presets_say_what_was_wrong(text: str, told: str) -> None:
+    with pytest.raises(PresetError, match="mine.toml") as caught:
+        parse_cluster_preset(text, source="mine.toml")
+    assert told in str(caught.value)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(PresetError, match="did you mean 'saga'"):
+        load_cluster_preset("sga")
+
+
+def test_an_operators_file_may_name_a_class_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class First:\n"
+        "    reads_prefixes = False\n"
+        "    def route(self, view, replicas, now):\n"
+        "        return (replicas[0].replica_id, 'first')\n"
+        "class Lame: pass\n"
+    )
+    file = tmp_path / "mine.toml"
+    file.write_text('routing = "mine:First"')
+    assert type(read_cluster_preset(file).routing).__name__ == "First"
+    file.write_text('routing = "mine:Lame"')
+    with pytest.raises(
+        PresetError, match="has no reads_prefixes and no route; RoutingPolicy in policy/routing.py"
+    ):
+        read_cluster_preset(file)
+    with pytest.raises(PresetError, match="No such file"):
+        read_cluster_preset(tmp_path / "none.toml")
