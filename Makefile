@@ -13,7 +13,7 @@
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
-EXTRAS ?= cpu,demo,dev
+EXTRAS ?= cpu,demo,dev,gateway,ray
 TESTS ?=
 WORKERS ?= 2
 JSON ?= demo-out/demo.json

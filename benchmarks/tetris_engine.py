@@ -6,10 +6,10 @@ Requests of two kinds on ``smol``, short answers and long reasoning, their lengt
 the seed (``--mean-short``, ``--mean-long``). All tokens are forced, so every arm writes the same. Each arm
 first answers ``--warm-up`` requests of another seed, which are not counted: no arm has learned anything when
 it begins, and an engine learns once. ``observe`` decides as stock does, with our counters: it tells stock's
-cascades. ``oracle+host`` is told by its clients how long each output will be; in all others no request
-tells. ``learned+host`` reads hidden states, which of forced tokens and random prompts tell nothing: it
-shows what a network costs that does not help. The arms take turns, ``--rounds`` times; figures are medians.
-Run it while nothing else runs.
+cascades. ``oracle+host`` is told by ``max_tokens``, each output's true length there and out of reach in all
+others: a bound that its engine may rely on, not a hint. ``learned+host`` reads hidden states, which of forced
+tokens and random prompts tell nothing: it shows what a network costs that does not help. The arms take turns,
+``--rounds`` times; figures are medians. Run it while nothing else runs.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def test_these_ship() -> None:
         "saga-no-affinity",
         "saga-no-shares",
         "saga-no-stealing",
+        "sojourn",
     ]
 
 
@@ -72,6 +73,7 @@ def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
     assert preset.routing == RoundRobin()
     assert not preset.stealing.steals
     assert not preset.sharing.shares_out
+    assert not preset.yielding.yields
     assert preset.send_below_load == math.inf
 
 
@@ -92,7 +94,7 @@ def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
     ],
 )
 def test_bad_presets_say_what_was_wrong(text: str, told: str) -> None:
-    with pytest.raises(PresetError, match="mine.toml") as caught:
+    with pytest.raises(PresetError, match=r"mine\.toml") as caught:
         parse_cluster_preset(text, source="mine.toml")
     assert told in str(caught.value)
 
@@ -114,9 +116,8 @@ def test_an_operators_file_may_name_a_class_beside_it(tmp_path: Path) -> None:
     file.write_text('routing = "mine:First"')
     assert type(read_cluster_preset(file).routing).__name__ == "First"
     file.write_text('routing = "mine:Lame"')
-    with pytest.raises(
-        PresetError, match="has no reads_prefixes and no route; RoutingPolicy in policy/routing.py"
-    ):
+    told = r"has no reads_prefixes and no route; RoutingPolicy in policy/routing\.py"
+    with pytest.raises(PresetError, match=told):
         read_cluster_preset(file)
     with pytest.raises(PresetError, match="No such file"):
         read_cluster_preset(tmp_path / "none.toml")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policy.fair_share import AgentFairShare, InOrder, TaskView, TenantView, TurnOf
-from sojourn_server.policy.replica_views import NOBODY, WAITS, ReplicaView, Route, RouteView
+from sojourn_server.policy.replica_views import NOBODY, ReplicaView, Route, RouteView
 from sojourn_server.policy.routing import AnyReplica, RoundRobin, SessionAffinity
 from sojourn_server.policy.routing_prefix import PrefixAffinity
 from sojourn_server.policy.routing_room import RoomForAll
@@ -57,7 +57,7 @@ def test_a_request_goes_to_a_replica_there_is_and_moves_into_none_that_takes_nob
     route = policy.route(view, replicas, 0.0)
     assert route == policy.route(view, replicas, 99.0), "the same again"
     if route.replica_id is None:
-        assert route in (WAITS, NOBODY)
+        assert route.reason in ("no_room", "no_replica")
         assert (route is NOBODY) == (not any(r.takes_new for r in replicas))
         return
     chosen = next(r for r in replicas if r.replica_id == route.replica_id)
@@ -112,7 +112,7 @@ def test_a_program_moves_in_where_most_room_is_and_waits_where_there_is_none() -
     replicas = [replica("a", room_tokens=500, homed=1), replica("b", room_tokens=900, homed=1)]
     assert RoomForAll().route(request(), replicas, 0.0) == Route("b", "fits")
     assert RoomForAll(fit="least-room").route(request(), replicas, 0.0) == Route("a", "fits")
-    assert RoomForAll().route(request(size_tokens=901), replicas, 0.0) is WAITS
+    assert RoomForAll().route(request(size_tokens=901), replicas, 0.0) == Route(None, "no_room", 901)
     assert RoomForAll(size_by="context").route(request(size_tokens=901), replicas, 0.0).replica_id == "b"
     empty = [*replicas, replica("c", room_tokens=10, homed=0)]
     assert RoomForAll().route(request(size_tokens=901), empty, 0.0).replica_id == "c", "no other ever will"
@@ -177,13 +177,14 @@ def test_who_uses_least_of_its_share_is_next_and_of_two_who_has_waited_longer() 
     policy = AgentFairShare()
     flood, light, new = TurnOf("flood", 0.6, 1.0), TurnOf("light", 0.2, 5.0), TurnOf("new", 0.0, 9.0)
     shares = {"flood": 0.7, "light": 0.3}
-    assert policy.next([flood, light], shares) == "light"
-    assert policy.next([flood, light], {"flood": 0.95, "light": 0.05}) == "flood"
-    assert policy.next([flood, new], shares) == "flood", "a tenant that has no share yet waits for an epoch"
-    assert policy.next(
-        [light, light._replace(tenant="older", since_s=0.0)], {"light": 0.5, "older": 0.5}
-    ) == ("older")
-    assert InOrder().next([light, flood], shares) == "flood"
+    assert policy.order([flood, light], shares) == ["light", "flood"]
+    assert policy.order([flood, light], {"flood": 0.95, "light": 0.05}) == ["flood", "light"]
+    assert policy.order([flood, new], shares) == ["flood", "new"], (
+        "a tenant that has no share yet waits for an epoch"
+    )
+    older = light._replace(tenant="older", since_s=0.0)
+    assert policy.order([light, older], {"light": 0.5, "older": 0.5}) == ["older", "light"]
+    assert InOrder().order([light, flood], shares) == ["flood", "light"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import typer
 
 from .console import fail_loudly
 
-COMMANDS = ("serve", "demo", "replay", "simulate", "parity", "profile", "trace", "doctor", "run")
+COMMANDS = ("serve", "gateway", "demo", "replay", "simulate", "parity", "profile", "trace", "doctor", "run")
 
 
 def build_app() -> typer.Typer:

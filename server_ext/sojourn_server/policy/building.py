@@ -60,8 +60,8 @@ class Questions:
         if ":" in name:
             if own is None:
                 raise PresetError(
-                    f"{source}: {question} policy {name!r} is a class of somebody's own; expected that only in "
-                    "a file named by --policy-file, or in the lab by --policy"
+                    f"{source}: {question} policy {name!r} is a class of somebody's own; expected that only "
+                    "in a file named by --policy-file, or in the lab by --policy"
                 )
             return own(name)
         known = self.registry[question]

@@ -1,4 +1,4 @@
-"""A cluster preset names one policy for each question of a gateway, and the engine's preset that goes with it."""
+"""A cluster preset names one policy for each question of a gateway, and the preset of its engines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .fair_share import SharePolicy
 from .own_policies import OwnClass, classes_beside
 from .routing import RoutingPolicy
 from .stealing import StealingPolicy
+from .yielding import YieldPolicy
 
 REGISTRY: dict[str, dict[str, str]] = {
     "routing": {
@@ -22,16 +23,18 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "stealing": {"none": "stealing:NoStealing", "work-stealing": "stealing:WorkStealing"},
     "sharing": {"in-order": "fair_share:InOrder", "agent-fair-share": "fair_share:AgentFairShare"},
+    "yielding": {"none": "yielding:NoYielding", "to-urgent": "yielding:YieldToUrgent"},
 }
 """Question → policy name → ``module:class`` in this package; imported only when chosen."""
 
-UNASKED = {"stealing": "none", "sharing": "in-order"}
+UNASKED = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
 """What a preset answers that names no policy for these questions."""
 
 QUESTIONS: dict[str, type] = {
     "routing": RoutingPolicy,
     "stealing": StealingPolicy,
     "sharing": SharePolicy,
+    "yielding": YieldPolicy,
 }
 """Question → what a policy for it must have."""
 
@@ -51,6 +54,7 @@ class ClusterPreset:
     routing: RoutingPolicy
     stealing: StealingPolicy
     sharing: SharePolicy
+    yielding: YieldPolicy
     send_below_load: float = math.inf
     """A request waits at the gateway while its replica's load is at least this; ``inf``: engines queue."""
     size_quantile: float = 0.5

@@ -28,8 +28,8 @@ class TurnOf(NamedTuple):
     """A tenant somebody of which waits, for the question whose turn it is."""
 
     tenant: str
-    in_flight: float
-    """Share of all capacity that its requests use now."""
+    used: float
+    """Share that it has now of what is waited for, of 1."""
     since_s: float
     """When the first of those who wait came."""
 
@@ -46,8 +46,8 @@ class SharePolicy(Protocol):
         """Of each tenant its share of capacity; together 1."""
         ...
 
-    def next(self, waiting: Sequence[TurnOf], shares: Mapping[str, float]) -> str:
-        """Whose request goes next, of at least one."""
+    def order(self, turns: Iterable[TurnOf], shares: Mapping[str, float]) -> list[str]:
+        """Tenants of whom somebody waits: whose request goes first, whose next, and so on."""
         ...
 
 
@@ -61,8 +61,8 @@ class InOrder:
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
         return {}
 
-    def next(self, waiting: Sequence[TurnOf], shares: Mapping[str, float]) -> str:
-        return min(waiting, key=lambda turn: turn.since_s).tenant
+    def order(self, turns: Iterable[TurnOf], shares: Mapping[str, float]) -> list[str]:
+        return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +96,28 @@ class AgentFairShare:
         least = self.least_share * equal
         if not total:
             return dict.fromkeys(scores, equal)
-        return {tenant: least + (1.0 - self.least_share) * score / total for tenant, score in scores.items()}
+        return {
+            tenant: least + (1.0 - self.least_share) * (score / total) for tenant, score in scores.items()
+        }
 
     def score(self, tasks: Iterable[TaskView], now: float) -> float:
         """AFS of a tenant, equation 8: replicas it would need to be in time."""
+        least_s = self.least_slack_s
+        due_s = now + least_s
+        # Ten thousand tasks are scored ten times a second: hence no calls in here.
         return math.fsum(
-            max(0.0, task.work_s) / max(self.least_slack_s, task.deadline_s - now) for task in tasks
+            [
+                work_s / (deadline_s - now if deadline_s > due_s else least_s)
+                for work_s, deadline_s in tasks
+                if work_s > 0
+            ]
         )
 
-    def next(self, waiting: Sequence[TurnOf], shares: Mapping[str, float]) -> str:
+    def order(self, turns: Iterable[TurnOf], shares: Mapping[str, float]) -> list[str]:
         """Who uses least of its share; of two, who has waited longer."""
 
-        def used(turn: TurnOf) -> tuple[float, float]:
+        def used(turn: TurnOf) -> tuple[float, float, str]:
             share = shares.get(turn.tenant, 0.0)
-            return (turn.in_flight / share if share else math.inf, turn.since_s)
+            return (turn.used / share if share else math.inf, turn.since_s, turn.tenant)
 
-        return min(waiting, key=used).tenant
+        return [turn.tenant for turn in sorted(turns, key=used)]

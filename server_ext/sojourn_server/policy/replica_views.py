@@ -48,11 +48,18 @@ class RouteView(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where to, and in the ledger why. ``replica_id`` ``None``: it waits."""
+    """Where to, and in the ledger why. ``replica_id`` ``None``: it waits; ``needs_tokens`` says for what."""
 
     replica_id: str | None
     reason: str
+    needs_tokens: int = 0
+    """It waits until a replica that takes new programs has so much room, or nobody at home; until then
+    whoever needs as much, and has its KV nowhere, would wait too. 0: nobody else could be placed either."""
 
 
-WAITS = Route(None, "no_room")
 NOBODY = Route(None, "no_replica")
+
+
+def waits_for_room(needs_tokens: int) -> Route:
+    """Nowhere is room for it."""
+    return Route(None, "no_room", max(1, needs_tokens))

@@ -37,12 +37,16 @@ class PrefixAffinity:
         open_ones = [replica for replica in replicas if replica.takes_new]
         if not open_ones:
             return NOBODY
-        fewest = min(open_ones, key=lambda replica: replica.in_flight)
-        most = max(replica.in_flight for replica in open_ones)
+        fewest, most = open_ones[0], 0
+        for replica in open_ones:
+            if replica.in_flight < fewest.in_flight:
+                fewest = replica
+            most = max(most, replica.in_flight)
         if most - fewest.in_flight > self.most_ahead and most > self.most_ratio * fewest.in_flight:
             return Route(fewest.replica_id, "unbalanced")
-        matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
-        matched = view.prefix_tokens.get(matching.replica_id, 0)
-        if matched and matched >= self.least_match * view.context_tokens:
-            return Route(matching.replica_id, "prefix")
+        if view.prefix_tokens:
+            matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
+            matched = view.prefix_tokens.get(matching.replica_id, 0)
+            if matched and matched >= self.least_match * view.context_tokens:
+                return Route(matching.replica_id, "prefix")
         return Route(fewest.replica_id, "fewest_requests")

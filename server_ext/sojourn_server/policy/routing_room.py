@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .replica_views import NOBODY, WAITS, ReplicaView, Route, RouteView
+from .replica_views import NOBODY, ReplicaView, Route, RouteView, waits_for_room
 
 SIZES = ("peak", "context")
 FITS = ("most-room", "least-room")
@@ -52,5 +52,5 @@ class RoomForAll:
             if best is None or (room > best.room_tokens) is most_room:
                 best = replica
         if best is None:
-            return WAITS if anybody else NOBODY
+            return waits_for_room(size) if anybody else NOBODY
         return Route(best.replica_id, "fits" if view.home is None else "returns")

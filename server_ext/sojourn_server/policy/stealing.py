@@ -20,7 +20,7 @@ class StealView(NamedTuple):
     """Seconds for which nobody has waited for it and it could have computed more; 0: it cannot."""
     takes_new: bool = True
     may_leave: int = 0
-    """Of ``queued``, those whose program may move: it has no other request there."""
+    """Of those who have waited there longest, how many may move: their program has no other request there."""
 
 
 class Steal(NamedTuple):
@@ -32,7 +32,8 @@ class Steal(NamedTuple):
 
 
 class StealingPolicy(Protocol):
-    """Asked whenever a replica may have become idle, and each epoch."""
+    """Asked while somebody waits for a replica at the gateway: each epoch, when a replica comes or has
+    become idle, and again after each steal until it says ``None``."""
 
     steals: bool
     """False: it need not be asked."""
@@ -72,12 +73,12 @@ class WorkStealing:
 
     def steal(self, replicas: Sequence[StealView], now: float) -> Steal | None:
         thieves = [r for r in replicas if r.takes_new and not r.queued]
+        if not self.either:
+            thieves = [r for r in thieves if r.idle_s >= self.idle_s]
         if not thieves:
             return None
         thief = min(thieves, key=lambda r: (r.load, -r.idle_s))
         idle = thief.idle_s >= self.idle_s
-        if not idle and not self.either:
-            return None
         full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
         if not full:
             return None

@@ -56,6 +56,22 @@ class Asked(Fact, frozen=True):
     """Hashes of its beginning, each of one piece and all before it; empty where nobody reads them."""
 
 
+class Sent(Fact, frozen=True):
+    """A request that a gateway has sent: to the home that it knew, or before the core started anew."""
+
+    request_id: str
+    replica_id: str
+    tenant: str
+    context_tokens: int
+    program_id: str | None = None
+    parent_id: str | None = None
+    agent_type: str | None = None
+    output_tokens: int = 0
+    deadline_s: float | None = None
+    began: bool = False
+    """Its first byte went to the client."""
+
+
 class Began(Fact, frozen=True):
     """The first byte of an answer went to the client: it cannot be sent again elsewhere."""
 
@@ -68,6 +84,8 @@ class Ended(Fact, frozen=True):
 
     request_id: str
     output_tokens: int = 0
+    replica_id: str | None = None
+    """Where it was answered; ``None``: its client gave it up, wherever it was."""
 
 
 class Failed(Fact, frozen=True):
@@ -101,6 +119,7 @@ AnyFact = (
     | ReplicaGone
     | ReplicaDrains
     | Asked
+    | Sent
     | Began
     | Ended
     | Failed
@@ -122,6 +141,18 @@ class Send(Action, frozen=True):
     reason: str
     moved_from: str | None = None
     """Where its program was at home until now."""
+
+
+class Recall(Action, frozen=True):
+    """A request has to make way: take it back from its replica, by closing the connection. It is not over,
+    and a ``Send`` or ``Refuse`` follows, now or later.
+
+    Whoever has passed on its first byte leaves it where it is, and such a ``Send`` too: its ``Began``
+    or ``Ended`` from there says so.
+    """
+
+    request_id: str
+    replica_id: str
 
 
 class Refuse(Action, frozen=True):
@@ -146,6 +177,7 @@ class Left(Action, frozen=True):
 
     program_id: str
     replica_id: str
+    tenant: str
 
 
 class Probe(Action, frozen=True):
@@ -155,4 +187,4 @@ class Probe(Action, frozen=True):
     instance: str
 
 
-AnyAction = Send | Refuse | Cut | Left | Probe
+AnyAction = Send | Recall | Refuse | Cut | Left | Probe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +31,8 @@ class Replica:
     max_running: int
     max_context_tokens: int
     heard_s: float
+    epoch: int
+    """Which registration this is, of all replicas': a later one has a higher number."""
     health: Health = Health.UP
     homed: int = 0
     homed_tokens: int = 0
@@ -37,8 +40,13 @@ class Replica:
     """Contexts of requests that were sent there and are not over, by request."""
     in_flight_tokens: int = 0
     idle_since_s: float | None = None
-    """Since when it could compute more than it was sent; ``None``: it cannot."""
+    """Since when it could be sent more than it was; ``None``: it is full."""
     probed_s: float | None = None
+
+    @property
+    def told(self) -> tuple[int, int, int, int]:
+        """What it says of itself."""
+        return (self.capacity_tokens, self.host_tokens, self.max_running, self.max_context_tokens)
 
     def view(self) -> ReplicaView:
         """For a policy."""
@@ -59,10 +67,21 @@ class Fleet:
     """All that are known, and a view of each that is as new as they are.
 
     Views are made when a replica changes and not when it is asked for: of 64 replicas one decision
-    changes one.
+    changes one. ``full_load``: a replica with at least this load is sent no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, full_load: float = math.inf) -> None:
+        self._full_load = full_load
+        self.capacity_tokens = 0
+        """Of all together, on their devices."""
+        self.room_tokens = 0
+        """Of all together, in all tiers."""
+        self.longest_tokens = 0
+        """Longest context that one of them computes; 0: there is none."""
+        self.epoch = 0
+        """Registrations so far."""
+        self.newly_idle = False
+        """One came or is no longer full since this was last set to False."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         self._views: list[ReplicaView] = []
@@ -87,30 +106,73 @@ class Fleet:
         place = self._places.get(replica_id) if replica_id is not None else None
         return self._views[place] if place is not None else None
 
-    def seen(self, fact: ReplicaSeen, now: float) -> Replica:
-        """A replica registers or says that it lives; who was there before under its id is to be gone."""
+    def full(self, replica: Replica) -> bool:
+        """It is sent no more."""
+        return self._views[self._places[replica.replica_id]].load >= self._full_load
+
+    def missing(self, replica: Replica) -> tuple[int, int]:
+        """Tokens and requests in flight that a replica is too many by to be sent one more."""
+        if math.isinf(self._full_load):
+            return 0, 0
+        tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
+        requests = 0
+        if replica.max_running:
+            requests = len(replica.in_flight) - math.ceil(self._full_load * replica.max_running) + 1
+        return max(0, tokens), max(0, requests)
+
+    def most_room(self, but: str | None = None) -> ReplicaView | None:
+        """Of those that take new programs, the one with the most room, an empty one before all others."""
+        best: ReplicaView | None = None
+        for view in self._views:
+            if not view.takes_new or view.replica_id == but:
+                continue
+            if best is None or (not view.homed, view.room_tokens) > (not best.homed, best.room_tokens):
+                best = view
+        return best
+
+    def views_without(self, replica_id: str | None) -> Sequence[ReplicaView]:
+        """Of all, as if this one took nobody."""
+        place = self._places.get(replica_id) if replica_id is not None else None
+        if place is None:
+            return self._views
+        views = list(self._views)
+        views[place] = views[place]._replace(takes_new=False)
+        return views
+
+    def seen(self, fact: ReplicaSeen, now: float) -> bool:
+        """A replica registers or says that it lives; who was there before under its id is to be gone.
+
+        True if that changes anything for those who wait. Raises ``ValueError`` for a replica without KV.
+        """
+        if fact.capacity_tokens < 1 or min(fact.host_tokens, fact.max_running, fact.max_context_tokens) < 0:
+            raise ValueError(
+                f"replica {fact.replica_id!r}: capacity_tokens {fact.capacity_tokens}, host_tokens "
+                f"{fact.host_tokens}, max_running {fact.max_running}, max_context_tokens "
+                f"{fact.max_context_tokens}; expected ≥ 1, ≥ 0, ≥ 0, ≥ 0"
+            )
+        told = (fact.capacity_tokens, fact.host_tokens, fact.max_running, fact.max_context_tokens)
         replica = self._replicas.get(fact.replica_id)
         if replica is None:
-            replica = Replica(
-                fact.replica_id,
-                fact.instance,
-                fact.capacity_tokens,
-                fact.host_tokens,
-                fact.max_running,
-                fact.max_context_tokens,
-                now,
-            )
-            self._replicas[fact.replica_id] = replica
-            self._places[fact.replica_id] = len(self._views)
-            self._views.append(replica.view())
-            return replica
+            self.epoch += 1
+            self.add(Replica(fact.replica_id, fact.instance, *told, now, self.epoch), now)
+            return True
         replica.heard_s, replica.probed_s = now, None
+        if replica.told == told and replica.health is not Health.SUSPECT:
+            return False
         if replica.health is Health.SUSPECT:
             replica.health = Health.UP
-        replica.capacity_tokens, replica.host_tokens = fact.capacity_tokens, fact.host_tokens
-        replica.max_running, replica.max_context_tokens = fact.max_running, fact.max_context_tokens
-        self.changed(replica)
-        return replica
+        replica.capacity_tokens, replica.host_tokens, replica.max_running, replica.max_context_tokens = told
+        self._sum_up()
+        self.changed(replica, now)
+        return True
+
+    def add(self, replica: Replica, now: float) -> None:
+        """One more, that is not known."""
+        self._replicas[replica.replica_id] = replica
+        self._places[replica.replica_id] = len(self._views)
+        self._views.append(replica.view())
+        self._sum_up()
+        self.changed(replica, now)
 
     def gone(self, replica: Replica) -> None:
         """Forget one."""
@@ -119,24 +181,35 @@ class Fleet:
         for replica_id, other in self._places.items():
             if other > place:
                 self._places[replica_id] = other - 1
+        self._sum_up()
 
-    def changed(self, replica: Replica) -> None:
-        """Look at one again. Whoever changes a replica says so."""
+    def changed(self, replica: Replica, now: float) -> None:
+        """Look at one again, whose load or health may be another. Whoever changes a replica says so."""
         self._views[self._places[replica.replica_id]] = replica.view()
+        if self.full(replica):
+            replica.idle_since_s = None
+        elif replica.idle_since_s is None:
+            replica.idle_since_s = now
+            self.newly_idle = True
 
-    def sent(self, replica: Replica, request_id: str, context_tokens: int) -> None:
+    def sent(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
         """A request goes there."""
         replica.in_flight[request_id] = context_tokens
         replica.in_flight_tokens += context_tokens
-        self.changed(replica)
+        self.changed(replica, now)
 
-    def over(self, replica: Replica, request_id: str) -> None:
+    def over(self, replica: Replica, request_id: str, now: float) -> None:
         """A request that was sent there is over, or never came there."""
         replica.in_flight_tokens -= replica.in_flight.pop(request_id)
-        self.changed(replica)
+        self.changed(replica, now)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Programs at home there are so many more, and need so much more together."""
         replica.homed += programs
         replica.homed_tokens += tokens
-        self.changed(replica)
+        self._views[self._places[replica.replica_id]] = replica.view()
+
+    def _sum_up(self) -> None:
+        self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
+        self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
+        self.longest_tokens = max((r.max_context_tokens or r.capacity_tokens for r in self), default=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ...policy.remaining import LengthView, RemainingPolicy, Survival
 from ...program.history import SlidingMean
@@ -19,6 +20,8 @@ LEAST_ENDED = 16
 MEAN_OF = 256
 """Newest programs or turns that a mean is taken of."""
 MOST_KINDS = 512
+EXPECTED_VERSION = 1
+"""Version of the documents that ``Expectations`` writes and reads."""
 
 
 @dataclass(slots=True)
@@ -88,6 +91,10 @@ class Programs:
             del self._programs[idle.key]
         return program, idle
 
+    def add(self, program: Program) -> None:
+        """One that another core knew; said of all, those first that were silent for longest."""
+        self._programs[program.key] = program
+
     def ended(self, key: Key) -> Program | None:
         """Take one out."""
         return self._programs.pop(key, None)
@@ -146,6 +153,26 @@ class Expectations:
         """Seconds from a program's first request to its end, of those of its kind; ``None``: not known."""
         return _mean(self._life_s, program.agent_type)
 
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document."""
+        return {
+            "version": EXPECTED_VERSION,
+            "peaks": self._peaks.snapshot(),
+            "turns": self._turns.snapshot(),
+            "turn_s": [[kind, mean.values()] for kind, mean in self._turn_s.items()],
+            "life_s": [[kind, mean.values()] for kind, mean in self._life_s.items()],
+        }
+
+    def restore(self, document: Any) -> None:
+        """Take in what a ``snapshot`` was taken of, in place of what is known. Raises ``ValueError`` for
+        anything else."""
+        if not isinstance(document, Mapping) or document.get("version") != EXPECTED_VERSION:
+            raise ValueError(f"expectations: expected a document of version {EXPECTED_VERSION}")
+        peaks = OutputLengths.restore(document.get("peaks"))
+        turns = OutputLengths.restore(document.get("turns"))
+        turn_s, life_s = _read_means(document.get("turn_s")), _read_means(document.get("life_s"))
+        self._peaks, self._turns, self._turn_s, self._life_s = peaks, turns, turn_s, life_s
+
     def _left(self, lengths: OutputLengths, kind: str | None, so_far: int, most: int) -> float | None:
         known = lengths.known(kind, None, LEAST_ENDED)
         left = self._predictor.remaining(LengthView("", so_far, most, known, None, None), 0.0)
@@ -165,3 +192,20 @@ def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: 
 def _mean(means: OrderedDict[str | None, SlidingMean], kind: str | None) -> float | None:
     mean = means.get(kind) or means.get(None)
     return mean.mean() if mean is not None else None
+
+
+def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
+    if not isinstance(entries, list):
+        raise ValueError(f"expectations: {entries!r}; expected a list of kinds and seconds")
+    means: OrderedDict[str | None, SlidingMean] = OrderedDict()
+    for entry in entries[-MOST_KINDS:]:
+        match entry:
+            case [str() | None as kind, list(values)]:
+                mean = means[kind] = SlidingMean(MEAN_OF)
+                for value in values:
+                    if not isinstance(value, (int, float)) or isinstance(value, bool):
+                        raise ValueError(f"expectations: {value!r} of {kind!r}; expected seconds")
+                    mean.observe(value)
+            case _:
+                raise ValueError(f"expectations: {entry!r}; expected a kind and its seconds")
+    return means

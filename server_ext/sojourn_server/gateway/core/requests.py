@@ -1,0 +1,118 @@
+"""Where every request is: it waits for any replica, waits for one of them, or was sent to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .fleet import Fleet, Replica
+from .line import Line, Waiting
+from .tenants import Tenants
+
+
+class Requests:
+    """Moves requests between these three, and keeps the sums of programs, replicas and tenants right."""
+
+    def __init__(self, fleet: Fleet, tenants: Tenants) -> None:
+        self._fleet = fleet
+        self._tenants = tenants
+        self.by_id: dict[str, Waiting] = {}
+        """All that are not over."""
+        self.anywhere = Line(by_tenant=tenants.take_turns)
+        self.queues: dict[str, Line] = {}
+        """By the replica that they wait for; none is empty."""
+        self.waiting = 0
+        """Those that have not been sent."""
+        self.strays: dict[str, Waiting] = {}
+        """Sent to replicas that have not registered with this core."""
+        self.freed: set[str] = set()
+        """Replicas with less to do since this was last emptied."""
+        self.queued = False
+        """Somebody began to wait for a replica since this was last set to False."""
+
+    def open(self, waiting: Waiting) -> None:
+        """One came; where it waits is said next."""
+        self.by_id[waiting.request_id] = waiting
+        self.waiting += 1
+        if waiting.program is not None:
+            waiting.program.waiting += 1
+        self._tenants.came(waiting.tenant, waiting.program)
+
+    def close(self, waiting: Waiting, now: float) -> None:
+        """One is over, wherever it was."""
+        if waiting.sent_s is not None:
+            self.take_back(waiting, now)
+        else:
+            self.take_out(waiting)
+        del self.by_id[waiting.request_id]
+        self.waiting -= 1
+        if waiting.program is not None:
+            waiting.program.waiting -= 1
+        self._tenants.over(waiting.tenant, waiting.program)
+
+    def wait_anywhere(self, waiting: Waiting) -> None:
+        """It waits for any replica; it waits nowhere yet."""
+        waiting.replica_id = None
+        self.anywhere.add(waiting)
+
+    def wait_at(self, waiting: Waiting, replica_id: str) -> None:
+        """It waits for this replica; it waits nowhere yet."""
+        self.queued = True
+        waiting.replica_id = replica_id
+        queue = self.queues.get(replica_id)
+        if queue is None:
+            queue = self.queues[replica_id] = Line(by_tenant=self._tenants.take_turns)
+        queue.add(waiting)
+
+    def take_out(self, waiting: Waiting) -> None:
+        """It no longer waits where it did."""
+        if waiting.replica_id is None:
+            self.anywhere.remove(waiting)
+            return
+        queue = self.queues.get(waiting.replica_id)
+        if queue is not None and queue.remove(waiting) and not queue:
+            del self.queues[waiting.replica_id]
+        waiting.replica_id = None
+
+    def send(self, waiting: Waiting, replica_id: str, now: float) -> None:
+        """It is sent; it waits nowhere any more."""
+        waiting.replica_id, waiting.sent_s = replica_id, now
+        self.waiting -= 1
+        if waiting.program is not None:
+            waiting.program.waiting -= 1
+            waiting.program.in_flight += 1
+        self._tenants.charge(waiting.tenant, waiting.context_tokens)
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            self.strays[waiting.request_id] = waiting
+        else:
+            self._fleet.sent(replica, waiting.request_id, waiting.context_tokens, now)
+
+    def take_back(self, waiting: Waiting, now: float) -> None:
+        """It is no longer where it was sent, and waits nowhere yet."""
+        replica = self._fleet.get(waiting.replica_id)
+        if replica is not None and waiting.request_id in replica.in_flight:
+            self._fleet.over(replica, waiting.request_id, now)
+            self.freed.add(replica.replica_id)
+        self.strays.pop(waiting.request_id, None)
+        self._tenants.charge(waiting.tenant, -waiting.context_tokens)
+        self.waiting += 1
+        if waiting.program is not None:
+            waiting.program.in_flight -= 1
+            waiting.program.waiting += 1
+        waiting.replica_id = waiting.sent_s = None
+        waiting.began = False
+
+    def adopt(self, replica: Replica, now: float) -> None:
+        """A replica registers to which some have been sent already."""
+        for waiting in [w for w in self.strays.values() if w.replica_id == replica.replica_id]:
+            del self.strays[waiting.request_id]
+            self._fleet.sent(replica, waiting.request_id, waiting.context_tokens, now)
+
+    def lines(self) -> list[Line]:
+        """All in which somebody may wait."""
+        return [self.anywhere, *self.queues.values()]
+
+    def everybody_who_waits(self) -> Iterator[Waiting]:
+        """Those that have not been sent."""
+        for line in self.lines():
+            yield from line

@@ -1,0 +1,1 @@
+"""The gateway as HTTP: requests in, what the core decided out. No vLLM and no Ray in here."""

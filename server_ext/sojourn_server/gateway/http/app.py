@@ -1,0 +1,365 @@
+"""All of a gateway's routes, and the tasks beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...web.body import read_body
+from ...web.failure import Failure
+from ..core import facts
+from .apis import Api
+from .books import Books
+from .decider import Decider, ReplicaState, Told
+from .engines import ReplicaLost, ask_engine, open_session
+from .headers import GATEWAY, back, onwards
+from .moving import Mover
+from .news import ProgramNews
+from .overview import Overview
+from .relay import MAX_BODY_BYTES, Relay
+from .replicas import Address, Replicas
+from .tenants import Tenants
+from .watch import Watch
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/sojourn/v1"
+MOST_SHOWN = 1000
+_SMALL_BODY_BYTES = 16 << 20
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """What an operator chooses."""
+
+    policy: str
+    engine_key: str | None = None
+    """Shown to engines in place of a client's own."""
+    admin_key: str | None = None
+    """Whoever shows it may drain replicas and see all tenants'; without one nobody may drain."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    reads_prefixes: bool = False
+
+
+class Gateway:
+    """One process's: everything between the clients' connections and the engines'."""
+
+    def __init__(
+        self,
+        decider: Decider,
+        replicas: Replicas,
+        tenants: Tenants,
+        options: GatewayOptions,
+        books: Books,
+        *,
+        uses: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """``uses``: by tenant, share in flight ÷ share it has."""
+        self.decider = decider
+        self.replicas = replicas
+        self.books = books
+        self.options = options
+        self.watch: Watch | None = None
+        self._tenants = tenants
+        self._uses = uses
+        self._open: aiohttp.ClientSession | None = None
+        self.news = ProgramNews(decider, replicas, self.session, engine_key=options.engine_key)
+        self._mover = Mover(self.news, replicas, self._describes, self.session, books)
+        self._overview = Overview(replicas, self.session, engine_key=options.engine_key)
+        self.relay = Relay(
+            decider,
+            replicas,
+            tenants,
+            self.session,
+            self.news,
+            self._mover,
+            books,
+            engine_key=options.engine_key,
+            reads_prefixes=options.reads_prefixes,
+            max_body_bytes=options.max_body_bytes,
+        )
+        decider.on_told = self._told
+
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to engines; they belong to the event loop that runs."""
+        if self._open is None:
+            self._open = open_session()
+        return self._open
+
+    async def close(self) -> None:
+        """Close them."""
+        if self._open is not None:
+            await self._open.close()
+            self._open = None
+
+    def app(self, beside: Callable[[], list[Awaitable[Any]]]) -> Starlette:
+        """The ASGI application. ``beside``: what runs as long as it does."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            tasks = [asyncio.ensure_future(one) for one in beside()]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self.close()
+
+        return Starlette(routes=self._routes(), lifespan=lifespan)
+
+    def _routes(self) -> list[Route]:
+        generate = [Route(api.value, _Asgi(self.relay.route(api)), methods=["POST"]) for api in Api]
+        return [
+            *generate,
+            Route("/v1/models", self._guard(self._models)),
+            Route("/tokenize", self._guard(self._anywhere), methods=["POST"]),
+            Route("/detokenize", self._guard(self._anywhere), methods=["POST"]),
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/metrics", self._metrics),
+            Route(f"{PREFIX}/events", self._guard(self._events), methods=["POST"]),
+            Route(f"{PREFIX}/capabilities", self._guard(self._capabilities)),
+            Route(f"{PREFIX}/programs", self._guard(self._programs)),
+            Route(f"{PREFIX}/programs/{{program_id:path}}", self._guard(self._program)),
+            Route(f"{PREFIX}/graphs", self._guard(self._graphs)),
+            Route(f"{PREFIX}/graphs/{{graph_hash}}", self._guard(self._graph)),
+            Route(f"{PREFIX}/stats", self._guard(self._stats)),
+            Route(f"{PREFIX}/decisions", self._guard(self._decisions)),
+            Route(f"{PREFIX}/moves", self._guard(self._moves)),
+            Route(f"{PREFIX}/replicas", self._guard(self._replica_list)),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/drain", self._guard(self._drain), methods=["POST"]),
+        ]
+
+    # -- who asks -----------------------------------------------------------------
+
+    def _guard(self, handle: Handler) -> Handler:
+        """Checks the key before anything is read, and words every error."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                if self._is_admin(request):
+                    request.state.tenant = None
+                else:
+                    request.state.tenant = self._tenants.of(
+                        request.headers.get("authorization"), request.headers.get("x-api-key")
+                    )
+                    if request.state.tenant is None:
+                        raise Failure(401, "missing or unknown API key", "send one of the gateway's keys")
+                response = await handle(request)
+            except Failure as failure:
+                response = failure.response()
+            response.headers.setdefault(GATEWAY, "1")
+            return response
+
+        return guarded
+
+    def _is_admin(self, request: Request) -> bool:
+        key = self.options.admin_key
+        scheme, _, shown = (request.headers.get("authorization") or "").partition(" ")
+        return (
+            key is not None
+            and scheme.lower() == "bearer"
+            and hmac.compare_digest(shown.encode(), key.encode())
+        )
+
+    def _only_admin(self, request: Request) -> None:
+        if request.state.tenant is not None and (self._tenants.checks or self.options.admin_key is not None):
+            raise Failure(403, "this shows every tenant's programs", "send the gateway's admin key")
+
+    def _tenant(self, request: Request) -> str:
+        tenant: str | None = request.state.tenant
+        return tenant if tenant is not None else "admin"
+
+    # -- the engines' own routes ----------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        found = await self._overview.first("/v1/models", request.headers.get("authorization"))
+        if found is None:
+            raise Failure(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+        return Response(found[1], media_type="application/json")
+
+    async def _anywhere(self, request: Request) -> Response:
+        """What any engine can answer."""
+        body = await read_body(request, _SMALL_BODY_BYTES)
+        passed = onwards(request.scope["headers"], key=self.options.engine_key, rank=None, session=None)
+        for address in self.replicas.engines():
+            try:
+                answer = await ask_engine(self.session(), address, "POST", request.url.path, passed, body)
+            except ReplicaLost:
+                continue
+            answer.response.close()
+            response = Response(answer.first, answer.response.status)
+            response.raw_headers.extend(
+                pair
+                for pair in back(answer.response.raw_headers, address.replica_id)
+                if pair[0] != b"content-length"
+            )
+            return response
+        raise Failure(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+
+    async def _health(self, request: Request) -> Response:
+        """200 as soon as some replica is well."""
+        states = await self.decider.replicas()
+        up = sum(state.health != "suspect" for state in states)
+        return _json({"replicas": len(states), "up": up}, 200 if up else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        states = await self.decider.replicas()
+        return Response(self.books.exposition(states, self._uses()), media_type="text/plain; version=0.0.4")
+
+    # -- ours ---------------------------------------------------------------------
+
+    async def _events(self, request: Request) -> Response:
+        body = await read_body(request, MAX_BATCH_BYTES)
+        try:
+            batch = decode_batch(body)
+        except WireError as error:
+            raise Failure(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
+        outcomes = await self.news.came(batch, self._tenant(request), request.headers.get("authorization"))
+        return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
+
+    async def _capabilities(self, request: Request) -> Response:
+        found = await self._overview.capabilities(request.headers.get("authorization"))
+        if not found:
+            raise Failure(
+                503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
+            )
+        return _json({**found, "cluster_policy": self.options.policy})
+
+    async def _programs(self, request: Request) -> Response:
+        limit = _number(request, "limit", 100, 1, MOST_SHOWN)
+        known = [
+            place for place in await self.decider.programs() if request.state.tenant in (None, place.tenant)
+        ]
+        return _json({"programs": known[:limit], "shown": min(limit, len(known)), "total": len(known)})
+
+    async def _program(self, request: Request) -> Response:
+        program_id = request.path_params["program_id"]
+        for place in await self.decider.programs():
+            if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
+                continue
+            told = None
+            if place.replica is not None:
+                path = f"{PREFIX}/programs/{_quoted(program_id)}"
+                told = await self._overview.one(place.replica, path, request.headers.get("authorization"))
+            engine = msgspec.json.decode(told[1]) if told is not None and told[0] == 200 else None
+            return _json({**msgspec.to_builtins(place), "engine": engine})
+        raise Failure(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+
+    async def _graphs(self, request: Request) -> Response:
+        return _json(await self._overview.graphs(request.headers.get("authorization")))
+
+    async def _graph(self, request: Request) -> Response:
+        path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
+        found = await self._overview.first(path, request.headers.get("authorization"))
+        if found is None:
+            raise Failure(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
+        return Response(found[1], media_type="application/json")
+
+    async def _stats(self, request: Request) -> Response:
+        self._only_admin(request)
+        engines, silent = await self._overview.ask(f"{PREFIX}/stats", request.headers.get("authorization"))
+        return _json({"replicas": await self.decider.replicas(), "engines": engines, "silent": silent})
+
+    async def _decisions(self, request: Request) -> Response:
+        self._only_admin(request)
+        replica = self._replica(request.query_params.get("replica"))
+        query = "&".join(
+            f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
+        )
+        path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
+        found = await self._overview.one(replica.replica_id, path, request.headers.get("authorization"))
+        if found is None:
+            raise Failure(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
+        return Response(found[1], found[0], media_type="application/json")
+
+    async def _moves(self, request: Request) -> Response:
+        since = _number(request, "since", 0, 0, 2**63 - 1)
+        limit = _number(request, "limit", 100, 1, MOST_SHOWN)
+        moves, following = self.books.moves(since, limit)
+        shown = [move for move in moves if request.state.tenant in (None, move.tenant)]
+        return _json({"moves": shown, "next": following})
+
+    async def _replica_list(self, request: Request) -> Response:
+        states = await self.decider.replicas()
+        missing = self.watch.missing() if self.watch is not None else []
+        return _json({"replicas": states, "missing": missing})
+
+    async def _drain(self, request: Request) -> Response:
+        if self.options.admin_key is None:
+            raise Failure(403, "nobody may drain replicas here", "start the gateway with an admin key")
+        if request.state.tenant is not None:
+            raise Failure(403, "only operators drain replicas", "send the gateway's admin key")
+        replica = self._replica(request.path_params["replica"])
+        self.decider.tell(facts.ReplicaDrains(replica.replica_id))
+        return _json(_state_of(await self.decider.replicas(), replica.replica_id))
+
+    def _replica(self, name: str | None) -> Address:
+        address = self.replicas.get(name) if name is not None else next(iter(self.replicas), None)
+        if address is None:
+            known = ", ".join(one.replica_id for one in self.replicas) or "none yet"
+            raise Failure(404, "no such replica here", f"replicas are: {known}")
+        return address
+
+    # -- inside -------------------------------------------------------------------
+
+    def _told(self, told: Told) -> None:
+        if isinstance(told, facts.Left):
+            self._mover.left(told)
+        elif self.watch is not None:
+            self.watch.probe(told)
+
+    def _describes(self, replica_id: str) -> Any:
+        return self.watch.describes(replica_id) if self.watch is not None else None
+
+
+class _Asgi:
+    """A function as an application: of a plain function a router would think that it takes a request."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def _json(document: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, media_type="application/json")
+
+
+def _state_of(states: Any, replica_id: str) -> ReplicaState | None:
+    return next((state for state in states if state.replica == replica_id), None)
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise Failure(400, f"{name} is {text[:40]!r}", f"expected a whole number from {least} to {most}")
+    return value
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")

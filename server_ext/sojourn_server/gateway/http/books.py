@@ -1,0 +1,156 @@
+"""What the gateway did: counts for ``/metrics`` and a ledger of the newest moves."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from ..core import facts
+from .decider import ReplicaState
+
+MOST_MOVES = 10_000
+_WAITS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_HEALTHS = ("up", "draining", "suspect")
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A program went from one replica to another."""
+
+    number: int
+    unix_s: float
+    program_id: str
+    tenant: str
+    moved_from: str
+    moved_to: str
+    reason: str
+    kv: str
+    """What became of its KV: ``shared`` (the new replica finds it on the shared disk), ``recomputed``."""
+    waited_s: float
+    """How long its request waited for KV to be written out."""
+
+
+class Books:
+    """One gateway's. Names and labels as ``docs/metrics.md`` has them; ids are never labels."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        self._moves: deque[Move] = deque(maxlen=MOST_MOVES)
+        self._number = 0
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
+
+        self._requests = counter(
+            "requests", "Requests sent to a replica, by the reason for which one.", "reason"
+        )
+        self._refused = counter(
+            "refused", "Requests answered by the gateway with an error, by its code.", "code"
+        )
+        self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
+        self._recalled = counter("recalls", "Requests taken back from a replica for somebody more urgent.")
+        self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
+        self._forged = counter(
+            "foreign_programs", "Requests under the id of another tenant's program.", "tenant"
+        )
+        self._waits = Histogram(
+            "sojourn_gateway_wait_seconds",
+            "Time that requests waited at the gateway before they were sent.",
+            buckets=_WAITS_S,
+            registry=self.registry,
+        )
+        self._load = gauge("replica_load", "Share of a replica that requests in flight use.", "replica")
+        self._in_flight = gauge(
+            "replica_in_flight", "Requests sent to a replica and not answered.", "replica"
+        )
+        self._queued = gauge("replica_queued", "Requests that wait at the gateway for a replica.", "replica")
+        self._homed = gauge("replica_programs", "Programs at home at a replica.", "replica")
+        self._room = gauge(
+            "replica_room_tokens", "KV that the programs at home leave of all tiers of a replica.", "replica"
+        )
+        self._health = gauge("replica_health", "1 for what is believed of a replica.", "replica", "health")
+        self._balance = gauge("load_spread", "Load of the most loaded replica less that of the least loaded.")
+        self._use = gauge(
+            "tenant_use_ratio", "What a tenant's requests in flight use of its share.", "tenant"
+        )
+        self._shown: set[str] = set()
+
+    # -- what happens -------------------------------------------------------------
+
+    def sent(self, reason: str, waited_s: float) -> None:
+        """A request went to a replica, which answers it."""
+        self._requests.labels(reason).inc()
+        self._waits.observe(waited_s)
+
+    def decided(self, action: facts.AnyAction) -> None:
+        """The core decided something."""
+        if isinstance(action, facts.Refuse):
+            self._refused.labels(action.code).inc()
+        elif isinstance(action, facts.Recall):
+            self._recalled.inc()
+
+    def moved(
+        self,
+        tenant: str,
+        program_id: str,
+        moved_from: str,
+        moved_to: str,
+        reason: str,
+        kv: str,
+        waited_s: float,
+    ) -> None:
+        """A program has a new home, and its first request there goes on."""
+        self._moved.labels(reason).inc()
+        self._moves.append(
+            Move(
+                self._number, self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
+                round(waited_s, 4),
+            )
+        )  # fmt: skip
+        self._number += 1
+
+    def cut(self) -> None:
+        """An answer broke off."""
+        self._cut.inc()
+
+    def forged(self, tenant: str) -> None:
+        """A tenant used the id of another's program."""
+        self._forged.labels(tenant).inc()
+
+    # -- who asks -----------------------------------------------------------------
+
+    def moves(self, since: int, limit: int) -> tuple[Sequence[Move], int]:
+        """From number ``since`` on, and the number to go on with."""
+        found = [move for move in self._moves if move.number >= since][:limit]
+        return found, (found[-1].number + 1 if found else max(since, self._number))
+
+    def exposition(self, replicas: Sequence[ReplicaState], uses: dict[str, float]) -> bytes:
+        """In Prometheus' text format. ``uses``: by tenant, share in flight ÷ share it has."""
+        for state in replicas:
+            self._load.labels(state.replica).set(state.load)
+            self._in_flight.labels(state.replica).set(state.in_flight)
+            self._queued.labels(state.replica).set(state.queued)
+            self._homed.labels(state.replica).set(state.programs)
+            self._room.labels(state.replica).set(state.room_tokens)
+            for health in _HEALTHS:
+                self._health.labels(state.replica, health).set(float(health == state.health))
+        loads = [state.load for state in replicas]
+        self._balance.set(max(loads) - min(loads) if loads else 0.0)
+        names = {state.replica for state in replicas}
+        for gone in self._shown - names:
+            for gauge in (self._load, self._in_flight, self._queued, self._homed, self._room):
+                gauge.remove(gone)
+            for health in _HEALTHS:
+                self._health.remove(gone, health)
+        self._shown = names
+        for tenant, use in uses.items():
+            self._use.labels(tenant).set(use)
+        return generate_latest(self.registry)

@@ -1,0 +1,137 @@
+"""What a gateway reads of a request: whose it is, how long it is, whether its answer is a stream.
+
+The body goes on to the engine byte for byte. Of what it says only what is listed here is looked at, and
+nothing of it is believed about who pays.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, TypeGuard
+
+import msgspec
+from sojourn.hints import AgenticContext
+
+from ...engine.identity import CONTEXT_KEY, read_identity
+from .apis import Api
+
+PIECE_BYTES = 1024
+"""About 16 of vLLM's blocks."""
+
+
+class BadQuestion(ValueError):
+    """The body is no request of this API; the text says what was wrong and what was expected."""
+
+
+class _Body(msgspec.Struct):
+    stream: bool | None = None
+    model: str | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    vllm_xargs: dict[str, Any] | None = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    previous_response_id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_ids = msgspec.json.Decoder(list[int | list[int]])
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One request, as far as it matters where it goes."""
+
+    stream: bool
+    model: str | None
+    program_id: str | None
+    context: AgenticContext | None
+    prompt: tuple[msgspec.Raw, ...]
+    """The parts of the body that become the prompt, roughly in its order."""
+    prompt_tokens: int | None
+    """Where the prompt came as token ids; ``None``: known only to the engine."""
+    output_tokens: int
+    """At most, or as many as its client expects; 0: not said."""
+    previous_response_id: str | None = None
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Of JSON."""
+        return sum(len(bytes(part)) for part in self.prompt)
+
+    def prefix(self) -> tuple[int, ...]:
+        """Hashes of its prompt's pieces, each of one and all before it; the last, shorter one is left out.
+
+        Two that differ may have the same hash: it is a guess at what an engine has, and no more.
+        """
+        text = b"".join(bytes(part) for part in self.prompt)
+        chain, found = 0, []
+        for start in range(0, len(text) - PIECE_BYTES + 1, PIECE_BYTES):
+            chain = zlib.crc32(text[start : start + PIECE_BYTES], chain)
+            found.append(chain)
+        return tuple(found)
+
+    @property
+    def parent_id(self) -> str | None:
+        """The program that started this one."""
+        return self.context.parent_program_id if self.context is not None else None
+
+    @property
+    def agent_type(self) -> str | None:
+        """The kind of program."""
+        own = self.context.sojourn if self.context is not None else None
+        return own.agent_type if own is not None else None
+
+    @property
+    def is_last(self) -> bool:
+        """Its program's client says that no turn follows."""
+        own = self.context.sojourn if self.context is not None else None
+        return own is not None and own.final
+
+
+def read_question(api: Api, body: bytes, session: str | None) -> Question:
+    """``session``: the header ``X-Session-ID``. Raises ``BadQuestion``."""
+    try:
+        read = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadQuestion(f"the body is no request of {api.value}: {error}") from None
+    identity = read_identity(session, read.vllm_xargs)
+    expected = identity.context.expected_output_length if identity.context is not None else None
+    told = (expected, read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    return Question(
+        read.stream is True,
+        read.model,
+        identity.program_id,
+        identity.context,
+        (read.tools, read.system, read.instructions, read.messages, read.input, read.prompt),
+        _count_ids(bytes(read.prompt)) if api is Api.COMPLETIONS else None,
+        next((count for count in told if _is_count(count)), 0),
+        read.previous_response_id,
+    )
+
+
+def without_identity(body: bytes) -> bytes:
+    """The same request of no program. What it says under ``vllm_xargs`` besides is kept."""
+    document = msgspec.json.decode(body)
+    xargs = document.get("vllm_xargs")
+    if isinstance(xargs, dict) and CONTEXT_KEY in xargs:
+        document["vllm_xargs"] = {key: value for key, value in xargs.items() if key != CONTEXT_KEY}
+    return msgspec.json.encode(document)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _count_ids(prompt: bytes) -> int | None:
+    if not prompt.startswith(b"["):
+        return None
+    try:
+        ids = _ids.decode(prompt)
+    except msgspec.DecodeError:
+        return None  # a list of texts
+    return sum(len(part) if isinstance(part, list) else 1 for part in ids)

@@ -1,0 +1,360 @@
+"""A request on its way: asked for, sent, repeated elsewhere if need be, and its answer passed back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import aiohttp
+
+from ..core import facts
+from . import headers
+from .answer_meter import AnswerMeter, WholeEvents
+from .apis import Api, error_body, error_event
+from .books import Books
+from .decider import Decider
+from .engines import Answer, ReplicaLost, ask_engine
+from .headers import Raw
+from .moving import Mover
+from .news import ProgramNews
+from .question import BadQuestion, Question, read_question, without_identity
+from .replicas import Replicas
+from .sizes import PromptSizes
+from .tenants import Tenants
+from .ticket import ClientGone, Ticket
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 64 << 20
+BODY_TIMEOUT_S = 60.0
+MOST_RESPONSES = 100_000
+"""Answers remembered whose conversation may be gone on with by their id."""
+
+
+class _Refused(Exception):
+    """The request gets an answer of the gateway's own."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Relay:
+    """The routes that generate. One for all of them, in one event loop."""
+
+    def __init__(
+        self,
+        decider: Decider,
+        replicas: Replicas,
+        tenants: Tenants,
+        session: Callable[[], aiohttp.ClientSession],
+        news: ProgramNews,
+        mover: Mover,
+        books: Books,
+        *,
+        engine_key: str | None = None,
+        reads_prefixes: bool = False,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engine_key``: shown to engines in place of the client's own."""
+        self._decider = decider
+        self._replicas = replicas
+        self._tenants = tenants
+        self._session = session
+        self._news = news
+        self._mover = mover
+        self._books = books
+        self._engine_key = engine_key
+        self._reads_prefixes = reads_prefixes
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._sizes = PromptSizes()
+        self._conversations: OrderedDict[str, str] = OrderedDict()
+        """Program that an answer of the responses API belongs to, by the answer's id."""
+
+    def route(self, api: Api) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        """An ASGI application for one API."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(api, scope, receive, send)
+
+        return app
+
+    async def _serve(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
+        raw: Raw = scope["headers"]
+        try:
+            tenant = self._tenants.of(headers.one(raw, b"authorization"), headers.one(raw, b"x-api-key"))
+            if tenant is None:
+                raise _Refused(
+                    401, "invalid_api_key", "missing or unknown API key; expected one of the gateway's"
+                )
+            if headers.one(raw, b"content-encoding") not in (None, "identity"):
+                raise _Refused(415, "encoded_body", "the body is compressed; expected plain JSON")
+            body = await self._read_body(raw, receive)
+            if body is None:
+                return
+            exchange = _Exchange(self, api, scope, send, tenant, body)
+        except _Refused as refused:
+            await _answer(send, api, refused)
+            return
+        watch = asyncio.ensure_future(_until_gone(receive, exchange.ticket))
+        try:
+            await exchange.run()
+        finally:
+            watch.cancel()
+
+    async def _read_body(self, raw: Raw, receive: Receive) -> bytes | None:
+        """``None``: the client went away."""
+        declared = headers.one(raw, b"content-length") or ""
+        too_large = _Refused(413, "body_too_large", f"the body is larger than {self._max_body_bytes} bytes")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+            raise too_large
+        try:
+            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
+            body: bytes = message.get("body", b"")
+            parts = [body]
+            size = len(body)
+            while message["type"] == "http.request" and message.get("more_body"):
+                message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > self._max_body_bytes:
+                    raise too_large
+        except asyncio.TimeoutError:
+            raise _Refused(408, "slow_body", f"no more of the body came for {BODY_TIMEOUT_S:g} s") from None
+        return b"".join(parts) if message["type"] == "http.request" else None
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, relay: Relay, api: Api, scope: Scope, send: Send, tenant: str, body: bytes) -> None:
+        self._relay = relay
+        self._api = api
+        self._scope = scope
+        self._to_client = send
+        self._tenant = tenant
+        self._body = body
+        raw: Raw = scope["headers"]
+        session = headers.one(raw, headers.SESSION.lower().encode())
+        try:
+            question = read_question(api, body, session)
+        except BadQuestion as error:
+            raise _Refused(400, "bad_request", str(error)) from None
+        program_id = question.program_id
+        if program_id is None and question.previous_response_id is not None:
+            program_id = relay._conversations.get(f"{tenant}/{question.previous_response_id}")
+        if program_id is not None and relay._decider.is_anothers(tenant, program_id):
+            # Served all the same, but as of no program: the engine would take the two for one.
+            relay._books.forged(tenant)
+            self._body, session, program_id = without_identity(body), None, None
+        self.question: Question = question
+        self._program_id = program_id
+        self._session_header = session
+        self._asked_s = relay._clock()
+        context = question.context
+        deadline_s = context.deadline_seconds if context is not None else None
+        self.ticket: Ticket = relay._decider.open(
+            facts.Asked(
+                # Not the client's own name for it: two clients may use the same.
+                secrets.token_hex(12),
+                tenant,
+                relay._sizes.tokens(question),
+                program_id=program_id,
+                parent_id=question.parent_id,
+                agent_type=question.agent_type,
+                output_tokens=question.output_tokens,
+                deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
+                prefix=question.prefix() if relay._reads_prefixes else (),
+            )
+        )
+        if program_id is not None and context is not None and context.sojourn is not None:
+            authorization = headers.one(raw, b"authorization")
+            relay._news.rode((tenant, program_id), context.sojourn.events, authorization)
+        self._meter = AnswerMeter(stream=question.stream)
+        self._began = False
+        self._sent_to: str | None = None
+
+    async def run(self) -> None:
+        """Until the answer is over, whatever became of it."""
+        decider = self._relay._decider
+        try:
+            await self._until_answered()
+        except _Refused as refused:
+            await _answer(self._to_client, self._api, refused)
+        except ClientGone:
+            pass
+        except OSError:
+            pass  # the client is gone, and the server says so when written to
+        finally:
+            decider.tell(
+                facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=self._sent_to)
+            )
+            decider.close(self.ticket)
+        if self._program_id is not None and self.question.is_last:
+            self._relay._news.forget((self._tenant, self._program_id))
+            decider.tell(facts.ProgramEnded(self._program_id, self._tenant))
+
+    async def _until_answered(self) -> None:
+        while True:
+            decision = await self.ticket.next()
+            if isinstance(decision, facts.Refuse):
+                raise _Refused(decision.status, decision.code, decision.message, decision.retry_after_s)
+            if isinstance(decision, facts.Cut):
+                raise _Refused(502, "replica_lost", "the replica that was answering is gone", 1.0)
+            if isinstance(decision, facts.Recall):
+                continue  # where it goes next is still to come
+            if await self._at(decision):
+                return
+
+    async def _at(self, decision: facts.Send) -> bool:
+        """Be answered by the replica that was decided on; False: it will be another one."""
+        relay = self._relay
+        self._sent_to = decision.replica_id
+        address = relay._replicas.get(decision.replica_id)
+        if address is None:
+            self._lost(decision.replica_id, "its address is not known")
+            return False
+        waited_s = relay._clock() - self._asked_s
+        passed = headers.onwards(
+            self._scope["headers"], key=relay._engine_key, rank=address.rank, session=self._session_header
+        )
+        if decision.moved_from is not None and self._program_id is not None:
+            await relay._mover.moved(
+                (self._tenant, self._program_id),
+                decision.moved_from,
+                decision.replica_id,
+                decision.reason,
+                passed.get("Authorization"),
+            )
+            if self.ticket.has_news:
+                return False
+        elif self._program_id is not None:
+            relay._news.settled((self._tenant, self._program_id), decision.replica_id)
+        asking = asyncio.ensure_future(self._ask(address, passed))
+        if not await self.ticket.while_unchanged(asking):
+            return False
+        try:
+            answer = asking.result()
+        except ReplicaLost as error:
+            self._lost(decision.replica_id, str(error))
+            return False
+        relay._books.sent(decision.reason, waited_s)
+        await self._pass_back(answer, decision.replica_id)
+        return True
+
+    async def _ask(self, address: Any, passed: Any) -> Answer:
+        path = self._scope.get("raw_path") or self._scope["path"].encode()
+        query = self._scope.get("query_string", b"")
+        target = path.decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+        return await ask_engine(self._relay._session(), address, "POST", target, passed, self._body)
+
+    def _lost(self, replica_id: str, why: str) -> None:
+        logger.warning("replica %s did not answer a request: %s", replica_id, why)
+        self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id))
+
+    async def _pass_back(self, answer: Answer, replica_id: str) -> None:
+        """From the first byte on there is no other replica for this request."""
+        response = answer.response
+        self._relay._decider.tell(facts.Began(self.ticket.request_id, replica_id))
+        try:
+            self._meter.saw(answer.first)
+            passed_back = headers.back(response.raw_headers, replica_id)
+            await self._to_client(
+                {"type": "http.response.start", "status": response.status, "headers": passed_back}
+            )
+            if answer.is_stream:
+                await self._pass_stream(answer, replica_id)
+            else:
+                await self._to_client({"type": "http.response.body", "body": answer.first})
+            self._learn(response.status)
+        finally:
+            # Of an answer that was not read to its end the connection is of no more use; the engine sees it
+            # close and stops computing.
+            response.close()
+
+    async def _pass_stream(self, answer: Answer, replica_id: str) -> None:
+        events = WholeEvents()
+        # A Cut closes the connection: then reading fails, as if the replica had closed it.
+        self.ticket.on_change = answer.response.close
+        chunk = answer.first
+        ended_well = False
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            while chunk:
+                whole = events.through(chunk)
+                if whole:
+                    await self._write(whole)
+                chunk = await answer.response.content.readany()
+                self._meter.saw(chunk)
+            ended_well = answer.response.content.at_eof() and answer.response.content.exception() is None
+        if self.ticket.client_gone:
+            raise ClientGone
+        if self.ticket.has_news:
+            ended_well = False
+        if ended_well:
+            await self._to_client({"type": "http.response.body", "body": events.rest()})
+            return
+        logger.warning("replica %s broke off an answer after its first byte", replica_id)
+        self._relay._books.cut()
+        self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id))
+        message = "the replica that was answering is gone; send the request again"
+        await self._to_client(
+            {"type": "http.response.body", "body": error_event(self._api, "replica_lost", message)}
+        )
+
+    async def _write(self, chunk: bytes) -> None:
+        try:
+            await self._to_client({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ConnectionError:
+            raise ClientGone from None
+
+    def _learn(self, status: int) -> None:
+        """What the engine told of the request's size, and of the answer's id."""
+        if status != 200:
+            return
+        told = self._meter.prompt_tokens
+        if told is not None:
+            self._relay._sizes.told(self.question, told)
+        if self._api is Api.RESPONSES and self._program_id is not None:
+            name = self._meter.response_id
+            if name is not None:
+                conversations = self._relay._conversations
+                conversations[f"{self._tenant}/{name}"] = self._program_id
+                if len(conversations) > MOST_RESPONSES:
+                    conversations.popitem(last=False)
+
+
+async def _until_gone(receive: Receive, ticket: Ticket) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            ticket.client_is_gone()
+            return
+
+
+async def _answer(send: Send, api: Api | None, refused: _Refused) -> None:
+    body = error_body(api, refused.status, refused.code, refused.message)
+    passed = {"Content-Type": "application/json", "Content-Length": str(len(body)), headers.GATEWAY: "1"}
+    if refused.retry_after_s is not None:
+        passed["Retry-After"] = str(max(1, round(refused.retry_after_s)))
+    if refused.status == 401:
+        passed["WWW-Authenticate"] = "Bearer"
+    with contextlib.suppress(OSError):
+        await send(
+            {"type": "http.response.start", "status": refused.status, "headers": headers.plain(passed)}
+        )
+        await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,70 @@
+"""One request's conversation with whoever decides where it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..core.facts import Cut, Recall, Refuse, Send
+
+Decision = Send | Refuse | Cut | Recall
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Ticket:
+    """What was decided about a request and has not been done yet, in order. Used in one event loop."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.on_change: Callable[[], None] | None = None
+        """Called when there is something new, while whoever holds the ticket waits for something else."""
+        self._decisions: deque[Decision] = deque()
+        self.client_gone = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def take(self, decision: Decision) -> None:
+        """Something was decided."""
+        self._decisions.append(decision)
+        self._wake()
+
+    def client_is_gone(self) -> None:
+        """From now on ``next`` raises ``ClientGone``."""
+        self.client_gone = True
+        self._wake()
+
+    @property
+    def has_news(self) -> bool:
+        """``next`` would not wait."""
+        return bool(self._decisions) or self.client_gone
+
+    async def next(self) -> Decision:
+        """The next decision, once there is one. Raises ``ClientGone``."""
+        while True:
+            if self.client_gone:
+                raise ClientGone
+            if self._decisions:
+                return self._decisions.popleft()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def while_unchanged(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for ``task``, but no longer than until there is news; False: it was cancelled for that."""
+        if not self.has_news and not task.done():
+            changed = self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return True
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self.on_change is not None:
+            self.on_change()

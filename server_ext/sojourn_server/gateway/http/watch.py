@@ -1,0 +1,269 @@
+"""Looking after engines: whether they are there, what they can hold, and whether they are still the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from sojourn.wire import CAPABILITIES_PATH
+
+from ..core import facts
+from .decider import Decider
+from .replicas import Address, Replicas, addresses
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0
+ANSWER_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 10.0
+"""A replica that is slow but alive must be believed for so long."""
+MOST_PROBES_LOST = 3
+DESCRIBE_EVERY = 15
+"""Polls between two looks at what an engine can hold."""
+UNKNOWN_CAPACITY_TOKENS = 1 << 20
+"""Of an engine that tells no size: enough for loads to be told apart by requests, and nothing else."""
+
+_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an engine tells of itself; of each of its ranks."""
+
+    ranks: int
+    instance: str
+    capacity_tokens: int
+    host_tokens: int
+    max_running: int
+    max_context_tokens: int
+    shares_disk: bool
+    speaks_sojourn: bool
+
+
+@dataclass(slots=True)
+class _Watched:
+    url: str
+    description: Description | None = None
+    polls: int = 0
+    probes_lost: int = 0
+    life: int = 0
+    """Counted up each time it was gone: an engine that tells no start is another one afterwards."""
+    places: list[Address] = field(default_factory=list)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Watch:
+    """Tells a decider of the engines at some addresses."""
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        decider: Decider,
+        replicas: Replicas,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        engine_key: str | None = None,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self._watched = {url: _Watched(url) for url in urls}
+        self._decider = decider
+        self._replicas = replicas
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {engine_key}"} if engine_key else {}
+        self._poll_s = poll_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Look after all of them, until cancelled."""
+        await asyncio.gather(*(self._look_after(watched) for watched in self._watched.values()))
+
+    async def look(self) -> None:
+        """Once at each."""
+        await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
+
+    def probe(self, told: facts.Probe) -> None:
+        """Somebody doubts that a replica lives: look now."""
+        address = self._replicas.get(told.replica_id)
+        watched = self._watched.get(address.url) if address is not None else None
+        if watched is not None:
+            task = asyncio.ensure_future(self._probe(watched))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def describes(self, replica_id: str) -> Description | None:
+        """What the engine of a replica last told."""
+        address = self._replicas.get(replica_id)
+        watched = self._watched.get(address.url) if address is not None else None
+        return watched.description if watched is not None else None
+
+    def missing(self) -> list[str]:
+        """Addresses at which no engine answers."""
+        return [watched.url for watched in self._watched.values() if watched.description is None]
+
+    async def _look_after(self, watched: _Watched) -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                await self._check(watched)
+            await asyncio.sleep(self._poll_s)
+
+    async def _check(self, watched: _Watched) -> None:
+        async with watched.checking:
+            alive = await self._lives(watched.url, ANSWER_TIMEOUT_S)
+            if alive is None:
+                return  # no answer yet: the core notices its silence and has it probed
+            if not alive:
+                self._gone(watched, "refused")
+                return
+            watched.probes_lost = 0
+            if watched.description is None or watched.polls % DESCRIBE_EVERY == 0:
+                described = await self._describe(watched)
+                if described is not None:
+                    self._described(watched, described)
+            watched.polls += 1
+            self._seen(watched)
+
+    async def _probe(self, watched: _Watched) -> None:
+        async with watched.checking:
+            alive = await self._lives(watched.url, PROBE_TIMEOUT_S)
+            if alive:
+                watched.probes_lost = 0
+                # It may be another one by now, under the same address.
+                described = await self._describe(watched)
+                if described is not None:
+                    self._described(watched, described)
+                self._seen(watched)
+                return
+            watched.probes_lost += 1
+            if alive is False or watched.probes_lost >= MOST_PROBES_LOST:
+                self._gone(watched, "refused" if alive is False else "silent")
+
+    async def _lives(self, url: str, timeout_s: float) -> bool | None:
+        """``None``: it does not say. A connection that is refused, or a 503, says no."""
+        try:
+            async with self._session().get(
+                f"{url}/health", headers=self._headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as answer:
+                await answer.read()
+                return answer.status not in (500, 503)
+        except aiohttp.ClientConnectorError as error:
+            # Nobody listens there. A name that cannot be resolved, or no route, may be our own trouble.
+            return False if isinstance(error.os_error, ConnectionRefusedError) else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return None
+
+    async def _describe(self, watched: _Watched) -> Description | None:
+        capabilities, metrics, models = await asyncio.gather(
+            self._json(watched.url + CAPABILITIES_PATH),
+            self._text(f"{watched.url}/metrics"),
+            self._json(f"{watched.url}/v1/models"),
+        )
+        if capabilities is None and metrics is None and models is None:
+            return None
+        return describe(capabilities or {}, metrics or "", models or {}, watched.life)
+
+    async def _json(self, url: str) -> dict[str, Any] | None:
+        text = await self._text(url)
+        try:
+            found = msgspec.json.decode(text) if text is not None else None
+        except msgspec.DecodeError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def _text(self, url: str) -> str | None:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        try:
+            async with self._session().get(url, headers=self._headers, timeout=timeout) as answer:
+                return await answer.text() if answer.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
+            return None
+
+    def _described(self, watched: _Watched, described: Description) -> None:
+        known = watched.description
+        if known is not None and known.instance != described.instance:
+            logger.warning("%s was started anew: nothing that it held is left", watched.url)
+        if known is None or known.ranks != described.ranks:
+            self._forget(watched, "described_anew")
+            watched.places = addresses(watched.url, described.ranks)
+        watched.description = described
+
+    def _seen(self, watched: _Watched) -> None:
+        told = watched.description
+        if told is None:
+            return
+        for address in watched.places:
+            self._replicas.add(address)
+            self._decider.tell(
+                facts.ReplicaSeen(
+                    address.replica_id,
+                    told.instance,
+                    told.capacity_tokens,
+                    host_tokens=told.host_tokens,
+                    max_running=told.max_running,
+                    max_context_tokens=told.max_context_tokens,
+                )
+            )
+
+    def _gone(self, watched: _Watched, reason: str) -> None:
+        if watched.description is None:
+            return
+        logger.warning("%s is gone (%s); its programs go on elsewhere", watched.url, reason)
+        self._forget(watched, reason)
+        watched.description = None
+        watched.life += 1
+        watched.polls = watched.probes_lost = 0
+
+    def _forget(self, watched: _Watched, reason: str) -> None:
+        told = watched.description
+        for address in watched.places:
+            self._replicas.remove(address.replica_id)
+            if told is not None:
+                self._decider.tell(facts.ReplicaGone(address.replica_id, told.instance, reason))
+        watched.places = []
+
+
+def describe(
+    capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+) -> Description:
+    """What can be learnt of an engine: of one with sojourn everything, of plain vLLM the size of its KV."""
+    engine = capabilities.get("engine")
+    engine = engine if isinstance(engine, dict) else {}
+    caches = [dict(_LABEL.findall(labels)) for labels in _CACHE_INFO.findall(metrics)]
+    cache = caches[0] if caches else {}
+    block_size = _whole(engine.get("block_size")) or _whole(cache.get("block_size")) or 16
+    blocks = _whole(engine.get("num_blocks")) or _whole(cache.get("num_gpu_blocks")) or 0
+    tiers = capabilities.get("tiers")
+    tiers = tiers if isinstance(tiers, dict) and tiers.get("on", True) else {}
+    host, disk = tiers.get("host"), tiers.get("disk")
+    host_blocks = _whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
+    started = _STARTED.search(metrics)
+    data = models.get("data")
+    served = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
+    ranks = max(len({cache.get("engine") for cache in caches}), _whole(capabilities.get("engines")) or 1, 1)
+    return Description(
+        ranks=ranks,
+        instance=f"{started.group(1) if started else ''}/{life}",
+        # vLLM keeps one block for itself.
+        capacity_tokens=(blocks - 1) * block_size if blocks > 1 else UNKNOWN_CAPACITY_TOKENS,
+        host_tokens=host_blocks * block_size,
+        max_running=_whole(engine.get("max_num_seqs")) or 0,
+        max_context_tokens=_whole(served.get("max_model_len")) or 0,
+        shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
+        speaks_sojourn=capabilities.get("name") == "sojourn",
+    )
+
+
+def _whole(value: object) -> int | None:
+    try:
+        number = int(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 else None

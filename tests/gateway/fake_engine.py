@@ -1,0 +1,232 @@
+"""An engine for tests of the gateway: real HTTP on a real port, vLLM's answers, and faults on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+
+class FakeEngine:
+    """Answers like one ``vllm serve`` with the sojourn plugin."""
+
+    def __init__(
+        self, *, blocks: int = 1001, block_size: int = 16, key: str | None = None, shared_disk: bool = False
+    ) -> None:
+        self.blocks, self.block_size, self.key = blocks, block_size, key
+        self.started_s = 1.0
+        """What it says of its start: another number is another life."""
+        self.healthy = True
+        self.silent = False
+        """It takes connections and answers none."""
+        self.dead_core = False
+        self.cut_after: int | None = None
+        """Events after which a stream breaks off."""
+        self.break_before_first_byte = 0
+        """Requests whose connection closes before any answer."""
+        self.hold: asyncio.Event | None = None
+        """Answers wait for it before their first byte."""
+        self.shared_disk = shared_disk
+        self.requests: list[dict[str, Any]] = []
+        """Bodies of the requests that generate."""
+        self.headers: list[dict[str, str]] = []
+        self.raw_headers: list[list[tuple[bytes, bytes]]] = []
+        self.events: list[dict[str, Any]] = []
+        self.emitters: set[str] = set()
+        self.gave_up = 0
+        """Answers whose client went away."""
+        self.persisted: list[str] = []
+        self.persist_looks = 0
+        """Questions after which a program's KV is written out."""
+        self.port = 0
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", self.port))
+        self.port = bound.getsockname()[1]
+        config = uvicorn.Config(self._app(), log_level="error", ws="none", lifespan="off", loop="asyncio")
+        self._server = uvicorn.Server(config)
+        self._task = asyncio.ensure_future(self._server._serve(sockets=[bound]))
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+
+    async def kill(self) -> None:
+        """As SIGKILL does it: connections are reset, and nobody listens any more."""
+        assert self._server is not None
+        assert self._task is not None
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        self._server.force_exit = self._server.should_exit = True
+        if self.hold is not None:
+            self.hold.set()
+        await self._task
+
+    async def restart(self) -> None:
+        """Another life at the same port."""
+        self.started_s += 1.0
+        await self.start()
+
+    def of(self, program_id: str) -> list[str]:
+        """Types of the events that came of a program."""
+        return [event["type"] for event in self.events if event["program_id"] == program_id]
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._models),
+                Route("/v1/chat/completions", self._generate, methods=["POST"]),
+                Route("/v1/completions", self._generate, methods=["POST"]),
+                Route("/v1/responses", self._generate, methods=["POST"]),
+                Route("/v1/messages", self._generate, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/sojourn/v1/capabilities", self._capabilities),
+                Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
+                Route("/sojourn/v1/stats", self._stats),
+                Route("/sojourn/v1/programs/{name:path}/persist", self._persist, methods=["POST"]),
+                Route("/sojourn/v1/programs/{name:path}", self._program),
+            ]
+        )
+
+    async def _health(self, request: Request) -> Response:
+        if self.silent:
+            await asyncio.sleep(3600)
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            f"process_start_time_seconds {self.started_s}\n"
+            f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0",'
+            f'num_gpu_blocks="{self.blocks}"}} 1.0\n'
+        )
+
+    def _allowed(self, request: Request) -> bool:
+        return self.key is None or request.headers.get("authorization") == f"Bearer {self.key}"
+
+    async def _models(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return JSONResponse({"object": "list", "data": [{"id": "tiny", "max_model_len": 4096}]})
+
+    async def _capabilities(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        disk = {"blocks": 1000, "bytes": 1 << 20, "shared": True} if self.shared_disk else None
+        tiers = {"connector": "x", "on": True, "host": {"blocks": 10, "bytes": 1}, "disk": disk}
+        engine = {"block_size": self.block_size, "num_blocks": self.blocks, "max_num_seqs": 64}
+        return JSONResponse(
+            {"name": "sojourn", "wire": [1], "policy": "x", "engine": engine, "engines": 1, "tiers": tiers}
+        )
+
+    async def _take_events(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        batch = await request.json()
+        self.emitters.add(batch["emitter"])
+        self.events += batch["events"]
+        outcomes = [
+            {"outcome": "applied", "program_id": e["program_id"], "seq": e["seq"]} for e in batch["events"]
+        ]
+        return JSONResponse({"v": 1, "outcomes": outcomes})
+
+    async def _persist(self, request: Request) -> Response:
+        self.persisted.append(request.path_params["name"])
+        left = 0 if len(self.persisted) > self.persist_looks else 160
+        told = {"context_tokens": 1600, "stored_tokens": 1600 - left, "pending_tokens": left, "bytes": 1}
+        return JSONResponse(told)
+
+    async def _stats(self, request: Request) -> Response:
+        return JSONResponse({"programs": len(self.events)})
+
+    async def _program(self, request: Request) -> Response:
+        return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
+
+    async def _tokenize(self, request: Request) -> Response:
+        return JSONResponse({"tokens": [1, 2, 3]})
+
+    async def _generate(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        self.raw_headers.append(list(request.scope["headers"]))
+        if self.dead_core:
+            message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+            return JSONResponse({"error": {"message": message, "code": 500}}, 500)
+        if self.break_before_first_byte:
+            self.break_before_first_byte -= 1
+            for connection in list(self._server.server_state.connections):  # type: ignore[union-attr]
+                if getattr(connection, "scope", None) is request.scope:
+                    connection.transport.abort()
+            await asyncio.sleep(3600)
+        if self.hold is not None:
+            waiting = asyncio.ensure_future(self.hold.wait())
+            gone = asyncio.ensure_future(_disconnected(request))
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if gone.done():
+                self.gave_up += 1
+            gone.cancel()
+        if not body.get("stream"):
+            usage = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
+            return JSONResponse({"id": "resp_abc", "model": "tiny", "text": self.name, "usage": usage})
+        return StreamingResponse(self._stream(request), media_type="text/event-stream")
+
+    async def _stream(self, request: Request) -> AsyncIterator[bytes]:
+        for number in range(5):
+            if self.cut_after is not None and number == self.cut_after:
+                # Half an event, and then nothing.
+                yield b'data: {"half'
+                await asyncio.sleep(0.05)
+                for connection in list(self._server.server_state.connections):  # type: ignore[union-attr]
+                    if getattr(connection, "scope", None) is request.scope:
+                        connection.transport.abort()
+                return
+            yield b"data: " + json.dumps({"number": number, "at": self.name}).encode() + b"\n\n"
+            await asyncio.sleep(0)
+        yield b"data: [DONE]\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def engines(count: int, **options: Any) -> AsyncIterator[list[FakeEngine]]:
+    """So many of them, running."""
+    found = [FakeEngine(**options) for _ in range(count)]
+    for engine in found:
+        await engine.start()
+    try:
+        yield found
+    finally:
+        for engine in found:
+            if engine._task is not None and not engine._task.done():
+                await engine.kill()

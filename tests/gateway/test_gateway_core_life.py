@@ -1,0 +1,291 @@
+"""Any life of a routing core: whatever happens in whatever order, nothing is lost and all sums are right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
+from sojourn_server.gateway.core.facts import Cut, Left, Recall, Refuse, Send
+from sojourn_server.gateway.core.fleet import Health
+from sojourn_server.gateway.core.state import CoreState
+from sojourn_server.policy.fair_share import AgentFairShare, InOrder
+from sojourn_server.policy.routing import AnyReplica, RoundRobin, SessionAffinity
+from sojourn_server.policy.routing_prefix import PrefixAffinity
+from sojourn_server.policy.routing_room import RoomForAll
+from sojourn_server.policy.stealing import NoStealing, WorkStealing
+from sojourn_server.policy.yielding import NoYielding, YieldToUrgent
+
+ROUTINGS = (
+    AnyReplica(),
+    RoundRobin(),
+    SessionAffinity(),
+    PrefixAffinity(),
+    RoomForAll(),
+    RoomForAll(size_by="context", fit="least-room"),
+)
+
+
+class AnyLife(RuleBasedStateMachine):
+    """One place for each request. ``at`` is where gateways have sent requests, as the core told them to."""
+
+    @initialize(
+        routing=st.sampled_from(ROUTINGS),
+        stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
+        sharing=st.sampled_from((InOrder(), AgentFairShare())),
+        yielding=st.sampled_from((NoYielding(), YieldToUrgent(blocked_s=0.0))),
+        send_below=st.sampled_from((0.5, 1.0, math.inf)),
+    )
+    def begin(self, routing: Any, stealing: Any, sharing: Any, yielding: Any, send_below: float) -> None:
+        limits = CoreLimits(send_below_load=send_below, wait_s=50.0, most_waiting=30, line_patience_s=15.0)
+        self.lives = 0
+
+        def another() -> RoutingCore:
+            self.lives += 1
+            return RoutingCore(
+                routing, stealing, sharing, limits, yielding=yielding, life=f"life {self.lives}"
+            )
+
+        self.another = another
+        self.core = another()
+        self.now = 0.0
+        self.number = 0
+        self.instances = 0
+        self.open: dict[str, facts.Asked] = {}
+        self.at: dict[str, str] = {}
+        self.began: set[str] = set()
+        self.recalled: dict[str, str] = {}
+        self.copy: dict[tuple[str, str], tuple[str, str]] = {}
+        self.copied = ("", 0)
+
+    def take(self, fact: Any) -> None:
+        for action in self.core.take(fact, self.now):
+            match action:
+                case Send():
+                    assert action.request_id in self.open
+                    assert action.request_id not in self.at
+                    assert self.core.fleet.get(action.replica_id) is not None
+                    self.at[action.request_id] = action.replica_id
+                case Recall():
+                    assert self.at.pop(action.request_id) == action.replica_id
+                    assert action.request_id not in self.began, "its answer had begun"
+                    assert action.request_id not in self.recalled, "a second time"
+                    self.recalled[action.request_id] = action.replica_id
+                case Refuse():
+                    del self.open[action.request_id]
+                    self.at.pop(action.request_id, None)
+                case Cut():
+                    del self.open[action.request_id]
+                    assert self.at.pop(action.request_id) == action.replica_id
+                case Left():
+                    assert self.core.fleet.get(action.replica_id) is not None
+
+    def lose(self, names: list[str]) -> None:
+        """Their replica does not answer: who has not begun waits again."""
+        for name in names:
+            if name not in self.began:
+                self.at.pop(name, None)
+
+    @rule(name=st.sampled_from("abc"), again=st.booleans(), capacity=st.integers(500, 2000))
+    def a_replica(self, name: str, again: bool, capacity: int) -> None:
+        known = self.core.fleet.get(name)
+        if known is None or not again:
+            self.instances += 1
+        instance = known.instance if known is not None and again else str(self.instances)
+        if known is not None and not again:
+            self.lose([one for one, at in self.at.items() if at == name])
+        self.take(facts.ReplicaSeen(name, instance, capacity, max_running=4))
+
+    @rule(name=st.sampled_from("abc"), drains=st.booleans())
+    def leaves(self, name: str, drains: bool) -> None:
+        replica = self.core.fleet.get(name)
+        if replica is None:
+            return
+        if not drains:
+            self.lose([one for one, at in self.at.items() if at == name])
+        self.take(facts.ReplicaDrains(name) if drains else facts.ReplicaGone(name, replica.instance))
+        if not drains:
+            assert name not in self.at.values()
+
+    @rule(
+        program=st.sampled_from(("p", "q", "r", None)),
+        tokens=st.integers(1, 3000),
+        tenant=st.sampled_from("tu"),
+        parent=st.sampled_from(("p", "q", None)),
+        due_s=st.sampled_from((None, 2.0, 500.0)),
+    )
+    def asks(
+        self, program: str | None, tokens: int, tenant: str, parent: str | None, due_s: float | None
+    ) -> None:
+        self.number += 1
+        name = f"r{self.number}"
+        deadline_s = None if due_s is None else self.now + due_s
+        self.open[name] = facts.Asked(
+            name, tenant, tokens, program, parent, deadline_s=deadline_s, prefix=(tokens % 3, tokens % 7)
+        )
+        self.take(self.open[name])
+
+    @rule(
+        program=st.sampled_from(("p", "q", None)),
+        tokens=st.integers(1, 900),
+        tenant=st.sampled_from("tu"),
+        at=st.sampled_from("abc"),
+    )
+    def a_gateway_sends_by_itself(self, program: str | None, tokens: int, tenant: str, at: str) -> None:
+        self.number += 1
+        name = f"r{self.number}"
+        self.open[name] = facts.Asked(name, tenant, tokens, program)
+        self.at[name] = at
+        self.take(facts.Sent(name, at, tenant, tokens, program))
+        self.take(facts.Sent(name, "a", tenant, tokens, program))
+
+    @rule(data=st.data(), tokens=st.integers(0, 500), says_where=st.booleans())
+    def ends(self, data: Any, tokens: int, says_where: bool) -> None:
+        if self.open:
+            name = data.draw(st.sampled_from(sorted(self.open)))
+            at = self.at.get(name)
+            if says_where and at is None:
+                return
+            del self.open[name]
+            self.at.pop(name, None)
+            self.take(facts.Ended(name, tokens, at if says_where else None))
+
+    @rule(data=st.data(), began=st.booleans(), stale=st.booleans())
+    def fails(self, data: Any, began: bool, stale: bool) -> None:
+        if self.at:
+            name = data.draw(st.sampled_from(sorted(self.at)))
+            at = "nowhere" if stale else self.at[name]
+            if stale:
+                self.take(facts.Ended(name, 7, at))
+                assert name in self.core.requests.by_id, "an earlier try's end ends nothing"
+            if began:
+                self.take(facts.Began(name, at))
+                if not stale:
+                    self.began.add(name)
+            if not stale:
+                self.lose([name])
+            self.take(facts.Failed(name, at))
+
+    @rule(data=st.data())
+    def begins(self, data: Any) -> None:
+        if self.at:
+            name = data.draw(st.sampled_from(sorted(self.at)))
+            self.began.add(name)
+            self.take(facts.Began(name, self.at[name]))
+
+    @rule(data=st.data(), ends=st.booleans())
+    def a_recall_comes_too_late(self, data: Any, ends: bool) -> None:
+        late = sorted(
+            name
+            for name, at in self.recalled.items()
+            if name in self.open and self.core.requests.by_id[name].recalled_from == at
+        )
+        if not late:
+            return
+        name = data.draw(st.sampled_from(late))
+        at = self.recalled[name]
+        self.began.add(name)
+        if ends:
+            del self.open[name]
+            self.at.pop(name, None)
+            self.take(facts.Ended(name, 3, at))
+        else:
+            self.at[name] = at
+            self.take(facts.Began(name, at))
+            assert self.core.requests.by_id[name].replica_id == at
+
+    @rule(
+        program=st.sampled_from("pqr"),
+        tenant=st.sampled_from("tu"),
+        drop=st.booleans(),
+        at=st.sampled_from("abc"),
+    )
+    def a_program(self, program: str, tenant: str, drop: bool, at: str) -> None:
+        self.take(facts.KvDropped(program, tenant, at) if drop else facts.ProgramEnded(program, tenant))
+
+    @rule(seconds=st.floats(-5, 40))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(facts.Tick())
+
+    @rule()
+    def another_core_goes_on(self) -> None:
+        state = self.core.snapshot(self.now)
+        homes = {program.key: program.home for program in self.core.programs}
+        written = msgspec.json.encode(state)
+        after = self.another()
+        after.restore(msgspec.json.decode(written, type=CoreState), self.now)
+        assert after.snapshot(self.now) == state
+        assert {program.key: program.home for program in after.programs} == homes
+        self.core = after
+        self.recalled.clear()
+        for name, asked in list(self.open.items()):
+            if name in self.at:
+                told = (asked.tenant, asked.context_tokens, asked.program_id)
+                self.take(facts.Sent(name, self.at[name], *told, began=name in self.began))
+        for name, asked in list(self.open.items()):
+            if name not in self.at:
+                self.take(asked)
+
+    @invariant()
+    def nothing_is_lost_and_nothing_is_twice(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        it = self.core
+        by_id = it.requests.by_id
+        assert set(by_id) == set(self.open)
+        waits = [one.request_id for one in it.requests.everybody_who_waits()]
+        assert len(waits) == len(set(waits)) == it.waiting
+        assert set(waits) == self.open.keys() - self.at.keys()
+        assert {name: one.replica_id for name, one in by_id.items() if one.sent_s is not None} == self.at
+        for replica in it.fleet:
+            mine = {name for name, at in self.at.items() if at == replica.replica_id}
+            assert set(replica.in_flight) == mine
+            assert replica.in_flight_tokens == sum(replica.in_flight.values())
+            homes = [program for program in it.programs if program.home == replica.replica_id]
+            assert replica.homed == len(homes)
+            assert replica.homed_tokens == sum(program.size_tokens for program in homes)
+            assert it.fleet.view(replica.replica_id) == replica.view()
+            assert (replica.idle_since_s is None) == it.fleet.full(replica)
+            queue = it.requests.queues.get(replica.replica_id)
+            assert not queue or it.fleet.full(replica) or replica.health is not Health.UP
+        for program in it.programs:
+            assert program.home is None or it.fleet.get(program.home) is not None
+            assert program.in_flight == sum(1 for n in self.at if by_id[n].program is program)
+            assert program.waiting == sum(1 for n in waits if by_id[n].program is program)
+        for tenant in "tu":
+            flying = sum(by_id[name].context_tokens for name in self.at if by_id[name].tenant == tenant)
+            assert it.tenants.in_flight_tokens.get(tenant, 0) == flying
+            homed = sum(program.size_tokens for program in it.programs if program.tenant == tenant)
+            assert it.tenants.homed_tokens.get(tenant, 0) == homed
+        assert it.fleet.capacity_tokens == sum(replica.capacity_tokens for replica in it.fleet)
+
+    @invariant()
+    def a_copy_of_the_homes_is_right(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        life, version = self.copied
+        changes = self.core.changes_since(version, life)
+        if changes.full:
+            self.copy.clear()
+        for change in changes.changes:
+            key = (change.tenant, change.program_id)
+            self.copy.pop(key, None)
+            if change.replica_id is not None and change.instance is not None:
+                self.copy[key] = (change.replica_id, change.instance)
+        self.copied = (changes.life, changes.version)
+        fleet = self.core.fleet
+        assert self.copy == {
+            program.key: (program.home, fleet.get(program.home).instance)  # type: ignore[union-attr]
+            for program in self.core.programs
+            if program.home is not None
+        }
+
+
+TestAnyLife = AnyLife.TestCase
+TestAnyLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

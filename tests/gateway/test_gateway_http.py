@@ -1,0 +1,478 @@
+"""The gateway over HTTP: what arrives at engines, what comes back, and what happens when engines fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_world import lines, until, world
+from sojourn_server.gateway.core.limits import CoreLimits
+
+IN_TURN = 'routing = "round-robin"'
+
+
+def hint(program: str, **more: Any) -> dict[str, Any]:
+    own = more.pop("sojourn", None)
+    context = {"program_id": program, **more, **({"sojourn": own} if own is not None else {})}
+    return {"vllm_xargs": {"agentic_context": json.dumps(context)}}
+
+
+async def test_a_programs_turns_go_to_one_replica_and_others_elsewhere() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        fakes[0].hold = fakes[1].hold = asyncio.Event()
+        first = [asyncio.ensure_future(it.chat(f"p{n}")) for n in range(4)]
+        await until(lambda: sum(len(fake.requests) for fake in fakes) == 4)
+        fakes[0].hold.set()
+        answers = [await one for one in first]
+        homes = {f"p{n}": answers[n].headers["X-Sojourn-Replica"] for n in range(4)}
+        assert set(homes.values()) == {fake.name for fake in fakes}
+        for name, home in homes.items():
+            for _ in range(3):
+                answer = await it.chat(name)
+                assert answer.status == 200
+                assert answer.headers["X-Sojourn-Replica"] == home
+                assert (await answer.json())["text"] == home
+
+
+async def test_a_request_arrives_as_it_was_sent_but_for_headers_of_the_connection() -> None:
+    async with engines(1) as fakes, world(fakes, engine_key="engines") as it:
+        body = '{"model": "tiny",  "messages": [], "ü": "\\u00fc"}'.encode()
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": "Bearer mine",
+            "X-Session-ID": "p",
+            "X-Custom": "kept",
+            "Connection": "X-Dropped",
+            "X-Dropped": "1",
+            "X-data-parallel-rank": "7",
+            "TE": "trailers",
+            "Expect": "100-continue",
+            "Accept-Encoding": "gzip",
+        }
+        url = f"{it.url}/v1/chat/completions?a=b%20c"
+        async with it.http.post(url, data=body, headers=headers) as answer:
+            assert answer.status == 200
+        got = dict(fakes[0].raw_headers[0])
+        assert got[b"authorization"] == b"Bearer engines"
+        assert got[b"x-session-id"] == b"p"
+        assert got[b"x-custom"] == b"kept"
+        assert got[b"accept-encoding"] == b"identity"
+        for name in (b"x-dropped", b"te", b"x-data-parallel-rank", b"expect", b"transfer-encoding"):
+            assert name not in got
+        assert int(got[b"content-length"]) == len(body)
+        assert fakes[0].requests[0]["ü"] == "ü"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_stream_is_passed_on_untouched(path: str) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        body = {"model": "tiny", "stream": True, "messages": []}
+        async with it.http.post(f"{it.url}{path}", json=body) as through:
+            told = await through.read()
+            assert through.headers["Content-Type"].startswith("text/event-stream")
+        async with it.http.post(f"{fakes[0].url}{path}", json=body) as direct:
+            assert told == await direct.read()
+
+
+async def test_models_and_tokens_are_any_engines_answer() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
+        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
+            assert (await answer.json())["tokens"] == [1, 2, 3]
+        await fakes[0].kill()
+        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
+            assert (await answer.json())["tokens"] == [1, 2, 3]
+        async with it.http.get(f"{it.url}/nowhere") as answer:
+            assert answer.status == 404
+
+
+async def test_the_hint_names_the_program_and_its_end() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        await it.chat("header", **hint("hinted", sojourn={"agent_type": "coder"}))
+        assert await it.home("hinted") is not None
+        assert await it.home("header") is None
+        await it.chat(**hint("hinted", sojourn={"final": True}))
+        assert await it.home("hinted") is None
+
+
+# -- faults -----------------------------------------------------------------------
+
+
+async def test_a_dead_engines_requests_go_on_elsewhere() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        dead, other = sorted(fakes, key=lambda fake: fake.name != home)
+        await dead.kill()
+        answer = await it.chat("p")
+        assert answer.status == 200
+        assert answer.headers["X-Sojourn-Replica"] == other.name
+        await until(lambda: it.gateway.replicas.get(dead.name) is None)
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
+        await dead.restart()
+        await until(lambda: it.gateway.replicas.get(dead.name) is not None)
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
+
+
+async def test_a_request_that_waits_for_its_first_byte_is_repeated_when_its_engine_dies() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        for fake in fakes:
+            fake.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p", stream=True))
+        await until(lambda: any(fake.requests for fake in fakes))
+        dead, other = sorted(fakes, key=lambda fake: not fake.requests)
+        assert other.hold is not None
+        other.hold.set()
+        await dead.kill()
+        answer = await asking
+        assert answer.status == 200
+        assert (await lines(answer))[-1] == "[DONE]"
+        assert len(other.requests) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_stream_that_breaks_off_ends_with_an_error_inside_it(path: str) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        fakes[0].cut_after = 2
+        async with it.http.post(f"{it.url}{path}", json={"stream": True, "model": "tiny"}) as answer:
+            assert answer.status == 200
+            found = await lines(answer)
+        assert [json.loads(line)["number"] for line in found[:2]] == [0, 1]
+        error = json.loads(found[2])  # whole JSON: half an event does not get through
+        assert "half" not in json.dumps(found)
+        if path == "/v1/chat/completions":
+            assert error["error"]["type"] == "replica_lost"
+            assert found[3] == "[DONE]"
+        else:
+            assert error["type"] == "error"
+
+
+async def test_an_openai_client_raises_for_a_stream_that_breaks_off() -> None:
+    openai = pytest.importorskip("openai")
+    async with engines(1) as fakes, world(fakes) as it:
+        fakes[0].cut_after = 2
+        async with openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key="x", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="tiny", messages=[], stream=True)
+            with pytest.raises(openai.APIError, match="send the request again"):
+                async for _ in stream:
+                    pass
+
+
+async def test_an_engine_whose_core_is_dead_counts_as_lost() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        dead, other = sorted(fakes, key=lambda fake: fake.name != home)
+        dead.dead_core, dead.healthy = True, False
+        answer = await it.chat("p")
+        assert answer.status == 200
+        assert answer.headers["X-Sojourn-Replica"] == other.name
+        await until(lambda: it.gateway.replicas.get(dead.name) is None)
+
+
+async def test_a_connection_that_closed_while_idle_is_no_loss() -> None:
+    async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        engine = next(fake for fake in fakes if fake.name == home)
+        engine.break_before_first_byte = 1
+        answer = await it.chat("p")
+        assert answer.headers["X-Sojourn-Replica"] == home
+        assert len(engine.requests) == 3
+
+
+async def test_when_no_engine_answers_the_request_says_so_and_when_to_come_back() -> None:
+    limits = CoreLimits(wait_s=0.3)
+    async with engines(2) as fakes, world(fakes, limits=limits) as it:
+        for fake in fakes:
+            await fake.kill()
+        answer = await it.chat("p")
+        assert answer.status == 503
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.headers["X-Sojourn-Gateway"] == "1"
+        assert (await answer.json())["error"]["code"] == "no_room"
+
+
+async def test_a_slow_replica_is_probed_and_keeps_its_programs() -> None:
+    limits = CoreLimits(lease_s=0.2)
+    async with engines(2) as fakes, world(fakes, limits=limits) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        slow = next(fake for fake in fakes if fake.name == home)
+        slow.silent = True
+
+        async def suspected() -> bool:
+            states = await it.gateway.decider.replicas()
+            return any(s.replica == home and s.health == "suspect" for s in states)
+
+        await until(suspected)
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
+        assert (await it.chat("new")).headers["X-Sojourn-Replica"] != home
+        slow.silent = False
+
+
+async def test_a_client_that_goes_away_stops_its_request() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        fakes[0].hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: fakes[0].requests)
+        asking.cancel()
+        await until(lambda: fakes[0].gave_up == 1)
+
+        async def nothing_in_flight() -> bool:
+            return all(state.in_flight == 0 for state in await it.gateway.decider.replicas())
+
+        await until(nothing_in_flight)
+
+
+async def test_a_started_anew_engine_has_nothing_that_it_held() -> None:
+    async with engines(1) as fakes, world(fakes, poll_s=0.02) as it:
+        await it.chat("p")
+        await fakes[0].kill()
+        await fakes[0].restart()
+        await until(lambda: it.gateway.replicas.get(fakes[0].name) is not None)
+        assert (await it.chat("p")).status == 200
+
+
+# -- bad input --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "told"),
+    [
+        (b"{", {}, 400, "no request of /v1/chat/completions"),
+        (b"[]", {}, 400, "Expected `object`"),
+        (b'{"stream": "yes"}', {}, 400, "$.stream"),
+        (b"\xff", {}, 400, "no request"),
+        (b"{}", {"Content-Encoding": "gzip"}, 415, "compressed"),
+        (b'{"x": "' + b"a" * 3000 + b'"}', {}, 413, "larger than 2000"),
+    ],
+)
+async def test_bad_requests_are_refused_before_any_engine(
+    body: bytes, headers: dict[str, str], status: int, told: str
+) -> None:
+    async with engines(1) as fakes, world(fakes, max_body_bytes=2000) as it:
+        async with it.http.post(
+            f"{it.url}/v1/chat/completions", data=body, headers=headers, compress=None
+        ) as answer:
+            assert answer.status == status
+            assert told in (await answer.json())["error"]["message"]
+        assert not fakes[0].requests
+
+
+async def test_a_prompt_longer_than_any_replica_computes_is_refused() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        body = {"model": "tiny", "prompt": list(range(5000))}
+        async with it.http.post(f"{it.url}/v1/completions", json=body) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == "context_too_long"
+
+
+async def test_too_many_waiting_are_turned_away() -> None:
+    gated = 'routing = "session-affinity"\nsend_below_load = 0.001'
+    async with engines(1) as fakes, world(fakes, preset=gated, limits=CoreLimits(most_waiting=1)) as it:
+        fakes[0].hold = asyncio.Event()
+        asking = [asyncio.ensure_future(it.chat(text="x" * 2000)) for _ in range(2)]
+        await until(lambda: it.gateway.decider.core.waiting == 1)  # type: ignore[attr-defined]
+        answer = await it.chat()
+        assert answer.status == 429
+        assert "Retry-After" in answer.headers
+        fakes[0].hold.set()
+        assert [(await one).status for one in asking] == [200, 200]
+
+
+@pytest.mark.parametrize("seen", [{"role": "user"}])
+async def test_an_error_of_the_engines_is_passed_on_as_it_is(seen: dict[str, str]) -> None:
+    fake = FakeEngine(key="other")
+    await fake.start()
+    try:
+        async with world([fake]) as it:
+            answer = await it.chat(messages=[seen])
+            assert answer.status == 401
+            assert await answer.json() == {"error": "Unauthorized"}
+    finally:
+        await fake.kill()
+
+
+# -- tenants ----------------------------------------------------------------------
+
+KEYS = {"key-a": "a", "key-b": "b"}
+
+
+async def test_keys_are_checked_and_tenants_told_apart() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=KEYS, admin_key="root") as it:
+        assert (await it.chat("p")).status == 401
+        assert (await it.chat("p", key="wrong")).status == 401
+        assert (await it.chat("p", key="key-a")).status == 200
+        headers = {"X-Api-Key": "key-b"}
+        async with it.http.post(f"{it.url}/v1/messages", json={}, headers=headers) as answer:
+            assert answer.status == 200
+        assert len(fakes[0].requests) == 2
+        assert [p["tenant"] for p in (await it.get("/sojourn/v1/programs", "key-a"))["programs"]] == ["a"]
+        assert (await it.get("/sojourn/v1/programs", "key-b"))["programs"] == []
+        assert len((await it.get("/sojourn/v1/programs", "root"))["programs"]) == 1
+        assert (await it.get("/sojourn/v1/stats", "key-a"))["error"]["message"].startswith("this shows every")
+        assert "engines" in await it.get("/sojourn/v1/stats", "root")
+
+
+async def test_what_a_body_says_of_its_tenant_is_not_believed() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=KEYS) as it:
+        await it.chat(key="key-a", **hint("p", sojourn={"tenant": "b"}))
+        assert [p["tenant"] for p in (await it.get("/sojourn/v1/programs", "key-a"))["programs"]] == ["a"]
+
+
+async def test_anothers_program_id_makes_a_request_of_no_program() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=KEYS) as it:
+        await it.chat("p", key="key-a", **hint("p"))
+        answer = await it.chat("p", key="key-b", temperature=0.5, **hint("p"))
+        assert answer.status == 200
+        body, headers = fakes[0].requests[1], fakes[0].headers[1]
+        assert "agentic_context" not in body["vllm_xargs"]
+        assert body["temperature"] == 0.5
+        assert "x-session-id" not in headers
+        outcomes = await it.events({"type": "program_end", "program_id": "p", "seq": 1}, key="key-b")
+        assert outcomes[0]["outcome"] == "missing"
+        assert fakes[0].of("p") == []
+        assert await it.home("p") is not None
+
+
+# -- events -----------------------------------------------------------------------
+
+
+async def test_events_go_to_the_replica_of_their_program_in_their_order() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        homes = {name: (await it.chat(name)).headers["X-Sojourn-Replica"] for name in ("p", "q")}
+        assert homes["p"] != homes["q"]
+        start = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
+        outcomes = await it.events(
+            {**start, "program_id": "p"},
+            {**start, "program_id": "q"},
+            {"type": "nonsense", "program_id": "p", "seq": 2},
+            {**start, "program_id": "p", "seq": 3, "call_id": "d"},
+            {"type": "heartbeat", "program_id": "stranger", "seq": 1},
+        )
+        assert [one["outcome"] for one in outcomes] == [
+            "applied",
+            "applied",
+            "rejected",
+            "applied",
+            "missing",
+        ]
+        by_name = {fake.name: fake for fake in fakes}
+        assert by_name[homes["p"]].of("p") == ["tool_start", "tool_start"]
+        assert by_name[homes["q"]].of("q") == ["tool_start"]
+        assert by_name[homes["p"]].of("q") == []
+
+
+async def test_what_a_program_says_before_its_first_request_follows_it() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        outcomes = await it.events(
+            {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"},
+            {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
+        )
+        assert [one["outcome"] for one in outcomes] == ["deferred", "deferred"]
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        engine = next(fake for fake in fakes if fake.name == home)
+        await until(lambda: engine.of("p") == ["program_start", "tool_start"])
+        assert engine.events[0]["agent_type"] == "coder"
+
+
+async def test_the_end_of_a_program_is_passed_on_and_its_home_forgotten() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        await it.events({"type": "program_end", "program_id": "p", "seq": 1})
+        assert fakes[0].of("p") == ["program_end"]
+        assert await it.home("p") is None
+
+
+async def test_a_graph_told_once_is_told_to_each_engine() -> None:
+    graph = {"nodes": [{"id": "act"}], "edges": [{"source": "__start__", "target": "act"}]}
+    full = {"type": "aeg", "graph_hash": "h", "graph": graph}
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        for name in ("p", "q"):
+            await it.chat(name)
+        await it.events({**full, "program_id": "p", "seq": 1})
+        await it.events({"type": "aeg", "program_id": "q", "seq": 2, "graph_hash": "h"})
+        for fake in fakes:
+            assert [event["graph"]["nodes"][0]["id"] for event in fake.events] == ["act"]
+
+
+async def test_a_program_that_moves_takes_its_state_along() -> None:
+    async with engines(2, shared_disk=True) as fakes, world(fakes, admin_key="root") as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        old, new = sorted(fakes, key=lambda fake: fake.name != home)
+        old.persist_looks = 2
+        await it.events(
+            {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"},
+            {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
+            {"type": "tool_stop", "program_id": "p", "seq": 2, "call_id": "c", "duration_s": 1.0},
+            {"type": "tool_start", "program_id": "p", "seq": 3, "call_id": "d", "tool": "edit"},
+        )
+        drained = f"{it.url}/sojourn/v1/replicas/{home}/drain"
+        async with it.http.post(drained, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == new.name
+        await until(lambda: new.of("p") == ["program_start", "tool_start"])
+        assert [event["call_id"] for event in new.events if event["type"] == "tool_start"] == ["d"]
+        assert new.events[0]["age_s"] >= 0
+        await until(lambda: old.of("p")[-1] == "program_end")
+        assert old.persisted == ["p"] * 3
+        moves = (await it.get("/sojourn/v1/moves", "root"))["moves"]
+        assert [(m["moved_from"], m["moved_to"], m["kv"]) for m in moves] == [(old.name, new.name, "shared")]
+        # Later events find it where it is.
+        await it.events({"type": "tool_stop", "program_id": "p", "seq": 4, "call_id": "d", "duration_s": 1.0})
+        assert new.of("p")[-1] == "tool_stop"
+
+
+async def test_without_an_admin_key_nobody_drains() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        answer = await it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain")
+        assert answer.status == 403
+
+
+async def test_only_an_operator_drains() -> None:
+    async with engines(1) as fakes, world(fakes, admin_key="root") as it:
+        async with it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain") as answer:
+            assert answer.status == 403
+        url = f"{it.url}/sojourn/v1/replicas/nowhere/drain"
+        async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 404
+            assert fakes[0].name in (await answer.json())["error"]["next"]
+
+
+# -- seen -------------------------------------------------------------------------
+
+
+async def test_what_can_be_seen() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        await it.chat("p")
+        assert (await it.get("/health")) == {"replicas": 2, "up": 2}
+        states = (await it.get("/sojourn/v1/replicas"))["replicas"]
+        assert {state["replica"] for state in states} == {fake.name for fake in fakes}
+        assert states[0]["capacity_tokens"] == 16_000
+        program = await it.get("/sojourn/v1/programs/p")
+        assert program["turns"] == 1
+        assert program["engine"]["status"] == "acting"
+        capabilities = await it.get("/sojourn/v1/capabilities")
+        assert capabilities["name"] == "sojourn"
+        assert capabilities["engines"] == 2
+        async with it.http.get(f"{it.url}/metrics") as answer:
+            text = await answer.text()
+        assert 'sojourn_gateway_requests_total{reason="least_loaded"} 1.0' in text
+        assert "sojourn_gateway_wait_seconds_bucket" in text
+        assert 'sojourn_gateway_replica_health{health="up"' in text
+        await fakes[0].kill()
+        await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
+        async with it.http.get(f"{it.url}/metrics") as answer:
+            assert f'replica="{fakes[0].name}"' not in await answer.text()
+        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [fakes[0].url]
+
+
+async def test_a_conversation_of_the_responses_api_goes_on_where_it_began() -> None:
+    async with engines(2) as fakes, world(fakes, preset='routing = { policy = "session-affinity" }') as it:
+        headers = {"X-Session-ID": "p"}
+        async with it.http.post(f"{it.url}/v1/responses", json={"input": "x"}, headers=headers) as answer:
+            home = answer.headers["X-Sojourn-Replica"]
+        body = {"input": "y", "previous_response_id": "resp_abc"}
+        async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
+            assert answer.headers["X-Sojourn-Replica"] == home
+        assert (await it.get("/sojourn/v1/programs/p"))["turns"] == 2
