@@ -201,9 +201,9 @@ class _Exchange:
         except OSError:
             pass  # the client is gone, and the server says so when written to
         finally:
-            decider.tell(
-                facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=self._sent_to)
-            )
+            # Whoever was decided on anew meanwhile is not who answered: then it is over wherever it is.
+            where = None if self.ticket.has_news else self._sent_to
+            decider.tell(facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=where))
             decider.close(self.ticket)
         if self._program_id is not None and self.question.is_last:
             self._relay._news.forget((self._tenant, self._program_id))

@@ -1,0 +1,262 @@
+"""Parts of the HTTP gateway by themselves: what is read of requests, answers, engines and tenants' files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.gateway.http.answer_meter import AnswerMeter, WholeEvents
+from sojourn_server.gateway.http.apis import Api, error_body, error_event
+from sojourn_server.gateway.http.headers import back, onwards
+from sojourn_server.gateway.http.question import BadQuestion, read_question, without_identity
+from sojourn_server.gateway.http.replicas import BadAddress, Replicas, addresses, read_url
+from sojourn_server.gateway.http.sizes import PromptSizes
+from sojourn_server.gateway.http.tenants import EVERYBODY, Tenants, TenantsError, read_tenants
+from sojourn_server.gateway.http.watch import UNKNOWN_CAPACITY_TOKENS, describe
+from sojourn_server.policy.cluster_preset import cluster_preset_names, load_cluster_preset
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+# -- requests ---------------------------------------------------------------------
+
+
+def test_only_what_is_needed_is_read_of_a_request() -> None:
+    context = {
+        "program_id": "p",
+        "parent_program_id": "q",
+        "deadline_seconds": 5.0,
+        "expected_output_length": 9,
+        "sojourn": {"agent_type": "coder", "final": True, "tenant": "somebody else"},
+    }
+    body = {"messages": [], "max_tokens": 100, "vllm_xargs": {"agentic_context": json.dumps(context), "x": 1}}
+    question = read_question(Api.CHAT, json.dumps(body).encode(), "header")
+    assert (question.program_id, question.parent_id, question.agent_type) == ("p", "q", "coder")
+    assert question.output_tokens == 9
+    assert question.is_last
+    assert not question.stream
+    stripped = json.loads(without_identity(json.dumps(body).encode()))
+    assert stripped == {**body, "vllm_xargs": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([1, 2, 3], 3), ([[1, 2], [3]], 3), ("a text", None), (["one", "two"], None), ([], 0)],
+)
+def test_token_ids_are_counted(prompt: Any, tokens: int | None) -> None:
+    body = json.dumps({"prompt": prompt}).encode()
+    assert read_question(Api.COMPLETIONS, body, None).prompt_tokens == tokens
+
+
+def test_a_hint_that_cannot_be_read_leaves_the_header() -> None:
+    body = json.dumps({"vllm_xargs": {"agentic_context": "{"}}).encode()
+    assert read_question(Api.CHAT, body, "header").program_id == "header"
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
+    try:
+        question = read_question(Api.CHAT, body, None)
+    except BadQuestion:
+        return
+    assert question.prompt_bytes >= 0
+    assert question.prefix() == ()
+
+
+def test_a_longer_prompt_begins_with_the_hashes_of_the_shorter() -> None:
+    messages = [{"role": "user", "content": "x" * 3000}]
+    short = read_question(Api.CHAT, json.dumps({"messages": messages}).encode(), None).prefix()
+    messages.append({"role": "assistant", "content": "y" * 3000})
+    long = read_question(Api.CHAT, json.dumps({"messages": messages}).encode(), None).prefix()
+    assert len(short) == 2
+    assert long[: len(short)] == short
+    other = read_question(Api.CHAT, json.dumps({"messages": messages[1:]}).encode(), None).prefix()
+    assert other[0] != short[0]
+
+
+def test_sizes_are_learned_by_model() -> None:
+    sizes = PromptSizes()
+    body = json.dumps({"model": "a", "prompt": "x" * 998}).encode()
+    question = read_question(Api.COMPLETIONS, body, None)
+    assert sizes.tokens(question) == 250
+    sizes.told(question, 500)
+    assert sizes.tokens(question) == 500
+    other = read_question(Api.COMPLETIONS, body.replace(b'"a"', b'"b"'), None)
+    assert sizes.tokens(other) == 250
+    ids = read_question(Api.COMPLETIONS, b'{"model": "a", "prompt": [1, 2]}', None)
+    assert sizes.tokens(ids) == 2
+
+
+# -- answers ----------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x\n\n", b"event: e\ndata: {}\n\n", b"data: \xc3\xbc\r\n\r\n"])),
+    st.data(),
+)
+def test_a_stream_cut_anywhere_comes_through_in_whole_events(
+    events: list[bytes], data: st.DataObject
+) -> None:
+    text = b"".join(events)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    through = WholeEvents()
+    passed = b""
+    for chunk in chunks:
+        passed += through.through(chunk)
+        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n"))
+    assert passed + through.rest() == text
+
+
+def test_an_event_without_end_is_not_held_for_ever() -> None:
+    through = WholeEvents()
+    assert through.through(b"x" * (2 << 20)) == b"x" * (2 << 20)
+
+
+def test_an_answer_tells_its_tokens() -> None:
+    meter = AnswerMeter(stream=False)
+    meter.saw(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
+    assert (meter.prompt_tokens, meter.output_tokens, meter.response_id) == (7, 3, "resp_1")
+    stream = AnswerMeter(stream=True)
+    for _ in range(5):
+        stream.saw(b'data: {"choices": []}\n\n')
+    stream.saw(b"data: [DONE]\n\n")
+    assert (stream.prompt_tokens, stream.output_tokens) == (None, 5)
+    stream.saw(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
+    assert (stream.prompt_tokens, stream.output_tokens) == (9, 20)
+
+
+@pytest.mark.parametrize("api", Api)
+def test_errors_have_the_shape_of_their_api(api: Api) -> None:
+    body = json.loads(error_body(api, 429, "too_many_waiting", "later"))
+    assert body["error"]["message"] == "later"
+    assert (body.get("type") == "error") is (api is Api.MESSAGES)
+    event = error_event(api, "replica_lost", "gone")
+    assert event.endswith(b"\n\n")
+    data = [line[6:] for line in event.decode().splitlines() if line.startswith("data: ")]
+    assert "gone" in json.dumps(json.loads(data[0]))
+
+
+# -- headers ----------------------------------------------------------------------
+
+
+def test_headers_of_the_connection_stay_on_it() -> None:
+    raw = [(b"connection", b"close, x-a"), (b"x-a", b"1"), (b"x-b", b"2"), (b"authorization", b"Bearer c")]
+    passed = onwards(raw, key=None, rank=3, session=None)
+    assert "x-a" not in passed
+    assert passed["x-b"] == "2"
+    assert passed["Authorization"] == "Bearer c"
+    assert passed["X-data-parallel-rank"] == "3"
+    answered = back([(b"Transfer-Encoding", b"chunked"), (b"X-Request-Id", b"r")], "a:1")
+    assert answered == [(b"x-request-id", b"r"), (b"x-sojourn-replica", b"a:1")]
+
+
+# -- engines ----------------------------------------------------------------------
+
+CACHE = 'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{blocks}"}} 1.0\n'
+
+
+def test_an_engine_with_ranks_is_several_replicas() -> None:
+    metrics = "process_start_time_seconds 1.5e9\n" + "".join(
+        CACHE.format(rank=r, blocks=101) for r in range(4)
+    )
+    found = describe({"engines": 4}, metrics, {"data": [{"id": "m", "max_model_len": 2048}]}, 0)
+    assert found.ranks == 4
+    assert found.capacity_tokens == 1600
+    assert found.max_context_tokens == 2048
+    assert found.instance == "1.5e9/0"
+    assert [a.replica_id for a in addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
+    assert [a.rank for a in addresses("http://h:1", 1)] == [None]
+    replicas = Replicas()
+    for address in addresses("http://h:1", 4) + addresses("http://h:2", 1):
+        replicas.add(address)
+    assert [a.url for a in replicas.engines()] == ["http://h:1", "http://h:2"]
+
+
+def test_plain_vllm_tells_its_size_and_a_stranger_none() -> None:
+    assert describe({}, CACHE.format(rank=0, blocks=11), {}, 0).capacity_tokens == 160
+    stranger = describe({}, "", {}, 2)
+    assert stranger.capacity_tokens == UNKNOWN_CAPACITY_TOKENS
+    assert stranger.instance == "/2"
+    assert not stranger.speaks_sojourn
+
+
+def test_an_engine_with_sojourn_tells_its_tiers() -> None:
+    engine = {"block_size": 32, "num_blocks": 11, "max_num_seqs": 8}
+    tiers = {"on": True, "host": {"blocks": 5, "bytes": 1}, "disk": {"blocks": 9, "bytes": 1, "shared": True}}
+    found = describe({"name": "sojourn", "engine": engine, "tiers": tiers}, "", {}, 0)
+    assert (found.capacity_tokens, found.host_tokens, found.max_running) == (320, 160, 8)
+    assert found.shares_disk
+    off = describe({"name": "sojourn", "engine": engine, "tiers": {**tiers, "on": False}}, "", {}, 0)
+    assert (off.host_tokens, off.shares_disk) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("localhost:8000", "no address of an engine"),
+        ("ftp://h", "no address"),
+        ("http://h:99999", "no address"),
+        ("http://h/v1", "without a path"),
+        ("http://u:p@h", "has a user"),
+    ],
+)
+def test_bad_addresses_say_what_was_expected(text: str, told: str) -> None:
+    with pytest.raises(BadAddress, match=told):
+        read_url(text)
+    assert read_url(" http://h:8000/ ") == "http://h:8000"
+
+
+# -- tenants ----------------------------------------------------------------------
+
+
+def test_a_file_of_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants]\na = ["k1", "env:K2"]\nb = "k3"\n')
+    tenants = read_tenants(file, {"K2": "k2"})
+    assert tenants.names == ("a", "b")
+    assert [tenants.of(f"Bearer {key}") for key in ("k1", "k2", "k3", "k4")] == ["a", "a", "b", None]
+    assert tenants.of("bearer k1") == "a"
+    assert tenants.of("Basic k1") is None
+    assert tenants.of(None) is None
+    assert tenants.of(None, "k3") == "b"
+    assert Tenants().of(None) == EVERYBODY
+    assert not Tenants().checks
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tenants = ", "not TOML"),
+        ("x = 1", "no tenants"),
+        ("[tenants]\na = [1]", "no list of texts"),
+        ("[tenants]\na = []", "no list of texts"),
+        ('[tenants]\na = [""]', "empty"),
+        ('[tenants]\na = ["env:NOT_THERE"]', "has no NOT_THERE"),
+        ('[tenants]\na = ["same"]\nb = ["same"]', "a and b have the same key"),
+    ],
+)
+def test_bad_files_of_tenants_say_what_was_wrong_and_no_key(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    with pytest.raises(TenantsError, match=told) as caught:
+        read_tenants(file, {})
+    assert "same'" not in str(caught.value)
+    with pytest.raises(TenantsError, match="No such file"):
+        read_tenants(tmp_path / "none.toml")
+
+
+# -- documents --------------------------------------------------------------------
+
+
+def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
+    page = (DOCS / "gateway.md").read_text("utf-8")
+    table = page.partition("<!-- cluster presets -->")[2].partition("<!-- /cluster presets -->")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+    assert {row[0]: row[2] for row in rows} == {
+        name: load_cluster_preset(name).engine for name in cluster_preset_names()
+    }
