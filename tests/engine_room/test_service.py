@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sojourn.aeg import END, START, Aeg
 from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import ProgramId
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
 from sojourn_server.engine.service import (
     MAX_DECISIONS_SHOWN,
@@ -94,6 +95,41 @@ def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
     assert (told["tenant"], told["graph_hash"], told["expected_steps_left"]) == (None, None, None)
     assert engine.ask("program", program_id="nobody") is None
     assert engine.ask("program") is None
+
+
+def test_a_program_is_written_to_disk_as_far_as_it_is_there(engine: VirtualEngine) -> None:
+    asked: list[Any] = []
+    told: dict[str, Any] = {"stored_blocks": 3, "pending_blocks": 6, "pending_bytes": 600, "shared": True}
+
+    def persist(hashes: Any) -> dict[str, Any]:
+        asked.append(list(hashes))
+        return told
+
+    service = Service(engine.steward, engine={}, pool_state=dict, persist=persist)
+
+    def ask(program_id: str) -> Any:
+        return json.loads(service.call("persist", json.dumps({"program_id": program_id}), engine.now))
+
+    assert ask("a") == {
+        "program_id": "a", "state": "writing", "reason": None, "shared": True, "turns": 1,
+        "context_tokens": 42, "stored_tokens": 12, "pending_tokens": 24, "bytes": 600,
+    }  # fmt: skip
+    assert asked == [list(engine.steward.contexts.get(ProgramId("a")) or ())]
+    told.update(stored_blocks=9, pending_blocks=0, pending_bytes=0)
+    assert (ask("a")["state"], ask("a")["stored_tokens"]) == ("done", 36)
+    asked.clear()
+    assert ask("b")["context_tokens"] == 0, "its first turn still runs"
+    assert asked == [[]]
+    assert ask("nobody") is None
+    assert json.loads(service.call("persist", "", engine.now)) is None
+
+
+def test_where_there_is_no_disk_nothing_is_written(engine: VirtualEngine) -> None:
+    before = len(engine.done)
+    told = engine.ask("persist", program_id="a")
+    assert (told["state"], told["reason"]) == ("unsupported", "there is no disk")
+    assert (told["stored_tokens"], told["pending_tokens"], told["bytes"]) == (0, 0, 0)
+    assert len(engine.done) == before
 
 
 def test_a_programs_running_tools_the_longest_first(engine: VirtualEngine) -> None:

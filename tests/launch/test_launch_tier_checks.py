@@ -42,8 +42,11 @@ def identity(**changed):
 WEIGHTS = "/models/a [('w', 1, 2)]"
 
 
-def make_store(root: Path, blocks: int = 0, alongside: bool = False, **changed) -> Path:
-    with DiskStore.open(root, identity(**changed), budget_bytes=GIB, alongside=alongside) as store:
+def make_store(
+    root: Path, blocks: int = 0, alongside: bool = False, name: str | None = None, **changed
+) -> Path:
+    model = identity(**changed)
+    with DiskStore.open(root, model, budget_bytes=GIB, alongside=alongside, name=name) as store:
         for number in range(blocks):
             assert store.put(bytes([number] * 32), [bytes(BLOCK_BYTES)]) is Outcome.STORED
         return store.path
@@ -55,10 +58,12 @@ def tree(root: Path) -> dict[str, tuple[int, int] | None]:
     return {name: None if S_ISDIR(s.st_mode) else (s.st_ino, s.st_mtime_ns) for name, s in found.items()}
 
 
-def check(disk: Path, gib: float = 1e-6, *, version="0.32.0", weights=WEIGHTS, tokens=32) -> list[str]:
+def check(
+    disk: Path, gib: float = 1e-6, *, version="0.32.0", weights=WEIGHTS, tokens=32, name: str | None = None
+) -> list[str]:
     """The notes. Whatever the answer, nothing may be left or changed."""
     before = tree(disk.parent) if disk.parent.is_dir() and disk.parent != Path("/proc") else None
-    options = TierOptions(host_gib=1e-6, disk=str(disk), disk_gib=gib)
+    options = TierOptions(host_gib=1e-6, disk=str(disk), disk_gib=gib, disk_name=name)
     try:
         return tier_checks.check_tiers(options, vllm_version=version, weights=weights, block_tokens=tokens)
     finally:
@@ -232,6 +237,23 @@ def test_a_free_store_beside_one_in_use_may_be_the_engines(tmp_path):
         assert check(tmp_path / "kv") == []
         with held(second):
             assert "in use" in str(refused(tmp_path / "kv"))
+
+
+@linux
+@pytest.mark.parametrize("first", [None, "a"])
+def test_engines_with_names_of_their_own_share_a_directory(tmp_path, first):
+    store = make_store(tmp_path / "kv", name=first)
+    with held(store) as holder:
+        error = refused(tmp_path / "kv", name=first)
+        assert f"in use by process {holder.pid}" in str(error)
+        wanted = "a name of its own" if first is None else "another name"
+        assert f"Give this one {wanted} (--kv-disk-name)" in error.next_step
+        assert check(tmp_path / "kv", name="b") == [], "nor is it told that other things lie there"
+        assert check(tmp_path / "kv", name="b", tokens=16) != [], "but not with blocks of another size"
+        if first is not None:
+            assert check(tmp_path / "kv") == [], "without a name it is another store too"
+    assert check(tmp_path / "kv", name=first) == []
+    assert "vllm_version: found '0.32.0'" in str(refused(tmp_path / "kv", name="b", version="0.33.0"))
 
 
 @linux

@@ -20,7 +20,8 @@ from sojourn_server.tiers.host_memory import HostMemory
 from sojourn_server.tiers.jobs import Copy, TierJobs, TierResults
 from sojourn_server.tiers.limits import TierLimits
 from sojourn_server.tiers.mover import Mover
-from sojourn_server.tiers.planner import TierPlanner
+from sojourn_server.tiers.planner import Persisted, TierPlanner
+from sojourn_server.tiers.siblings import Siblings
 
 LAYERS = 3
 PATIENCE_S = 20.0
@@ -64,8 +65,10 @@ class Engine:
         blocks: int = 8,
         slots: int = 6,
         disk_blocks: int = 8,
+        name: str | None = None,
         **limits: Any,
     ) -> None:
+        """``name``: in ``folder`` there are other engines' stores too, which are read."""
         self.now = 100.0
         # Layers of different sizes: an offset that is wrong shows.
         self.caches = {
@@ -73,16 +76,22 @@ class Engine:
         }
         self._bytes = [cache.view(blocks, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
         self.device = WatchedDevice(HostMemory(self.caches, blocks, slots))
-        self.disk = None
+        self.disk = siblings = None
         if folder is not None:
             size = self.device.block_bytes
             budget = disk_blocks * (HEADER_BYTES + size)
             model = identity(block_bytes=size, layers=LAYERS, kv_dtype=str(dtype))
-            self.disk = DiskStore.open(folder, model, budget_bytes=budget, files=files)
+            self.disk = DiskStore.open(folder, model, budget_bytes=budget, name=name, files=files)
+            siblings = Siblings(self.disk.path, model, files) if name is not None else None
         self.planner = TierPlanner(
-            TierLimits(host_slots=slots, disk_blocks=disk_blocks if folder is not None else 0, **limits)
+            TierLimits(
+                host_slots=slots,
+                disk_blocks=disk_blocks if folder is not None else 0,
+                shared=name is not None,
+                **limits,
+            )
         )
-        self.mover = Mover(self.device, self.disk)
+        self.mover = Mover(self.device, self.disk, siblings)
 
     # -- the device's blocks
 
@@ -152,6 +161,23 @@ class Engine:
         for key, block_id in contents.items():
             self.write(block_id, key)
             assert self.planner.evicted(key, block_id)
+
+    def compute(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """The device's first blocks hold these now, and stay as they are."""
+        for block_id, key in enumerate(keys):
+            self.write(block_id, key)
+        return {key: block_id for block_id, key in enumerate(keys)}
+
+    def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> Persisted:
+        """As a gateway asks: again, until nothing is on its way any more."""
+        answers: list[Persisted] = []
+
+        def done() -> bool:
+            answers.append(self.planner.persist(chain, on_device))
+            return not answers[-1].pending
+
+        self.steps_until(done)
+        return answers[-1]
 
     def ask(self, keys: Sequence[bytes], request_id: str = "r") -> int | None:
         return self.planner.lookup(request_id, keys, self.now)

@@ -69,6 +69,15 @@ async def test_of_each_kind_of_question_two_wait_and_the_third_is_told_to_come_b
         assert (await http.get(path.format(2))).status_code == 200
 
 
+async def test_a_gateway_may_move_sixteen_programs_at_once() -> None:
+    engine = HungEngine(persist={"program_id": "p"})
+    async with http_of(engine) as http:
+        waiting = [asyncio.ensure_future(http.post(f"programs/p{n}/persist")) for n in range(16)]
+        await until(lambda: len(engine.calls) == 16)
+        check_error(await asyncio.wait_for(http.post("programs/p16/persist"), 5), 429)
+        assert await release(engine, waiting) == [200] * 16
+
+
 async def test_sixty_four_batches_wait_and_the_next_one_is_told_to_come_back() -> None:
     engine = HungEngine()
     async with http_of(engine) as http:

@@ -170,7 +170,11 @@ def test_a_bad_query_is_refused_in_our_words(client: TestClient, engine: Scripte
 def test_each_failure_of_the_engine_has_its_status(path: str, error: Exception, status: int) -> None:
     broken = dict.fromkeys(engine_answers(), error)
     client = client_of(ScriptedEngine(broken))
-    for response in (client.get(f"/sojourn/v1/{path}"), client.post("/sojourn/v1/events", json=BATCH)):
+    for response in (
+        client.get(f"/sojourn/v1/{path}"),
+        client.post("/sojourn/v1/events", json=BATCH),
+        client.post("/sojourn/v1/programs/p/persist"),
+    ):
         check_error(response, status)
         assert ("retry-after" in response.headers) == (status == 503)
 

@@ -17,6 +17,7 @@ from web_tools import (
     CANARY,
     GETS,
     KEY,
+    PERSISTED,
     ScriptedEngine,
     check_error,
     client_of,
@@ -82,6 +83,32 @@ def test_an_id_no_program_can_have_never_reaches_the_engine(
     assert engine.calls == []
 
 
+@pytest.mark.parametrize(("path", "program_id"), [("a/b/persist", "a/b"), ("a%2Fb%20%22/persist", 'a/b "')])
+def test_a_program_is_written_to_disk_by_any_id(engine: ScriptedEngine, path: str, program_id: str) -> None:
+    client = client_of(engine)
+    answer = client.post("/sojourn/v1/programs/p/persist")
+    assert (answer.status_code, answer.json()) == (200, PERSISTED)
+    assert engine.calls == [("persist", '{"program_id":"p"}')]
+    error = check_error(client.post(f"/sojourn/v1/programs/{path}"), 404)
+    assert "/sojourn/v1/programs" in error["next"]
+    assert json.loads(engine.calls[-1][1]) == {"program_id": program_id}
+    asked = len(engine.calls)
+    check_error(client.post("/sojourn/v1/programs/" + "x" * 300 + "/persist"), 404)
+    check_error(client.post("/sojourn/v1/programs//persist"), 404)
+    assert len(engine.calls) == asked
+
+
+def test_an_id_that_ends_in_persist_can_be_looked_up(client: TestClient, engine: ScriptedEngine) -> None:
+    check_error(client.get("/sojourn/v1/programs/p/persist"), 404)
+    assert engine.calls == [("program", '{"program_id":"p/persist"}')]
+
+
+def test_each_time_the_engine_is_asked_how_far_it_is(client: TestClient, engine: ScriptedEngine) -> None:
+    for _ in range(2):
+        client.post("/sojourn/v1/programs/p/persist")
+    assert len(engine.calls) == 2, "an answer of half a second ago is of no use to who waits for it"
+
+
 def test_decisions_as_json_and_as_lines(client: TestClient, engine: ScriptedEngine) -> None:
     document = client.get("/sojourn/v1/decisions?since=4&limit=2").json()
     assert document["next"] == 6
@@ -144,6 +171,12 @@ def test_several_engines_answer_as_one() -> None:
     check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
 
 
+def test_of_several_engines_the_one_that_ran_the_program_writes_it() -> None:
+    other = {**PERSISTED, "turns": 0, "context_tokens": 0, "state": "done"}
+    engine = ScriptedEngine(engine_answers(persist=other), engine_answers(), engine_answers(persist=None))
+    assert client_of(engine).post("/sojourn/v1/programs/p/persist").json() == PERSISTED
+
+
 # --- keys -------------------------------------------------------------------
 
 REFUSED = [
@@ -169,6 +202,7 @@ def test_every_route_refuses_a_missing_or_wrong_key_before_anything_else(headers
         check_error(client.get(f"/sojourn/v1/{path}", headers=headers), 401)
     refused = client.post("/sojourn/v1/events", content=b"x" * (MAX_BATCH_BYTES + 1), headers=headers)
     check_error(refused, 401)
+    check_error(client.post("/sojourn/v1/programs/p/persist", headers=headers), 401)
     check_error(client.get(f"/sojourn/v1/programs?limit={CANARY}", headers=headers), 401)
     assert refused.headers["www-authenticate"] == "Bearer"
     assert engine.calls == []
@@ -180,6 +214,8 @@ def test_any_configured_key_opens_every_route(header: str) -> None:
     for path in GETS:
         assert client.get(f"/sojourn/v1/{path}", headers={"authorization": header}).status_code == 200
     posted = client.post("/sojourn/v1/events", json=BATCH, headers={"authorization": header})
+    assert posted.status_code == 200
+    posted = client.post("/sojourn/v1/programs/p/persist", headers={"authorization": header})
     assert posted.status_code == 200
 
 
@@ -195,6 +231,7 @@ def test_the_tests_above_know_every_route() -> None:
     assert found == expected | {
         ("POST", "/sojourn/v1/events"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
+        ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),
         ("GET", "/sojourn/v1/graphs/{graph_hash}"),
     }
 
@@ -220,7 +257,14 @@ def test_the_routes_describe_themselves(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert set(paths) == {
         f"/sojourn/v1/{path}"
-        for path in (*GETS[:2], *GETS[3:-1], "events", "programs/{program_id}", "graphs/{graph_hash}")
+        for path in (
+            *GETS[:2],
+            *GETS[3:-1],
+            "events",
+            "programs/{program_id}",
+            "programs/{program_id}/persist",
+            "graphs/{graph_hash}",
+        )
     }
     limits = {p["name"]: p["schema"] for p in paths["/sojourn/v1/programs"]["get"]["parameters"]}
     assert limits["limit"]["maximum"] == 1000

@@ -22,6 +22,7 @@ BATCH = {
         {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
     ],
 }
+PERSISTED = {"program_id": "p", "state": "writing", "context_tokens": 70, "stored_tokens": 32}
 GETS = ("capabilities", "programs", "programs/p", "stats", "decisions", "graphs", "graphs/h")
 
 
@@ -71,6 +72,7 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
         "capabilities": {"name": "sojourn", "wire": [1], "policy": "continuum"},
         "programs": {"programs": [{"program_id": "p", "turns": 2}], "total": 1, "shown": 1},
         "program": lambda payload: {"program_id": "p", "turns": 2} if payload["program_id"] == "p" else None,
+        "persist": lambda payload: {**PERSISTED, "turns": 2} if payload["program_id"] == "p" else None,
         "graphs": {"graphs": [{"graph_hash": "h"}], "total": 1, "bytes": 9, "forgotten": 0},
         "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
         "stats": {"programs": {"acting": 1}, "policy": "continuum", "lost_tokens": 10},

@@ -46,6 +46,9 @@ def serve(
     kv_host_gib: float | None = typer.Option(None, help="Host memory for KV that the device loses, GiB"),
     kv_disk: Path | None = typer.Option(None, help="Directory for KV that host memory loses"),
     kv_disk_gib: float | None = typer.Option(None, help="How much the directory may hold, GiB"),
+    kv_disk_name: str | None = typer.Option(
+        None, help="This engine's name there, where several share the directory and read each other's KV"
+    ),
     tier_backend: str = typer.Option("sojourn", help="Whose code moves it: sojourn (CPU), vllm (CUDA)"),
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
@@ -67,7 +70,13 @@ def serve(
         )
     model_path = str(model_directory(model)) if is_local else model
     disk = _path(kv_disk)
-    tiers = TierOptions(host_gib=kv_host_gib, disk=disk, disk_gib=kv_disk_gib, backend=tier_backend)
+    tiers = TierOptions(
+        host_gib=kv_host_gib,
+        disk=disk,
+        disk_gib=kv_disk_gib,
+        disk_name=kv_disk_name,
+        backend=tier_backend,
+    )
     try:
         command = build_command(
             ServeOptions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -41,14 +41,18 @@ class UnknownOperation(ValueError):
 
 
 class Service:
-    """Answers ``events, capabilities, programs, program, graphs, graph, stats, decisions, drain_metrics``.
+    """Answers ``events, capabilities, programs, program, persist, graphs, graph, stats, decisions,
+    drain_metrics``.
 
     And ``refusal``: how long a request that was refused had waited, once.
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
     ``engine`` describes the engine in capabilities; ``tier_state`` tells of each tier below the device its
     blocks ``used`` and ``free``, under ``moves`` what became of blocks so far, and under ``traffic`` how much
     was moved, how long that took, and what was waited for (``tiers.traffic``). ``below_device`` is what
-    capabilities tell of the tiers (``docs/wire.md``), ``None`` where there are none.
+    capabilities tell of the tiers (``docs/wire.md``), ``None`` where there are none. ``persist`` has a chain
+    of block hashes written to disk; it answers ``stored_blocks``, of the first ones, ``pending_blocks`` and
+    ``pending_bytes``, which are being written, and ``shared``, whether other engines read them; or only the
+    ``reason`` why it cannot.
     """
 
     def __init__(
@@ -61,11 +65,13 @@ class Service:
         tier_state: Callable[[], dict[str, Any]] = dict,
         below_device: Callable[[], dict[str, Any] | None] = lambda: None,
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,
+        persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
     ) -> None:
         self._steward = steward
         self._tier_state = tier_state
         self._below_device = below_device
         self._network_state = network_state
+        self._persist_chain = persist
         self._counted: dict[tuple[str, str], float] = {}
         """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
@@ -77,6 +83,7 @@ class Service:
             "capabilities": self._capabilities,
             "programs": self._programs,
             "program": self._program,
+            "persist": self._persist,
             "graphs": self._graphs,
             "graph": self._graph,
             "stats": self._stats,
@@ -159,6 +166,25 @@ class Service:
             "p_reuse": program.p_reuse,
             "tools": tools,
             "ledger": [turn.as_dict() for turn in turns],
+        }
+
+    def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        program = self._steward.table.get(ProgramId(str(arguments.get("program_id"))))
+        if program is None:
+            return None
+        told = self._persist_chain(self._steward.contexts.get(program.id) or ())
+        pending, block_size = told.get("pending_blocks", 0), self._steward.pool.block_size
+        state = "unsupported" if "reason" in told else "writing" if pending else "done"
+        return {
+            "program_id": program.id,
+            "state": state,
+            "reason": told.get("reason"),
+            "shared": told.get("shared", False),
+            "turns": program.turns,
+            "context_tokens": program.context_tokens,
+            "stored_tokens": told.get("stored_blocks", 0) * block_size,
+            "pending_tokens": pending * block_size,
+            "bytes": told.get("pending_bytes", 0),
         }
 
     def _graphs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:

@@ -45,14 +45,15 @@ def check_tiers(
         notes += check_memory(options.host_gib, read_memory())
     if options.disk is not None and options.disk_gib is not None:
         root = Path(os.path.realpath(options.disk))  # as the engine opens it
-        stores = _stores(options.disk, root, vllm_version, weights)
+        stores = _stores(options.disk, root, vllm_version, weights, options.disk_name)
         there = _writable(options.disk, root, full_is_fine=bool(stores), try_it=try_writing)
         if there not in (root, root.parent):  # a name mistyped further up, as like as not
             notes.append(
                 f"--kv-disk {options.disk} is not there: a start makes it, with what is above it in {there}"
             )
         notes += _on_contents(options.disk, root, stores, block_tokens)
-        notes += _on_free_space(options.disk, options.disk_gib, there, stores)
+        ours = [store for store in stores if store.name == options.disk_name]
+        notes += _on_free_space(options.disk, options.disk_gib, there, ours)
     return notes
 
 
@@ -73,14 +74,16 @@ def check_memory(host_gib: float, memory: Memory) -> list[str]:
     return []
 
 
-def _stores(disk: str, root: Path, vllm_version: str | None, weights: str | None) -> list[FoundStore]:
+def _stores(
+    disk: str, root: Path, vllm_version: str | None, weights: str | None, name: str | None
+) -> list[FoundStore]:
     # Of a KvIdentity the release and, for most directories, the weights are certain. Not so the rest:
     # block_tokens, since vLLM gives some models (MLA on the CPU) a block size of its own, whatever it is
     # told; block_bytes, layers, kv_dtype and the rest of model, since they come of the model's
     # configuration as vLLM reads it; and the algorithm of hash_scheme, whose default is vLLM's.
     known = {} if vllm_version is None else {"vllm_version": vllm_version}
     try:
-        return find_stores(root, known, weights)
+        return find_stores(root, known, weights, name)
     except (ForeignStore, StoreInUse) as error:
         raise BadOption(f"--kv-disk {disk} cannot be used: {error.what}", error.advice) from None
     except NotADirectoryError:  # which of its parts is none, _writable says

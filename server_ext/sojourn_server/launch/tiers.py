@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..tiers.store_folder import is_name
 from .errors import BadOption
 
 GIB = 1 << 30
@@ -23,6 +24,8 @@ class TierOptions:
     disk: str | None = None
     """A directory, made if it is not there."""
     disk_gib: float | None = None
+    disk_name: str | None = None
+    """What this engine's store there is called, beside others' that it reads."""
     backend: str = "sojourn"
 
     @property
@@ -42,6 +45,13 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
     _check_size("--kv-host-gib", options.host_gib)
     if (options.disk is None) != (options.disk_gib is None):
         raise BadOption("--kv-disk and --kv-disk-gib go together: the directory, and how much it may hold")
+    if options.disk_name is not None and options.disk is None:
+        raise BadOption("--kv-disk-name names a store in a directory: give --kv-disk and --kv-disk-gib too")
+    if options.disk_name is not None and not is_name(options.disk_name):
+        raise BadOption(
+            f"--kv-disk-name is {options.disk_name!r}; expected letters, digits, '.', '_' and '-', at most "
+            "64, the first a letter or digit"
+        )
     host_bytes = int(options.host_gib * GIB)
     if options.backend == "vllm":
         if options.disk is not None:
@@ -66,6 +76,8 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
     if options.disk is not None and options.disk_gib is not None:
         _check_size("--kv-disk-gib", options.disk_gib)
         extra |= {"disk": options.disk, "disk_bytes": int(options.disk_gib * GIB)}
+        if options.disk_name is not None:
+            extra["disk_name"] = options.disk_name
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

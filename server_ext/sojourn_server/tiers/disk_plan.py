@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from .host_slots import HostEntry, HostSlots
-from .jobs import Fate, FileCopy, Key, TierJobs
+from .jobs import Fate, FileCopy, Key, Probed, TierJobs
 from .limits import TierLimits
 from .ranks import Rank
 
 ASK_STEPS = 100
 """Steps after which nobody waits any more for a mover to say what is on disk."""
+
+ALONE_S = 5.0
+"""Seconds for which nobody looks again for other engines' stores, where there was none."""
+
+MOST_FOUND = 1 << 16
+"""Blocks that are remembered to be in other engines' stores."""
 
 MAX_PINNED = 0.5
 """Share of host memory that may be held for requests that wait for the disk, if they are several."""
@@ -56,6 +62,14 @@ class _Staging:
     given_up: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Probe:
+    """A request that waits to hear what other engines' stores have."""
+
+    since_s: float
+    over: bool = False
+
+
 class DiskPlan:
     """The disk's half of a planner, which tells it what to bring and asks it what it has.
 
@@ -64,6 +78,10 @@ class DiskPlan:
     be there is forgotten. Files, with those being written, are never more than
     the disk has room for. A slot of host memory stays its block's while it is
     written or read; that a block is on disk is noted in its entry (``on_disk``).
+
+    Where other engines' stores lie beside this one's (``limits.shared``), what they
+    have is looked for when a request asks for it, and read as what is here is. It is
+    theirs: never counted as this engine's, and it may be gone by the time it is read.
     """
 
     def __init__(
@@ -93,7 +111,16 @@ class DiskPlan:
         self._being_staged: dict[Key, list[_Staging]] = {}
         """Of each block on its way from disk, the requests that wait for it."""
         self._staging: dict[str, _Staging] = {}
+        self._elsewhere: OrderedDict[Key, None] = OrderedDict()
+        """Of what other engines' stores have, what was asked for, the longest unused first."""
+        self._borrowed: set[Key] = set()
+        """Of what is on its way from disk, what comes from there."""
+        self._probed: dict[str, _Probe] = {}
+        """Requests for which they were looked through."""
+        self._probing: dict[int, tuple[_Probe, Sequence[Key]]] = {}
+        self._alone_until_s = float("-inf")
         # Orders of the step that is being planned.
+        self._probes: dict[int, Sequence[Key]] = {}
         self._drops: list[Key] = []
         self._spills: dict[int, list[FileCopy]] = {}
         self._stages: dict[int, list[FileCopy]] = {}
@@ -112,13 +139,19 @@ class DiskPlan:
     @property
     def under_way(self) -> int:
         """Jobs whose results are still to come."""
-        return len(self._spilling) + len(self._staged_by)
+        return len(self._spilling) + len(self._staged_by) + len(self._probing)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing is written any more: after a reset this engine may have other weights than its name says,
+        and other engines would read what it writes."""
+        return self.limits.shared and self._forgotten
 
     @property
     def has_orders(self) -> bool:
         """Whether a step is needed though no request asks for one: orders wait, or it is not known yet what
         an earlier engine left on disk."""
-        if self._drops or self._spills or self._stages:
+        if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
             return bool(self.limits.disk_blocks) and self._asked_steps < ASK_STEPS
@@ -131,6 +164,7 @@ class DiskPlan:
         jobs.drops, self._drops = self._drops, []
         jobs.spills, self._spills = self._spills, {}
         jobs.stages, self._stages = self._stages, {}
+        jobs.probes, self._probes = self._probes, {}
 
     # -- what is there --------------------------------------------------------------
 
@@ -168,6 +202,7 @@ class DiskPlan:
         self._drops += self._files
         self._files.clear()
         self._ordered.clear()
+        self._elsewhere.clear()
         self._forgotten = True
 
     def _lost(self, key: Key) -> None:
@@ -180,6 +215,8 @@ class DiskPlan:
 
     def order(self, key: Key, rank: Rank) -> None:
         """Write what host memory has of this as soon as the disk takes it; from then on it has this rank."""
+        if self.closed:
+            return
         self._ordered[key] = rank
         if len(self._ordered) > 2 * self.limits.host_slots:
             # A disk that always fails never comes to them. One in two at least has left host memory, or more
@@ -195,7 +232,7 @@ class DiskPlan:
         """Once a step: write what was ordered, and keep a part of host memory reusable without loss, a batch
         at a time."""
         limits, host = self.limits, self._host
-        if not self.known or not self._pause.over():
+        if not self.known or self.closed or not self._pause.over():
             return
         self.room = limits.disk_blocks
         if not self.room:
@@ -278,7 +315,13 @@ class DiskPlan:
         return request_id in self._staging
 
     def waits(self, request_id: str, now: float) -> bool:
-        """Whether the request waits on for what is read for it: for so long, and then never again."""
+        """Whether the request waits on for what is looked for or read for it: for so long, and then never
+        again."""
+        probe = self._probed.get(request_id)
+        if probe is not None and not probe.over:
+            if now - probe.since_s < self.limits.max_probe_wait_s:
+                return True
+            probe.over = True
         waiting = self._staging.get(request_id)
         if waiting is None or not waiting.missing or waiting.given_up:
             return False
@@ -287,6 +330,43 @@ class DiskPlan:
         waiting.given_up = True
         self._counts["gave_up"] += waiting.missing
         return False
+
+    def probe(self, request_id: str, keys: Sequence[Key], now: float) -> bool:
+        """Have other engines' stores looked through for ``keys``, from the first on that this engine has
+        nowhere. Once a request; False: there is no reason to."""
+        if not self.limits.shared or self._forgotten or request_id in self._probed:
+            return False
+        missing = self._from_first_missing(keys)
+        if len(missing) < self.limits.min_probe_blocks or now < self._alone_until_s:
+            return False
+        job = next(self._numbers)
+        probe = self._probed[request_id] = _Probe(now)
+        self._probing[job] = probe, missing
+        self._probes[job] = missing
+        return True
+
+    def probed(self, job: int, answer: Probed) -> None:
+        """What other engines' stores have."""
+        probe, keys = self._probing.pop(job, (None, ()))
+        if probe is None:
+            return
+        probe.over = True
+        if not answer.stores:
+            self._alone_until_s = probe.since_s + ALONE_S
+        if self._forgotten:
+            return
+        for key in keys[: answer.found]:
+            self._elsewhere[key] = None
+            self._elsewhere.move_to_end(key)
+        while len(self._elsewhere) > MOST_FOUND:
+            self._elsewhere.popitem(last=False)
+
+    def _from_first_missing(self, keys: Sequence[Key]) -> Sequence[Key]:
+        get, files, elsewhere = self._host.get, self._files, self._elsewhere
+        for index, key in enumerate(keys):
+            if get(key) is None and key not in files and key not in elsewhere:
+                return keys[index:]
+        return ()
 
     def stage(self, request_id: str, found: Sequence[HostEntry], keys: Iterable[Key], now: float) -> bool:
         """Have leading ``keys`` read for a request that has ``found`` what comes before them. False: the disk
@@ -321,12 +401,15 @@ class DiskPlan:
         for key in keys:
             entry = host.get(key)
             if entry is None:
-                if key not in self._files or len(ordered) >= room:
+                ours = key in self._files
+                if not (ours or key in self._elsewhere) or len(ordered) >= room:
                     break
-                entry = host.take(key, rank, job, on_disk=True, at_most=at_most)
+                entry = host.take(key, rank, job, on_disk=ours, at_most=at_most)
                 if entry is None:
                     break
-                self._files.move_to_end(key)
+                (self._files if ours else self._elsewhere).move_to_end(key)
+                if not ours:
+                    self._borrowed.add(key)
                 self._being_staged[key] = []
                 ordered.append(entry)
             if key in self._being_staged:
@@ -337,7 +420,8 @@ class DiskPlan:
             here.append(entry)
         if ordered:
             self._staged_by[job] = ordered
-            self._stages[job] = [FileCopy(entry.slot, entry.key) for entry in ordered]
+            borrowed = self._borrowed
+            self._stages[job] = [FileCopy(each.slot, each.key, each.key in borrowed) for each in ordered]
         if waiting is None or not missing:
             host.release(here)
         else:
@@ -351,17 +435,23 @@ class DiskPlan:
             fate = fates.get(entry.key, Fate.FAILED)
             for waiting in self._being_staged.pop(entry.key, ()):
                 waiting.missing -= 1
+            borrowed = entry.key in self._borrowed
+            self._borrowed.discard(entry.key)
             if fate is Fate.MOVED:
-                self._counts["staged"] += 1
+                self._counts["shared" if borrowed else "staged"] += 1
             else:
                 self._counts[f"stage_{fate.value}"] += 1
-                self._files.pop(entry.key, None)
-                self._drops.append(entry.key)
                 self._host.remove(entry)
+                if borrowed:
+                    self._elsewhere.pop(entry.key, None)
+                else:
+                    self._files.pop(entry.key, None)
+                    self._drops.append(entry.key)
             self._host.filled(entry)
 
     def abandon(self, request_id: str) -> None:
         """The request loads what there is, or nothing: it waits no more."""
+        self._probed.pop(request_id, None)
         waiting = self._staging.pop(request_id, None)
         if waiting is not None:
             self._host.release(waiting.entries)

@@ -4,6 +4,7 @@ Folders
 -------
     ROOT/
       3f9a0c51d2e47b68/     one store: 16 hex digits of the digest of a ``KvIdentity``
+      3f9a0c51d2e47b68-b/   another of the same, whose name is b: see ``siblings``
         manifest.json       that identity in full, and the version of the format
         lock                held by the one process that has the store open
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
@@ -58,13 +59,30 @@ from .full_block import (
     sync_folder,
     write_block,
 )
-from .store_folder import StoreLock, claim_folder, refuse_others
+from .store_folder import StoreLock, claim_folder, folder_name, is_name, refuse_others
 
 _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What a read can fail of that says nothing about the block."""
+
+
+def block_path(store: Path, key: bytes) -> Path:
+    """Where a store has the block of ``key``. Raises ``ValueError`` for what is no key."""
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+    name = key.hex()
+    return store / name[:2] / f"{name}.kv"
+
+
+def payload_of(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
+    """The memory of one block of ``identity``. Raises ``ValueError`` for buffers of another size."""
+    views = byte_views(buffers, writable=writable)
+    found = sum(view.nbytes for view in views)
+    if found != identity.block_bytes:
+        raise ValueError(f"buffers of {found} bytes for blocks of {identity.block_bytes}")
+    return views
 
 
 class StoreError(TierError):
@@ -148,6 +166,7 @@ class DiskStore:
         identity: KvIdentity,
         *,
         budget_bytes: int,
+        name: str | None = None,
         durable: bool = False,
         alongside: bool = False,
         files: FileSystem | None = None,
@@ -155,19 +174,23 @@ class DiskStore:
     ) -> DiskStore:
         """Open the store of ``identity`` in ``root``, or make it; its blocks are there, in order of last use.
 
+        ``name`` tells it from the stores of other engines that serve the same (``store_folder.is_name``).
         Payloads are not read: a damaged one shows when it is asked for. Files of the wrong size and those
         left half written are removed; beyond the budget, so are the least recently used. ``durable``: a
         block that is stored is on the disk, also if the machine dies (by default only if the process
         does). ``alongside``: other identities' stores in this root are meant to be there. The budget is
         this store's alone. ``clock_ns`` orders uses; it may jump.
 
-        Raises ``ForeignStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget.
+        Raises ``ForeignStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget or a
+        name that cannot be one.
         """
         if budget_bytes < 0:
             raise ValueError(f"a budget of {budget_bytes} bytes")
+        if name is not None and not is_name(name):
+            raise ValueError(f"a store cannot be named {name!r}; expected letters, digits, '.', '_' and '-'")
         files = files or LocalFiles()
         # Also the same store under two names must be seen to be the same.
-        path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
+        path = Path(os.path.realpath(root)) / folder_name(identity, name)
         try:
             if not alongside:
                 refuse_others(files, path, identity)
@@ -216,7 +239,7 @@ class DiskStore:
         Raises ``StoreError``, after which nothing is left of the block, and ``ValueError``.
         """
         path = self._path(key)
-        payload = self._payload(buffers, writable=False)
+        payload = payload_of(self.identity, buffers, writable=False)
         with self._turn(key):
             if self.has(key):
                 self._touch(key)
@@ -245,7 +268,7 @@ class DiskStore:
         room was needed; ``ValueError`` as ``put``, also for buffers that cannot be written.
         """
         path = self._path(key)
-        payload = self._payload(buffers, writable=True)
+        payload = payload_of(self.identity, buffers, writable=True)
         with self._turn(key):
             if not self.has(key):
                 raise BlockMissing(key)
@@ -310,17 +333,7 @@ class DiskStore:
             return self._used_bytes
 
     def _path(self, key: bytes) -> Path:
-        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
-        name = key.hex()
-        return self.path / name[:2] / f"{name}.kv"
-
-    def _payload(self, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
-        views = byte_views(buffers, writable=writable)
-        found = sum(view.nbytes for view in views)
-        if found != self.identity.block_bytes:
-            raise ValueError(f"buffers of {found} bytes for blocks of {self.identity.block_bytes}")
-        return views
+        return block_path(self.path, key)
 
     @contextlib.contextmanager
     def _turn(self, key: bytes) -> Iterator[None]:

@@ -28,6 +28,17 @@ class FileCopy(NamedTuple):
 
     slot: int
     key: Key
+    shared: bool = False
+    """To be read from another engine's store, not from one's own."""
+
+
+class Probed(NamedTuple):
+    """What other engines' stores were found to have."""
+
+    found: int
+    """Of the keys that were looked for, how many leading ones."""
+    stores: int
+    """How many other engines' stores there are."""
 
 
 class Fate(Enum):
@@ -63,6 +74,8 @@ class TierJobs:
     """Host to disk."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Disk to host; first come, first served."""
+    probes: dict[int, Sequence[Key]] = field(default_factory=dict)
+    """Chains to be looked for in other engines' stores."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -73,6 +86,7 @@ class TierJobs:
             or self.spills
             or self.stages
             or self.drops
+            or self.probes
         )
 
 
@@ -86,6 +100,7 @@ class TierResults:
     """Of each store that is over."""
     spilled: dict[int, Mapping[Key, Fate]] = field(default_factory=dict)
     staged: dict[int, Mapping[Key, Fate]] = field(default_factory=dict)
+    probed: dict[int, Probed] = field(default_factory=dict)
     lost_slots: list[int] = field(default_factory=list)
     """Slots of ``saves`` and ``awaited`` that failed: what is in them is nothing."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -101,6 +116,7 @@ class TierResults:
             or self.stored
             or self.spilled
             or self.staged
+            or self.probed
             or self.lost_slots
             or self.moved_bytes
             or self.waited_s

@@ -20,3 +20,9 @@ class TierLimits:
     """Blocks on their way from disk at once."""
     max_stage_wait_s: float = 10.0
     """A request waits no longer for the disk; it computes the rest."""
+    shared: bool = False
+    """Other engines' stores may lie beside this one's, and are read."""
+    min_probe_blocks: int = 8
+    """Other stores are looked through for no fewer: so few are sooner computed than asked about."""
+    max_probe_wait_s: float = 1.0
+    """A request waits no longer until they have been looked through."""

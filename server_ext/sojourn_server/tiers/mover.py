@@ -17,8 +17,9 @@ from typing import Protocol
 
 from .disk_store import BlockMissing, DiskStore, Outcome, StoreError
 from .full_block import BlockCorrupt
-from .jobs import Copy, Fate, FileCopy, Key, TierJobs, TierResults
+from .jobs import Copy, Fate, FileCopy, Key, Probed, TierJobs, TierResults
 from .lane import Lane
+from .siblings import Siblings
 
 
 class Device(Protocol):
@@ -56,13 +57,18 @@ class _Store:
 class Mover:
     """Of one worker. Every method but ``wait_for_layer`` is called by the thread that runs the model."""
 
-    def __init__(self, device: Device, disk: DiskStore | None = None) -> None:
+    def __init__(
+        self, device: Device, disk: DiskStore | None = None, siblings: Siblings | None = None
+    ) -> None:
         self._device = device
         self._disk = disk
+        self._siblings = siblings
         self._to_host = Lane("to_host")
         self._to_device = Lane("to_device")
         self._to_disk = Lane("to_disk")
         self._from_disk = Lane("from_disk")
+        self._probe = Lane("probe") if siblings is not None else None
+        """Of its own: whoever waits to hear whether there is anything does not wait for others' reads."""
         self._layer_index = {name: index for index, name in enumerate(device.layers)}
         self._stores: dict[int, _Store] = {}
         self._loaded: list[threading.Event] = []
@@ -96,6 +102,9 @@ class Mover:
         for job, files in jobs.stages.items():
             self._lost.difference_update(file.slot for file in files)
             self._from_disk.give(partial(self._stage, job, files))
+        for job, keys in jobs.probes.items():
+            if self._probe is not None:
+                self._probe.give(partial(self._look_for, job, keys))
 
     def wait_for_layer(self, name: str) -> None:
         """The forward pass has come to a layer: returns once what this step loads of it is there."""
@@ -146,7 +155,8 @@ class Mover:
 
     def close(self) -> None:
         """What was begun is done; the disk's store is another process's to open."""
-        for lane in (self._to_host, self._to_device, self._from_disk, self._to_disk):
+        lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
+        for lane in filter(None, lanes):
             lane.close()
         if self._disk is not None:
             self._disk.close()
@@ -249,10 +259,21 @@ class Mover:
                 self._results.staged[job] = fates
         return sum(fate is Fate.MOVED for fate in fates.values()) * self._device.block_bytes
 
-    def _get(self, file: FileCopy) -> Fate:
-        assert self._disk is not None
+    def _look_for(self, job: int, keys: Sequence[Key]) -> int:
+        assert self._siblings is not None
+        probed = Probed(0, 0)
         try:
-            self._disk.get_into(file.key, [self._device.slot(file.slot)])
+            probed = self._siblings.leading(keys)
+        finally:
+            with self._lock:
+                self._results.probed[job] = probed
+        return 0
+
+    def _get(self, file: FileCopy) -> Fate:
+        store = self._siblings if file.shared else self._disk
+        assert store is not None
+        try:
+            store.get_into(file.key, [self._device.slot(file.slot)])
         except BlockMissing:
             return Fate.MISSING
         except BlockCorrupt:

@@ -14,7 +14,7 @@ are its own; what is on disk, and on its way there and back, is its ``DiskPlan``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from .ranks import Rank
 STORED_TOGETHER = 32
 """Blocks of one job that is stored ahead: what is reused before its job is over has all of it waited for."""
 
-_WANTED = Rank.WANTED  # to name a member takes long, and each block is asked about
+_WANTED, _IDLE = Rank.WANTED, Rank.IDLE  # to name a member takes long, and each block is asked about
 
 
 class _Lookup(NamedTuple):
@@ -36,6 +36,15 @@ class _Lookup(NamedTuple):
     of: tuple[int, Key]
     """How many keys it asked for, and the first: a request's tokens only grow, so all others are the same."""
     found: list[HostEntry]
+
+
+class Persisted(NamedTuple):
+    """Where a context is that was to be written to disk, in blocks."""
+
+    stored: int
+    """On disk, from the beginning without a gap."""
+    pending: int
+    """On their way there, of what will then be there without a gap."""
 
 
 class TierPlanner:
@@ -59,6 +68,8 @@ class TierPlanner:
         """Pinned until the step that reads them was carried out; orders of later steps come after it."""
         self._jobs = TierJobs()
         """Orders of the step that is being planned, but for the disk's."""
+        self._wants_step = False
+        """Somebody waits to hear what has come of earlier orders."""
 
     # -- the device loses something ---------------------------------------------
 
@@ -157,10 +168,46 @@ class TierPlanner:
             elif entry is not None:
                 self.disk.order(key, rank)
 
+    def persist(self, chain: Sequence[Key], on_device: Mapping[Key, int]) -> Persisted:
+        """Have a context written to disk, since its program is about to go where only the disk is shared.
+
+        ``on_device``: of ``chain`` what the device has, and in which blocks. It goes by host memory, where
+        nothing makes way for it that is kept for the idle. Asked again, it orders what has found no room so
+        far, and tells how far it has come.
+        """
+        disk, get = self.disk, self.host.get
+        if disk.closed:
+            return Persisted(0, 0)
+        chain = chain[: disk.room]  # more would push out its own beginning
+        unsaved: list[tuple[Key, int]] = []
+        for key in chain:
+            entry = get(key)
+            if entry is not None and entry.rank < _IDLE and key not in disk:
+                self.host.set_rank(entry, _IDLE)  # until it is written: nothing else has it
+            elif entry is None and key in on_device and key not in disk:
+                unsaved.append((key, on_device[key]))
+        self.store(unsaved, _IDLE, at_most=Rank.PLAIN)
+        stored = pending = 0
+        whole = True
+        for key in chain:
+            if key in disk:
+                whole = whole and not pending
+                stored += whole
+                continue
+            entry = get(key)
+            if entry is None:
+                break
+            if key not in disk.being_spilled:
+                disk.order(key, Rank.COLD if entry.rank == _IDLE else entry.rank)
+            pending += 1
+        self._wants_step = self._wants_step or pending > 0
+        return Persisted(stored, pending)
+
     # -- somebody asks for something -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[Key], now: float) -> int | None:
-        """How many of the leading ``keys`` can be loaded now; ``None``: ask again, the disk is being read.
+        """How many of the leading ``keys`` can be loaded now; ``None``: ask again, the disk is being read, or
+        other engines' stores are looked through.
 
         What is found is pinned until the next ``take_jobs``, and that of the last one who asked until
         somebody else does: whoever is next in line is asked every step. Asked again so, or while the disk is
@@ -181,6 +228,9 @@ class TierPlanner:
             return len(before.found)
         found = self._found(keys)
         missing = keys[len(found) :]
+        # What others have is looked for first: then all that is missing is read together.
+        if missing and not was_read and disk.probe(request_id, missing, now):
+            return None
         if missing and not was_read and disk.stage(request_id, found, missing, now):
             return None
         for entry in found:
@@ -215,6 +265,11 @@ class TierPlanner:
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
 
+    def leading(self, keys: Sequence[Key]) -> int:
+        """How many of the leading ``keys`` are in host memory or on disk."""
+        get, disk = self.host.get, self.disk
+        return sum(1 for _ in takewhile(lambda key: get(key) is not None or key in disk, keys))
+
     def missing(self, keys: Sequence[Key]) -> int:
         """How many of ``keys`` are neither in host memory nor on disk."""
         return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
@@ -236,7 +291,7 @@ class TierPlanner:
         """The orders of the step that was just planned. ``spill``: host memory may be written to disk."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
-        self._lost = False
+        self._lost = self._wants_step = False
         # The mover is through with a step's loads before it begins with the next step's orders.
         self.host.release(self._loading)
         self._loading = []
@@ -263,12 +318,14 @@ class TierPlanner:
             self.disk.spilled(job, fates)
         for job, fates in results.staged.items():
             self.disk.staged(job, fates)
+        for job, answer in results.probed.items():
+            self.disk.probed(job, answer)
 
     @property
     def has_orders(self) -> bool:
         """Whether a step is needed though no request asks for one: orders wait, or it is not known yet what
         an earlier engine left on disk."""
-        return bool(self._jobs) or self.disk.has_orders
+        return bool(self._jobs) or self._wants_step or self.disk.has_orders
 
     def state(self) -> dict[str, dict[str, int]]:
         """Blocks below the device by tier, and what became of blocks so far."""

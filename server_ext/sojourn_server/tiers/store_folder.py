@@ -1,6 +1,6 @@
 """Whose folder of blocks it is: claimed by a manifest, held by a lock, and never shared by mistake.
 
-``disk_store`` says what lies in it, and when it is refused.
+``disk_store`` says what lies in it, and when it is refused; ``siblings`` reads those of other engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _KIND = "sojourn KV store"
 _OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
 _FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
 _MANIFEST_BYTES = 1 << 16
-_STORE = re.compile(r"[0-9a-f]{16}")
+_DIGITS = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
 _OURSELVES = "this process itself"
 _FLOCK = struct.Struct("hhqqi0q")
 """Linux's ``struct flock``: type, where the start counts from, start, length, process."""
@@ -48,8 +50,10 @@ class StoreInUse(TierError):
 
     def __init__(self, store: Path, holder: str) -> None:
         self.what = f"the KV store {store} is in use by {holder}"
+        another = "a name of its own" if store_name(store) is None else "another name"
         self.advice = (
-            f"One engine at a time writes a store: give this one a directory of its own, another than "
+            f"One engine at a time writes a store. Give this one {another} (--kv-disk-name): then it writes "
+            "beside the others there and reads theirs too. Or give it a directory of its own, another than "
             f"{store.parent}, or stop the engine that has it"
         )
         if holder != _OURSELVES:
@@ -156,23 +160,47 @@ def _process(fd: int, pid: int = 0) -> str:
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a store may have this name: letters, digits, ``.``, ``_`` and ``-``, at most 64, the first a
+    letter or digit."""
+    return _NAME.fullmatch(name) is not None
+
+
+def folder_name(identity: KvIdentity, name: str | None) -> str:
+    """What the folder of a store is called; ``name``: where several engines' stores lie side by side."""
+    digits = identity.digest().hex()[:_DIGITS]
+    return digits if name is None else f"{digits}-{name}"
+
+
+def store_name(store: Path) -> str | None:
+    """The name in a store's folder's, ``None`` where it has none."""
+    return store.name[_DIGITS + 1 :] or None
+
+
 class FoundStore(NamedTuple):
-    """A store that an engine may be about to open."""
+    """A store of what an engine may be about to serve."""
 
     path: Path
     manifest: Mapping[str, Any]
 
+    @property
+    def name(self) -> str | None:
+        """What tells it from other engines' stores of the same."""
+        return store_name(self.path)
 
-def find_stores(root: Path, known: Mapping[str, Any], weights: str | None) -> list[FoundStore]:
-    """The stores in ``root`` that an engine may open of whose identity only a part is known.
+
+def find_stores(
+    root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
+) -> list[FoundStore]:
+    """The stores in ``root`` that an engine may open or read of whose identity only a part is known.
 
     ``known`` are fields of its ``KvIdentity``, ``weights`` is how its ``model`` begins, where that is known;
-    ``root`` is a path without links. None are found where there is no store, or no root. Nothing is written,
-    made or locked.
+    ``name`` is what its own store is called; ``root`` is a path without links. None are found where there is
+    no store, or no root. Nothing is written, made or locked.
 
     Raises what the engine is certain to: ``ForeignStore`` where there are stores, and all are something
-    else's, of another format, or differ in what is known; ``StoreInUse`` where all that it may open are
-    open already; and ``OSError``.
+    else's, of another format, or differ in what is known; ``StoreInUse`` where all that it may open, which
+    have its name, are open already; and ``OSError``.
     """
     others: list[tuple[list[Difference], Path]] = []
     found: list[FoundStore] = []
@@ -189,7 +217,7 @@ def find_stores(root: Path, known: Mapping[str, Any], weights: str | None) -> li
     if others and not found:
         raise _nearest(others)
     # Where one of several is free, that may be the one: only the engine knows its name.
-    holders = {store.path: StoreLock.holder(store.path) for store in found}
+    holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
     for path, holder in holders.items():
         if holder is not None and all(holders.values()):
             raise StoreInUse(path, holder)
@@ -215,6 +243,17 @@ def refuse_others(files: FileSystem, path: Path, identity: KvIdentity) -> None:
         raise _nearest(others)
 
 
+def stores_of(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
+    """Folders in ``root`` that are stores of ``identity``, under whatever name. Raises ``OSError``."""
+    expected = _manifest(identity)
+    digits = folder_name(identity, None)
+    return [
+        store
+        for store, manifest in _manifests(files, root, beginning=digits)
+        if not _differences(manifest, expected)
+    ]
+
+
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
     """Check the manifest, or give an empty folder one. Raises ``ForeignStore`` and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
@@ -237,13 +276,18 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
         sync_folder(files, path)
 
 
-def _manifests(files: FileSystem, root: Path) -> Iterator[tuple[Path, dict[str, Any] | Difference]]:
-    """Folders in ``root`` that are named as stores are and have a manifest, whoever's. Raises ``OSError``."""
+def _manifests(
+    files: FileSystem, root: Path, beginning: str = ""
+) -> Iterator[tuple[Path, dict[str, Any] | Difference]]:
+    """Folders in ``root`` that are named as stores are, or those of them whose names begin so, and have a
+    manifest, whoever's. Raises ``OSError``."""
     try:
         folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
     except FileNotFoundError:
         return
     for name in filter(_STORE.fullmatch, folders):
+        if not name.startswith(beginning):
+            continue
         manifest: dict[str, Any] | Difference | None
         try:
             manifest = _read_manifest(files, root / name)

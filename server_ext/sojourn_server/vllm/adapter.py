@@ -100,6 +100,7 @@ class SchedulerAdapter:
             tier_state=lambda: self._below.state() if self._below is not None else {},
             below_device=lambda: below_device(scheduler),
             network_state=lambda: self._guesses.state() if self._guesses is not None else None,
+            persist=self._persist,
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
@@ -439,6 +440,11 @@ class SchedulerAdapter:
         if self._pool_state is None or blocks < EASILY_COUNTED or age_s >= blocks * COUNTING_S_PER_BLOCK:
             self._pool_state, self._pool_state_at = self._count_blocks(), now
         return self._pool_state
+
+    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
+        if self._below is None:
+            return {"reason": "nothing of ours is below this engine's device"}
+        return self._below.persist(hashes, self._held)
 
     def _used_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())

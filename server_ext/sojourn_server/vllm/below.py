@@ -16,6 +16,7 @@ from ..policy.labels import Label
 from ..policy.placement_views import Tier
 from ..policy.recovery import NOWHERE_S_PER_TOKEN
 from ..tiers.jobs import Key
+from ..tiers.planner import Persisted
 from ..tiers.ranks import Rank
 from .block_owners import BlockOwners
 from .connector import SojournConnector
@@ -99,6 +100,26 @@ class Below:
         """Bring these closer: how many are coming from disk, and how many are nowhere below the device."""
         found = self._guarded(self._fetch, keys)
         return found if found is not None else (0, len(keys))
+
+    def persist(self, keys: Sequence[Key], held: HeldBlocks) -> dict[str, Any]:
+        """Have a context written to disk: as ``Service`` is told it."""
+        connector = self._connector
+        if connector.off:
+            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
+        if connector.settings.disk is None and not connector.planner.limits.disk_blocks:
+            return {"reason": "this engine has no disk below its host memory"}
+        if connector.planner.disk.closed:
+            return {"reason": "the cache was reset, after which nothing is written where other engines read"}
+        told = self._guarded(self._persist, keys, held)
+        if told is None:
+            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
+        block_bytes = connector.settings.block_bytes
+        return {
+            "stored_blocks": told.stored,
+            "pending_blocks": told.pending,
+            "pending_bytes": told.pending * block_bytes,
+            "shared": connector.planner.limits.shared,
+        }
 
     def loading(self) -> Iterable[Sequence[int]]:
         """All blocks of requests that loaded something in the steps that may still be under way; of those
@@ -359,6 +380,17 @@ class Below:
     def _fetch(self, keys: Sequence[Key]) -> tuple[int, int]:
         planner = self._connector.planner
         return planner.fetch(keys), planner.missing(keys)
+
+    def _persist(self, keys: Sequence[Key], held: HeldBlocks) -> Persisted:
+        planner, on_device, at = self._connector.planner, dict[Key, int](), 0
+        while True:  # parts of it may be here and parts there
+            found = held.still_cached(keys[at:])
+            on_device.update((chain_hash(block), block.block_id) for block in found)
+            at += len(found)
+            below = planner.leading(keys[at:])
+            if not below:
+                return planner.persist(keys[:at], on_device)
+            at += below
 
     def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         if self._connector.off:

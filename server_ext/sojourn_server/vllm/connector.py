@@ -216,12 +216,14 @@ class SojournConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         settings = self.settings
         memory = HostMemory(kv_caches, settings.blocks, settings.host_slots)
-        self._mover = Mover(memory, settings.open_disk(memory.block_bytes, len(kv_caches)))
+        self._mover = Mover(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
         disk = "no disk"
         if settings.disk:
             disk = (
                 f"for {settings.disk_blocks} in {settings.disk}, where {self._mover.on_disk} are from before"
             )
+            if settings.disk_name is not None:
+                disk += f"; as {settings.disk_name}, and other engines' stores there are read"
         logger.info(
             "sojourn: room for %d blocks of %d bytes in host memory, %s",
             settings.host_slots, memory.block_bytes, disk,

@@ -40,7 +40,8 @@ def below_device(scheduler: Scheduler) -> dict[str, Any] | None:
         told |= {"on": not connector.off, "off_because": connector.off_because}
         told["host"] = {"blocks": host_blocks, "bytes": host_blocks * size}
         if disk_blocks:
-            told["disk"] = {"blocks": disk_blocks, "bytes": disk_blocks * size}
+            shared = {"shared": True} if connector.planner.limits.shared else {}
+            told["disk"] = {"blocks": disk_blocks, "bytes": disk_blocks * size, **shared}
         return told
     # Of other connectors no more is known than what vLLM's own is told.
     host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")

@@ -12,13 +12,15 @@ from ..launch.weights import fingerprint
 from ..tiers.disk_store import DiskStore
 from ..tiers.full_block import KvIdentity
 from ..tiers.limits import TierLimits
+from ..tiers.siblings import Siblings
+from ..tiers.store_folder import is_name
 from .settings import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_KNOWN = {"host_bytes", "disk", "disk_bytes", "max_stage_wait_s"}
+_KNOWN = {"host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class TierSettings:
     host_slots: int
     disk: str | None
     disk_bytes: int
+    disk_name: str | None
+    """What this engine's store is called, beside others' that it reads; ``None``: it is there alone."""
     max_stage_wait_s: float
     model: str
     kv_dtype: str
@@ -49,7 +53,8 @@ class TierSettings:
                 f"this model has {len(kv_cache_config.kv_cache_groups)} groups of KV caches, as for sliding "
                 "windows or state-space layers; tiers below the device serve models with one"
             )
-        workers = vllm_config.parallel_config.world_size
+        parallel = vllm_config.parallel_config
+        workers = parallel.world_size
         if workers != 1:
             raise SettingsError(f"{workers} workers share this model; tiers below the device serve one")
         if kv_cache_config.kv_cache_tensors and vllm_config.scheduler_config.async_scheduling:
@@ -92,6 +97,14 @@ class TierSettings:
                 f"disk_bytes (--kv-disk-gib) is {disk_bytes}; expected at least a block of this model, "
                 f"{block_bytes}"
             )
+        name = given.get("disk_name")
+        if isinstance(name, str) and parallel.data_parallel_size > 1:  # all ranks are told the same name
+            name = f"{name}.{parallel.data_parallel_rank}"
+        if name is not None and not (disk is not None and isinstance(name, str) and is_name(name)):
+            raise SettingsError(
+                f"disk_name (--kv-disk-name) is {name!r}; expected a disk, and letters, digits, '.', '_' and "
+                "'-', at most 64"
+            )
         wait_s = given.get("max_stage_wait_s", TierLimits.__dataclass_fields__["max_stage_wait_s"].default)
         if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
@@ -106,6 +119,7 @@ class TierSettings:
             host_slots=host_bytes // block_bytes,
             disk=disk,
             disk_bytes=disk_bytes,
+            disk_name=name,
             max_stage_wait_s=float(wait_s),
             model=f"{fingerprint(model.model, model.revision)} {model.dtype} {shape} {how}",
             kv_dtype=str(cache.cache_dtype if cache.cache_dtype != "auto" else model.dtype),
@@ -125,12 +139,16 @@ class TierSettings:
             host_slots=self.host_slots,
             disk_blocks=self.disk_blocks,
             max_stage_wait_s=self.max_stage_wait_s,
+            shared=self.disk_name is not None,
         )
 
-    def open_disk(self, block_bytes: int, layers: int) -> DiskStore | None:
-        """The store on disk. Raises ``TierError`` where it is another model's, or another process's."""
+    def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, Siblings | None]:
+        """The store on disk, and those beside it that other engines write.
+
+        Raises ``TierError`` where it is another model's, or another process's.
+        """
         if self.disk is None:
-            return None
+            return None, None
         import vllm
 
         identity = KvIdentity(
@@ -142,7 +160,8 @@ class TierSettings:
             hash_scheme=self.hash_scheme,
             vllm_version=str(vllm.__version__),
         )
-        return DiskStore.open(self.disk, identity, budget_bytes=self.disk_bytes)
+        store = DiskStore.open(self.disk, identity, budget_bytes=self.disk_bytes, name=self.disk_name)
+        return store, Siblings(store.path, identity) if self.disk_name is not None else None
 
 
 def _bytes(given: dict[str, Any], name: str, default: int) -> int:

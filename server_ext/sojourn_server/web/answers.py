@@ -46,6 +46,12 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 
 
+def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
+    """As ``merge_program``, and without what it was chosen by."""
+    best = merge_program(answers)
+    return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
+
+
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
     """One list without repeats; with several engines each hears every report, and may have forgotten some."""
     if len(answers) == 1:

@@ -15,11 +15,15 @@ from .calls import EngineCalls, EngineUnavailable
 from .failure import RETRY_AFTER_S, Failure
 
 EVENTS = "events"
-"""The one operation that tells; all others ask."""
+"""The operation that tells; all others ask."""
+PERSIST = "persist"
+"""Asks too, and gives an order by it."""
 MAX_EVENTS_IN_FLIGHT = 64
 """Batches the engine may owe an answer to; or a hung engine would fill our memory."""
 MAX_QUESTIONS_IN_FLIGHT = 2
 """The same of each kind of question."""
+MAX_PERSISTS_IN_FLIGHT = 16
+"""A gateway that empties an engine asks for many programs at once."""
 FRESH_S = 0.5
 """An answer this old is given again."""
 REPEATABLE = frozenset({"capabilities", "programs", "graphs", "stats"})
@@ -67,7 +71,7 @@ class Asker:
         if op == EVENTS:
             if len(in_flight) >= MAX_EVENTS_IN_FLIGHT:
                 raise EngineUnavailable(f"{op}: {len(in_flight)} calls are waiting for the engine")
-        elif len(in_flight) >= MAX_QUESTIONS_IN_FLIGHT:
+        elif len(in_flight) >= (MAX_PERSISTS_IN_FLIGHT if op == PERSIST else MAX_QUESTIONS_IN_FLIGHT):
             raise _too_many()
         task = asyncio.ensure_future(self._engine.call(op, payload))
         in_flight.add(task)

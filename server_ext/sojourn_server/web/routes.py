@@ -1,4 +1,5 @@
-"""The routes under ``/sojourn/v1``: events in; capabilities, programs, graphs, stats and decisions out.
+"""The routes under ``/sojourn/v1``: events in; capabilities, programs, graphs, stats and decisions out; and
+one that has a program's KV written to disk.
 
 Nothing here knows vLLM: an engine is whatever answers ``EngineCalls``. Answers
 are the engine's own JSON; they hold ids, names, numbers and reasons, never the
@@ -8,7 +9,7 @@ half a second old.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from . import answers
-from .asker import Asker
+from .asker import PERSIST, Asker
 from .body import read_body
 from .calls import EngineCalls
 from .failure import Failure, guarded
@@ -38,6 +39,12 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
     """All routes, each behind the same key check."""
     router = APIRouter(prefix=PREFIX, route_class=guarded(keys), tags=["sojourn"])
     ask = Asker(engine)
+
+    async def about(op: str, program_id: str) -> list[Any]:
+        if not 0 < len(program_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
+            return []
+        found = await ask(op, answers.write({"program_id": program_id}), QUERY_TIMEOUT_S)
+        return [answers.read(answer) for answer in found]
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
@@ -75,19 +82,13 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:
         """One program: status, turns, lease, blocks, running tools, and its turn ledger."""
-        program = None
-        if 0 < len(program_id.encode("utf-8", "replace")) <= MAX_ID_BYTES:
-            payload = answers.write({"program_id": program_id})
-            found = await ask("program", payload, QUERY_TIMEOUT_S)
-            program = answers.merge_program([answers.read(answer) for answer in found])
-        if program is None:
-            raise Failure(
-                404,
-                "no program of this id is known",
-                f"GET {PREFIX}/programs lists those that are; ended ones are forgotten in time, "
-                "and a restarted server starts without any",
-            )
-        return JSONResponse(program)
+        return JSONResponse(_known(answers.merge_program(await about("program", program_id))))
+
+    # POST alone: an id may itself end in /persist, and is then still to be looked up by GET.
+    @router.post("/programs/{program_id:path}/persist")
+    async def post_persist(program_id: str) -> JSONResponse:
+        """Have what an engine holds of a program's last turn written to its disk; tells how far that is."""
+        return JSONResponse(_known(answers.merge_persisted(await about(PERSIST, program_id))))
 
     @router.get("/graphs")
     async def get_graphs() -> JSONResponse:
@@ -141,6 +142,17 @@ def build_router(engine: EngineCalls, keys: ApiKeys) -> APIRouter:
         return JSONResponse({**document, "engine": ids[index], "engines": ids})
 
     return router
+
+
+def _known(program: dict[str, Any] | None) -> dict[str, Any]:
+    if program is None:
+        raise Failure(
+            404,
+            "no program of this id is known",
+            f"GET {PREFIX}/programs lists those that are; ended ones are forgotten in time, "
+            "and a restarted server starts without any",
+        )
+    return program
 
 
 def _engine_index(engine_id: str | None, ids: list[str]) -> int:
