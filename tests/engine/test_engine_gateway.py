@@ -50,12 +50,17 @@ class Run:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineServer]]:
-    logs = tmp_path_factory.mktemp("log")
+    logs, disk = tmp_path_factory.mktemp("log"), tmp_path_factory.mktemp("disk")
+    tiers = ("--kv-host-gib", "0.05", "--kv-disk", str(disk), "--kv-disk-gib", "0.2", "--kv-disk-name")
     with ExitStack() as stack:
         made = []
-        for number in range(2):
+        for name in ("a", "b"):
             server = EngineServer(
-                "tiny", policy="saga", serve_args=FLAGS, env=ENGINE_ENV, log_path=logs / f"{number}.log"
+                "tiny",
+                policy="saga",
+                serve_args=(*FLAGS, *tiers, name),
+                env=ENGINE_ENV,
+                log_path=logs / f"{name}.log",
             )
             made.append(stack.enter_context(server))
         yield made
@@ -123,6 +128,41 @@ async def play(url: str, model: str, run: Run, kill: Any) -> None:
 def served(url: str) -> str:
     answer = httpx.get(f"{url}/v1/models", timeout=30, trust_env=False)
     return str(answer.json()["data"][0]["id"])
+
+
+async def take_turns(url: str, run: Run, turns: range) -> None:
+    """A few programs, one after the other."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+        for number in range(4):
+            for at in turns:
+                assert await turn(http, url, "tiny", number, at, run, stream=False)
+
+
+def test_programs_of_a_drained_engine_take_their_kv_along(
+    servers: list[EngineServer], tmp_path: Path
+) -> None:
+    run = Run()
+    flags = ("--admin-key", "root")
+    with GatewayProcess([server.url for server in servers], tmp_path / "gateway.log", *flags) as gateway:
+        asyncio.run(take_turns(gateway.url, run, range(2)))
+        assert len({replicas[0] for replicas in run.replicas.values()}) == 2, (
+            "idle engines share new programs"
+        )
+        drained = run.replicas["p0"][0]
+        as_root = {"headers": {"Authorization": "Bearer root"}, "timeout": 30, "trust_env": False}
+        answer = httpx.post(f"{gateway.url}/sojourn/v1/replicas/{drained}/drain", **as_root)  # type: ignore[arg-type]
+        assert answer.status_code == 200
+        asyncio.run(take_turns(gateway.url, run, range(2, 3)))
+        moves = httpx.get(f"{gateway.url}/sojourn/v1/moves", **as_root).json()["moves"]  # type: ignore[arg-type]
+    left = [name for name, replicas in run.replicas.items() if replicas[0] == drained]
+    assert left, "somebody was at home there"
+    assert sorted(move["program_id"] for move in moves) == sorted(left)
+    assert {move["kv"] for move in moves} == {"shared"}
+    for name in left:
+        assert run.replicas[name][-1] != drained
+        # The context after its second turn: that turn's prompt, and what was answered but for the last token.
+        moved = len(prompt_of(int(name[1:]), 1))
+        assert run.cached[name][2] >= 0.95 * moved // 16 * 16, "its KV came from the disk"
 
 
 def test_an_engine_killed_in_the_middle_fails_nobody(servers: list[EngineServer], tmp_path: Path) -> None:

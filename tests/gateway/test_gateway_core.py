@@ -62,7 +62,10 @@ def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> 
     it = with_replicas(core(), "a", "b")
     home = only(it.take(asked("r0", "p"), 0.0)).replica_id
     it.take(facts.Ended("r0"), 1.0)
-    assert only(it.take(asked("fill", tokens=800), 1.0)).replica_id == home == "a", "both are empty"
+    elsewhere = only(it.take(asked("elsewhere", tokens=900), 1.0))
+    assert elsewhere.replica_id == "b", "both are empty, and nobody is at home there"
+    assert only(it.take(asked("fill", tokens=800), 1.0)).replica_id == home == "a"
+    it.take(facts.Ended("elsewhere"), 1.0)
     moved = next(action for action in it.take(asked("r1", "p"), 2.0) if isinstance(action, Send))
     assert (moved.replica_id, moved.reason, moved.moved_from) == ("b", "home_too_full", home)
     assert it.counts.moves == 1
@@ -309,6 +312,23 @@ def test_an_idle_replica_takes_the_oldest_who_may_leave_from_one_twice_as_loaded
         (f"r{number}", "b", "stolen_idle", "a") for number in (10, 11, 12)
     ]
     assert it.programs.get(("t", "p10")).home == "b"
+
+
+def test_who_queues_at_the_gateway_counts_where_it_waits() -> None:
+    it = with_replicas(core(send_below_load=1.0), "a", "b", "c")
+    for number in range(90):
+        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    assert it.waiting == 60
+    assert {len(queue) for queue in it.requests.queues.values()} == {20}, "not all where one was first"
+
+
+def test_a_replica_that_comes_steals_at_once_if_it_may() -> None:
+    it = core(SessionAffinity(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
+    it.take(seen("a"), 0.0)
+    for number in range(13):
+        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    sent = [action for action in it.take(seen("b"), 1.0) if isinstance(action, Send)]
+    assert [one.request_id for one in sent] == ["r10", "r11", "r12"]
 
 
 def test_who_has_a_request_at_home_is_not_torn_in_two() -> None:

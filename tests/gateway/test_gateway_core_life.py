@@ -37,12 +37,18 @@ class AnyLife(RuleBasedStateMachine):
     @initialize(
         routing=st.sampled_from(ROUTINGS),
         stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
-        sharing=st.sampled_from((InOrder(), AgentFairShare())),
-        yielding=st.sampled_from((NoYielding(), YieldToUrgent(blocked_s=0.0))),
+        sharing=st.sampled_from((AgentFairShare(), InOrder(), AgentFairShare())),
+        yielding=st.sampled_from((YieldToUrgent(blocked_s=0.0), NoYielding(), YieldToUrgent(blocked_s=0.0))),
         send_below=st.sampled_from((0.5, 1.0, math.inf)),
     )
     def begin(self, routing: Any, stealing: Any, sharing: Any, yielding: Any, send_below: float) -> None:
-        limits = CoreLimits(send_below_load=send_below, wait_s=50.0, most_waiting=30, line_patience_s=15.0)
+        limits = CoreLimits(
+            send_below_load=send_below,
+            wait_s=50.0,
+            most_waiting=30,
+            line_patience_s=15.0,
+            line_patience_requests=3,
+        )
         self.lives = 0
 
         def another() -> RoutingCore:
@@ -62,6 +68,14 @@ class AnyLife(RuleBasedStateMachine):
         self.recalled: dict[str, str] = {}
         self.copy: dict[tuple[str, str], tuple[str, str]] = {}
         self.copied = ("", 0)
+        for name in "ab":
+            self.a_replica(name, True, 1000)
+        for tenant in "tu":  # so that there is work to share out
+            self.asks("warm", 100, tenant, None, None)
+            self.now += 1.0
+            self.open.clear()
+            self.at.clear()
+            self.take(facts.Ended(f"r{self.number}", 10))
 
     def take(self, fact: Any) -> None:
         for action in self.core.take(fact, self.now):
@@ -131,6 +145,19 @@ class AnyLife(RuleBasedStateMachine):
         self.take(self.open[name])
 
     @rule(
+        tenant=st.sampled_from("tu"),
+        tokens=st.integers(50, 400),
+        due_s=st.sampled_from((2.0, 500.0)),
+        many=st.integers(2, 6),
+        seconds=st.sampled_from((0.0, 0.2)),
+    )
+    def a_crowd_asks(self, tenant: str, tokens: int, due_s: float, many: int, seconds: float) -> None:
+        for _ in range(many):
+            self.asks(f"new {self.number}", tokens, tenant, None, due_s)
+        self.now += seconds
+        self.take(facts.Tick())
+
+    @rule(
         program=st.sampled_from(("p", "q", None)),
         tokens=st.integers(1, 900),
         tenant=st.sampled_from("tu"),
@@ -142,7 +169,7 @@ class AnyLife(RuleBasedStateMachine):
         self.open[name] = facts.Asked(name, tenant, tokens, program)
         self.at[name] = at
         self.take(facts.Sent(name, at, tenant, tokens, program))
-        self.take(facts.Sent(name, "a", tenant, tokens, program))
+        assert self.core.take(facts.Sent(name, "a", tenant, tokens, program), self.now) == [], "said twice"
 
     @rule(data=st.data(), tokens=st.integers(0, 500), says_where=st.booleans())
     def ends(self, data: Any, tokens: int, says_where: bool) -> None:
@@ -253,6 +280,8 @@ class AnyLife(RuleBasedStateMachine):
             assert it.fleet.view(replica.replica_id) == replica.view()
             assert (replica.idle_since_s is None) == it.fleet.full(replica)
             queue = it.requests.queues.get(replica.replica_id)
+            queued = [one.context_tokens for one in queue or ()]
+            assert (replica.queued, replica.queued_tokens) == (len(queued), sum(queued))
             assert not queue or it.fleet.full(replica) or replica.health is not Health.UP
         for program in it.programs:
             assert program.home is None or it.fleet.get(program.home) is not None
@@ -263,6 +292,8 @@ class AnyLife(RuleBasedStateMachine):
             assert it.tenants.in_flight_tokens.get(tenant, 0) == flying
             homed = sum(program.size_tokens for program in it.programs if program.tenant == tenant)
             assert it.tenants.homed_tokens.get(tenant, 0) == homed
+        unknown = {name for name, at in self.at.items() if it.fleet.get(at) is None}
+        assert set(it.requests.strays) == unknown
         assert it.fleet.capacity_tokens == sum(replica.capacity_tokens for replica in it.fleet)
 
     @invariant()

@@ -160,9 +160,9 @@ def test_what_those_need_who_came_before_any_replica_is_found_out_bit_by_bit() -
 # -- nobody for ever ----------------------------------------------------------------------
 
 
-def small_ones_pass(it: RoutingCore, most: int) -> int:
-    """Two replicas full of small programs, a large one that waits, and small ones without end: how many of
-    these are sent before the large one."""
+def small_ones_pass(it: RoutingCore, most: int, *, wait: bool = True) -> int:
+    """Two replicas full of small programs, a large one that waits, and small ones without end, that wait too
+    or come just when there is room: how many of these are sent before the large one."""
     running = []
     for name in ("a", "b"):
         it.take(seen(name), 0.0)
@@ -172,8 +172,9 @@ def small_ones_pass(it: RoutingCore, most: int) -> int:
     passed = 0
     for number in range(20, 20 + most):
         now = (number - 20) / 10
-        sent = sends(it.take(asked(f"s{number}", 100), now))
-        sent += ends(it, running.pop(0), now)
+        sent = sends(it.take(asked(f"s{number}", 100), now)) if wait else []
+        sent += ends(it, running.pop(0), now) if running else []
+        sent += sends(it.take(asked(f"s{number}", 100), now)) if not wait else []
         if "large" in sent:
             return passed
         passed += len(sent)
@@ -184,6 +185,7 @@ def small_ones_pass(it: RoutingCore, most: int) -> int:
 def test_who_needs_much_room_is_passed_by_so_many_and_then_a_replica_is_kept_for_it() -> None:
     # Of the 20 places, 18 at both replicas become free while nine of them are kept.
     assert small_ones_pass(core(line_patience_requests=32), 500) <= 32 + 10
+    assert small_ones_pass(core(line_patience_requests=32), 500, wait=False) <= 32 + 10
     assert small_ones_pass(core(line_patience_requests=0), 500) <= 10
     assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=5.0), 500) <= 50 + 10
 
@@ -193,7 +195,8 @@ def test_without_patience_running_out_it_waits_for_ever() -> None:
 
 
 def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
-    it = core(line_patience_s=30.0)
+    routing = Counted(RoomForAll())
+    it = core(routing, line_patience_s=30.0)
     for name in ("a", "b"):
         it.take(seen(name), 0.0)
     for name in ("x", "y"):
@@ -202,6 +205,9 @@ def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     assert it.take(facts.Tick(), 31.0) == []
     assert sends(it.take(asked("s0", 300), 31.0)) == ["s0"]
     assert it.take(asked("s1", 300), 31.0) == [], "that room is kept"
+    routing.asked = 0
+    assert it.take(facts.Tick(), 31.1) == []
+    assert routing.asked == 0, "and nobody is asked about it"
     assert ends(it, "x", 32.0) == ["large", "s1"], "what it leaves is anybody's"
 
 
@@ -215,6 +221,18 @@ def test_who_waits_too_long_is_refused_and_no_replica_is_kept_for_it() -> None:
     actions = it.take(facts.Tick(), 60.0)
     assert [action.request_id for action in actions] == ["large", "s0"]
     assert sends(actions) == ["s0"]
+
+
+def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
+    it = core(sharing=AgentFairShare(), line_patience_requests=0)
+    it.take(seen("a"), 0.0)
+    it.take(asked("h0", 500, "hoarder"), 0.0)
+    it.take(asked("l0", 50, "light"), 0.0)
+    it.take(facts.Tick(), 0.1)
+    it.take(asked("h1", 600, "hoarder"), 0.2)
+    it.take(facts.Tick(), 0.3)
+    assert it.take(asked("h2", 100, "hoarder"), 0.4) == [], "room is kept for the one before it"
+    assert sends(it.take(asked("l1", 100, "light"), 0.4)) == ["l1"]
 
 
 def test_another_request_of_a_program_that_has_its_kv_somewhere_needs_no_room() -> None:

@@ -235,3 +235,20 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
     actions = it.take(facts.Tick(), 2.2)
     assert [type(action) for action in actions] == [Recall, Left, Send, Send]
     assert sends(actions) == [("c2/2", "b"), ("u", "a")]
+
+
+def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
+    it = core(RoomForAll())
+    it.take(seen("a"), 0.0)
+    for at, name in enumerate(("c0", "c1", "c2")):
+        it.take(asked(name, "calm", 299, deadline_s=1e6), 0.0)
+        it.take(facts.Ended(name, 1, "a"), 1.0)
+        it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
+    it.take(seen("b", capacity_tokens=400), 1.3)
+    it.take(asked("x", "calm", 60, deadline_s=1e6), 1.3)
+    it.take(facts.Began("x", "b"), 1.3)
+    assert it.take(asked("u", "urgent", 650, deadline_s=3.0), 1.3) == []
+    assert sends(it.take(facts.Tick(), 2.2)) == [("c2/2", "b")]
+    assert it.counts.recalls == 1
+    assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
+    assert it.requests.by_id["u"].sent_s is None

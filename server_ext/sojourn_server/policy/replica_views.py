@@ -14,8 +14,8 @@ class ReplicaView(NamedTuple):
 
     replica_id: str
     load: float
-    """Share of it that requests in flight use, of its device's memory or of those it computes at once,
-    whichever is more; above 1 they queue in the engine."""
+    """Share of it that its requests use, of its device's memory or of those it computes at once, whichever is
+    more: those that were sent there, and those that wait for it at the gateway. Above 1 some of them wait."""
     in_flight: int
     """Requests that were sent there and are not answered."""
     room_tokens: int
@@ -25,6 +25,8 @@ class ReplicaView(NamedTuple):
     """How many programs are at home there."""
     takes_new: bool = True
     """Programs may move in: it is well, and not being drained."""
+    queued: int = 0
+    """Requests that wait for it at the gateway."""
 
 
 class RouteView(NamedTuple):

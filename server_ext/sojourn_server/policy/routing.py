@@ -76,7 +76,10 @@ class SessionAffinity:
             return Route(near.replica_id, "near_parent")
         least: ReplicaView | None = None
         for replica in replicas:
-            if replica.takes_new and (least is None or replica.load < least.load):
+            # Of two that are equally loaded, where fewer are at home: programs come back from their tools.
+            if replica.takes_new and (
+                least is None or (replica.load, replica.homed) < (least.load, least.homed)
+            ):
                 least = replica
         if least is None:
             return Route(home.replica_id, "home") if home is not None else NOBODY

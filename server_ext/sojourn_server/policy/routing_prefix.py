@@ -37,12 +37,15 @@ class PrefixAffinity:
         open_ones = [replica for replica in replicas if replica.takes_new]
         if not open_ones:
             return NOBODY
-        fewest, most = open_ones[0], 0
+        fewest = open_ones[0]
+        least = most = fewest.in_flight + fewest.queued
         for replica in open_ones:
-            if replica.in_flight < fewest.in_flight:
-                fewest = replica
-            most = max(most, replica.in_flight)
-        if most - fewest.in_flight > self.most_ahead and most > self.most_ratio * fewest.in_flight:
+            requests = replica.in_flight + replica.queued
+            if requests < least:
+                fewest, least = replica, requests
+            elif requests > most:
+                most = requests
+        if most - least > self.most_ahead and most > self.most_ratio * least:
             return Route(fewest.replica_id, "unbalanced")
         if view.prefix_tokens:
             matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))

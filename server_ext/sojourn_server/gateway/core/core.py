@@ -33,7 +33,7 @@ from .yields import Yields
 
 __all__ = ["CoreCounts", "CoreLimits", "RoutingCore"]
 
-MOST_ENDED = 1_000
+MOST_ENDED = 500
 """Requests refused in one tick because they waited too long; the others in the next."""
 
 
@@ -420,8 +420,8 @@ class RoutingCore:
         if self._not_all_asked:
             self._room_changed, self._not_all_asked = True, False
         self._let_go(now)
-        if epoch or self.fleet.newly_idle or self.requests.queued:
-            self.fleet.newly_idle = self.requests.queued = False
+        if epoch or self.fleet.newly_idle:
+            self.fleet.newly_idle = False
             for waiting, thief, reason in self._steals.each(now):
                 self.requests.take_out(waiting)
                 self.counts.steals += 1

@@ -39,9 +39,21 @@ class Replica:
     in_flight: dict[str, int] = field(default_factory=dict)
     """Contexts of requests that were sent there and are not over, by request."""
     in_flight_tokens: int = 0
+    queued: int = 0
+    """Requests that wait for it at the gateway."""
+    queued_tokens: int = 0
     idle_since_s: float | None = None
     """Since when it could be sent more than it was; ``None``: it is full."""
     probed_s: float | None = None
+
+    @property
+    def sent_load(self) -> float:
+        """Share of it that requests use which were sent there."""
+        return self._load(self.in_flight_tokens, len(self.in_flight))
+
+    def _load(self, tokens: int, requests: int) -> float:
+        load = tokens / self.capacity_tokens
+        return max(load, requests / self.max_running) if self.max_running else load
 
     @property
     def told(self) -> tuple[int, int, int, int]:
@@ -50,16 +62,14 @@ class Replica:
 
     def view(self) -> ReplicaView:
         """For a policy."""
-        load = self.in_flight_tokens / self.capacity_tokens
-        if self.max_running:
-            load = max(load, len(self.in_flight) / self.max_running)
         return ReplicaView(
             self.replica_id,
-            load,
+            self._load(self.in_flight_tokens + self.queued_tokens, len(self.in_flight) + self.queued),
             len(self.in_flight),
             self.capacity_tokens + self.host_tokens - self.homed_tokens,
             self.homed,
             self.health is Health.UP,
+            self.queued,
         )
 
 
@@ -108,7 +118,7 @@ class Fleet:
 
     def full(self, replica: Replica) -> bool:
         """It is sent no more."""
-        return self._views[self._places[replica.replica_id]].load >= self._full_load
+        return replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
         """Tokens and requests in flight that a replica is too many by to be sent one more."""
@@ -202,6 +212,12 @@ class Fleet:
         """A request that was sent there is over, or never came there."""
         replica.in_flight_tokens -= replica.in_flight.pop(request_id)
         self.changed(replica, now)
+
+    def queued(self, replica: Replica, tokens: int, requests: int) -> None:
+        """So many more wait for it at the gateway."""
+        replica.queued += requests
+        replica.queued_tokens += tokens
+        self._views[self._places[replica.replica_id]] = replica.view()
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Programs at home there are so many more, and need so much more together."""

@@ -26,8 +26,6 @@ class Requests:
         """Sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
         """Replicas with less to do since this was last emptied."""
-        self.queued = False
-        """Somebody began to wait for a replica since this was last set to False."""
 
     def open(self, waiting: Waiting) -> None:
         """One came; where it waits is said next."""
@@ -56,12 +54,14 @@ class Requests:
 
     def wait_at(self, waiting: Waiting, replica_id: str) -> None:
         """It waits for this replica; it waits nowhere yet."""
-        self.queued = True
         waiting.replica_id = replica_id
         queue = self.queues.get(replica_id)
         if queue is None:
             queue = self.queues[replica_id] = Line(by_tenant=self._tenants.take_turns)
         queue.add(waiting)
+        replica = self._fleet.get(replica_id)
+        if replica is not None:
+            self._fleet.queued(replica, waiting.context_tokens, 1)
 
     def take_out(self, waiting: Waiting) -> None:
         """It no longer waits where it did."""
@@ -69,8 +69,12 @@ class Requests:
             self.anywhere.remove(waiting)
             return
         queue = self.queues.get(waiting.replica_id)
-        if queue is not None and queue.remove(waiting) and not queue:
-            del self.queues[waiting.replica_id]
+        if queue is not None and queue.remove(waiting):
+            replica = self._fleet.get(waiting.replica_id)
+            if replica is not None:
+                self._fleet.queued(replica, -waiting.context_tokens, -1)
+            if not queue:
+                del self.queues[waiting.replica_id]
         waiting.replica_id = None
 
     def send(self, waiting: Waiting, replica_id: str, now: float) -> None:

@@ -9,7 +9,7 @@ from .fleet import Fleet, Replica
 from .line import Waiting, may_leave
 from .requests import Requests
 
-LOOKED_AT = 32
+LOOKED_AT = 8
 """Of those who wait for a replica, the first so many may be stolen."""
 MOST_STEALS = 64
 """At once."""
@@ -28,6 +28,8 @@ class Steals:
         next is asked for."""
         if not self._policy.steals or not self._requests.queues:
             return
+        if all(self._fleet.full(replica) for replica in self._fleet):
+            return  # who would wait for the thief as well gains nothing
         views = {replica.replica_id: self._view(replica, now) for replica in self._fleet}
         for _ in range(MOST_STEALS):
             steal = self._policy.steal(list(views.values()), now)

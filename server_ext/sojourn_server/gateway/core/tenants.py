@@ -12,7 +12,7 @@ from .fleet import Fleet
 from .line import Row
 from .programs import Expectations, Key, Program
 
-ESTIMATED = 512
+ESTIMATED = 256
 """Programs with a new request whose work is estimated in one epoch; others are as they were until then."""
 REFRESHED = 64
 """Where few have one, others are estimated again: of 10,000 that wait each is so every 16 s."""
@@ -115,7 +115,7 @@ class Tenants:
             return  # further off than an epoch it is by a clock that stepped back
         self._shares_due_s = now + epoch_s
         fresh = list(islice(self._asked_anew.values(), ESTIMATED))
-        for program in [*fresh, *islice(list(self._working.values()), max(0, REFRESHED - len(fresh)))]:
+        for program in [*fresh, *islice(self._working.values(), max(0, REFRESHED - len(fresh)))]:
             self._asked_anew.pop(program.key, None)
             if self._working.get(program.key) is program:
                 self._estimate(program)

@@ -74,15 +74,23 @@ class Yields:
 
     def _carry_out(self, made: WayMade, now: float) -> int:
         """Some leave a replica, or go back into its queue, and one goes there before them."""
-        sent = [waiting for waiting in made.others if waiting.sent_s is not None]
+        recalled = 0
+        homeless: list[Waiting] = []
         for waiting in made.others:
-            if waiting.sent_s is None:
-                self._requests.take_out(waiting)
-                continue
-            self._requests.take_back(waiting, now)
-            waiting.recalled, waiting.recalled_from = True, made.replica_id
-            self._placing.actions.append(Recall(waiting.request_id, made.replica_id))
-        homeless = [waiting for waiting in made.others if not self._moved(waiting, made, now)]
+            program = waiting.program
+            route = self._placing.away_from(waiting, made.replica_id, now)
+            if made.for_room and route is None and program is not None and program.cached:
+                continue  # one before it took the room that there was elsewhere: its KV stays, and so does it
+            recalled += self._take_back(waiting, made.replica_id, now)
+            if not may_leave(waiting):
+                self._requests.wait_at(waiting, made.replica_id)
+            elif route is not None:
+                self._placing.bring(waiting, Route(route.replica_id, "made_way"), now)
+            elif made.for_room and program is not None:
+                self._homes.leave(program, now)
+                homeless.append(waiting)
+            else:
+                self._requests.wait_at(waiting, made.replica_id)
         replica = self._fleet.get(made.replica_id)
         if made.for_room:
             self._placing.place(made.blocked, None, now)
@@ -92,19 +100,16 @@ class Yields:
         for waiting in homeless:
             waiting.needs_tokens = 0
             self._requests.wait_anywhere(waiting)
-        return len(sent)
+        return recalled
 
-    def _moved(self, waiting: Waiting, made: WayMade, now: float) -> bool:
-        """Another replica has room for it, or it waits its turn here; False: it is to wait for any."""
-        program = waiting.program
-        if may_leave(waiting):
-            route = self._placing.away_from(waiting, made.replica_id, now)
-            if route is not None:
-                return self._placing.bring(waiting, Route(route.replica_id, "made_way"), now)
-            if made.for_room and program is not None and not program.cached:
-                self._homes.leave(program, now)
-                return False
-        self._requests.wait_at(waiting, made.replica_id)
+    def _take_back(self, waiting: Waiting, replica_id: str, now: float) -> bool:
+        """It waits nowhere; True if it had been sent."""
+        if waiting.sent_s is None:
+            self._requests.take_out(waiting)
+            return False
+        self._requests.take_back(waiting, now)
+        waiting.recalled, waiting.recalled_from = True, replica_id
+        self._placing.actions.append(Recall(waiting.request_id, replica_id))
         return True
 
     def _blocked(self, now: float) -> list[Waiting]:

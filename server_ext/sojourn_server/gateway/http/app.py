@@ -33,7 +33,7 @@ from .overview import Overview
 from .relay import MAX_BODY_BYTES, Relay
 from .replicas import Address, Replicas
 from .tenants import Tenants
-from .watch import Watch
+from .watch import EngineWatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Gateway:
         self.replicas = replicas
         self.books = books
         self.options = options
-        self.watch: Watch | None = None
+        self.watch: EngineWatch | None = None
         self._tenants = tenants
         self._uses = uses
         self._open: aiohttp.ClientSession | None = None

@@ -16,8 +16,11 @@ from .news import Key, ProgramNews
 from .replicas import Replicas
 from .watch import Description
 
-MOST_WAIT_S = 5.0
-"""For KV to be written out; a request that waits longer has it computed."""
+LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
+"""For KV to be written out: a few of the old engine's steps are always waited for, and whoever waits longer
+than the latter has it computed."""
+LEAVES_AFTER_S = 30.0
+"""An old engine is told so late that a program has left, where no request of it goes on."""
 LOOK_AGAIN_S = 0.02
 COMPUTED_TOKENS_PER_S = 5_000.0
 """What an engine is taken to compute: waiting longer for KV than computing it takes does not pay."""
@@ -54,6 +57,8 @@ class Mover:
         self._session = session
         self._books = books
         self._clock = clock
+        self._leaving: dict[Key, facts.Left] = {}
+        """Moves that an old replica has not been told of."""
 
     async def moved(
         self, key: Key, moved_from: str, moved_to: str, reason: str, authorization: str | None
@@ -62,6 +67,14 @@ class Mover:
 
         ``authorization``: what to show to the old one.
         """
+        try:
+            await self._move(key, moved_from, moved_to, reason, authorization)
+        finally:
+            self._leave(key)
+
+    async def _move(
+        self, key: Key, moved_from: str, moved_to: str, reason: str, authorization: str | None
+    ) -> None:
         self._news.moved(key, moved_to)
         began_s = self._clock()
         stored = False
@@ -73,8 +86,17 @@ class Mover:
         self._books.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s)
 
     def left(self, left: facts.Left) -> None:
-        """Nobody will ask a replica for a program's KV again."""
-        self._news.left(left)
+        """Nobody will ask a replica for a program's KV again, once what goes along is written out."""
+        key = (left.tenant, left.program_id)
+        self._leave(key)
+        self._leaving[key] = left
+        asyncio.get_running_loop().call_later(LEAVES_AFTER_S, self._leave, key, left)
+
+    def _leave(self, key: Key, left: facts.Left | None = None) -> None:
+        waiting = self._leaving.get(key)
+        if waiting is not None and left in (None, waiting):
+            del self._leaving[key]
+            self._news.left(waiting)
 
     async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
         """Whether most of a program's KV is on the shared disk, after waiting as long as that can pay."""
@@ -89,7 +111,8 @@ class Mover:
                 return False
             if not stored.pending_tokens:
                 return stored.stored_tokens * 2 >= stored.context_tokens
-            worth_s = min(MOST_WAIT_S, stored.context_tokens / COMPUTED_TOKENS_PER_S)
+            worth_s = stored.context_tokens / COMPUTED_TOKENS_PER_S
+            worth_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, worth_s))
             if self._clock() - began_s >= worth_s:
                 return False
             await asyncio.sleep(LOOK_AGAIN_S)

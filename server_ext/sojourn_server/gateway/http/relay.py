@@ -202,7 +202,7 @@ class _Exchange:
             pass  # the client is gone, and the server says so when written to
         finally:
             # Whoever was decided on anew meanwhile is not who answered: then it is over wherever it is.
-            where = None if self.ticket.has_news else self._sent_to
+            where = None if self.ticket.superseded or self.ticket.has_news else self._sent_to
             decider.tell(facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=where))
             decider.close(self.ticket)
         if self._program_id is not None and self.question.is_last:
@@ -271,6 +271,7 @@ class _Exchange:
         """From the first byte on there is no other replica for this request."""
         response = answer.response
         self._relay._decider.tell(facts.Began(self.ticket.request_id, replica_id))
+        self.ticket.answered()
         try:
             self._meter.saw(answer.first)
             passed_back = headers.back(response.raw_headers, replica_id)
@@ -289,8 +290,13 @@ class _Exchange:
 
     async def _pass_stream(self, answer: Answer, replica_id: str) -> None:
         events = WholeEvents()
-        # A Cut closes the connection: then reading fails, as if the replica had closed it.
-        self.ticket.on_change = answer.response.close
+        ticket, response = self.ticket, answer.response
+
+        def changed() -> None:
+            if ticket.has_news:
+                response.close()  # then reading fails, as if the replica had closed it
+
+        ticket.on_change = changed
         chunk = answer.first
         ended_well = False
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
@@ -301,11 +307,9 @@ class _Exchange:
                 chunk = await answer.response.content.readany()
                 self._meter.saw(chunk)
             ended_well = answer.response.content.at_eof() and answer.response.content.exception() is None
-        if self.ticket.client_gone:
+        if ticket.client_gone:
             raise ClientGone
-        if self.ticket.has_news:
-            ended_well = False
-        if ended_well:
+        if ended_well and not ticket.has_news:
             await self._to_client({"type": "http.response.body", "body": events.rest()})
             return
         logger.warning("replica %s broke off an answer after its first byte", replica_id)

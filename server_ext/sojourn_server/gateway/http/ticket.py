@@ -25,12 +25,25 @@ class Ticket:
         """Called when there is something new, while whoever holds the ticket waits for something else."""
         self._decisions: deque[Decision] = deque()
         self.client_gone = False
+        self.superseded = False
+        """It was decided to send the request elsewhere after its answer had begun."""
+        self._answered = False
         self._waiter: asyncio.Future[None] | None = None
 
     def take(self, decision: Decision) -> None:
         """Something was decided."""
+        if self._answered and not isinstance(decision, Cut):
+            self.superseded = self.superseded or isinstance(decision, Send)
+            return
         self._decisions.append(decision)
         self._wake()
+
+    def answered(self) -> None:
+        """The first byte has come: what was decided about where else to go came too late."""
+        self._answered = True
+        late, self._decisions = self._decisions, deque()
+        for decision in late:
+            self.take(decision)
 
     def client_is_gone(self) -> None:
         """From now on ``next`` raises ``ClientGone``."""

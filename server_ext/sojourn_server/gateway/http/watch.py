@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -59,6 +59,22 @@ class _Watched:
     """Counted up each time it was gone: an engine that tells no start is another one afterwards."""
     places: list[Address] = field(default_factory=list)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EngineWatch(Protocol):
+    """What a gateway asks whoever looks after its engines."""
+
+    def probe(self, told: facts.Probe) -> None:
+        """Somebody doubts that a replica lives: look now."""
+        ...
+
+    def describes(self, replica_id: str) -> Description | None:
+        """What the engine of a replica last told."""
+        ...
+
+    def missing(self) -> list[str]:
+        """Addresses at which no engine answers."""
+        ...
 
 
 class Watch:

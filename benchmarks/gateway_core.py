@@ -1,0 +1,294 @@
+"""What the gateway's routing core takes: a decision, a fact that changes nothing, a look at 10,000 that wait.
+
+    python benchmarks/gateway_core.py --out benchmarks/results
+
+Programs run in a closed loop: each asks, is answered and asks again, with 500 programs to a replica; what
+programs of their kinds came to is known. A decision is a request that is taken in and sent. Times are CPU
+time of the one thread, of 500 facts at once: the median of such rounds, and the worst of a hundred where
+single looks are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab_pages import FIRST_WORDS, made_by, marked, write_page
+from rich.console import Console
+from rich.table import Table
+from sojourn_server.cli.console import write_json
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
+from sojourn_server.lab.report.results import made_with
+from sojourn_server.policy.fair_share import AgentFairShare, InOrder
+from sojourn_server.policy.routing import RoundRobin, SessionAffinity
+from sojourn_server.policy.routing_prefix import PrefixAffinity
+from sojourn_server.policy.routing_room import RoomForAll
+from sojourn_server.policy.stealing import WorkStealing
+from sojourn_server.policy.yielding import YieldToUrgent
+
+ROUTINGS: dict[str, Callable[[], Any]] = {
+    "session-affinity": SessionAffinity,
+    "room-for-all": RoomForAll,
+    "prefix-affinity": PrefixAffinity,
+    "round-robin": RoundRobin,
+}
+REPLICAS = (2, 8, 64)
+PROGRAMS = 500
+"""To a replica."""
+ROUND = 500
+"""Facts that are timed at once."""
+TENANTS = 10
+PIECES = 32
+"""Hashes of a prompt's beginning, where the policy reads them."""
+ENDED = 600
+"""Programs that came to their end before, of three kinds."""
+WAITING = 10_000
+LOOKS = 100
+
+
+class Loop:
+    """Programs that ask, are answered, and ask again."""
+
+    def __init__(self, routing: Any, replicas: int, seed: int, sharing: Any = None) -> None:
+        self.random = random.Random(seed)
+        self.core = RoutingCore(
+            routing,
+            WorkStealing(),
+            sharing or AgentFairShare(),
+            CoreLimits(lease_s=1e9),
+            yielding=YieldToUrgent(),
+        )
+        self.now = 0.0
+        self.number = 0
+        self.contexts = [0] * (PROGRAMS * replicas)
+        for replica in range(replicas):
+            self.core.take(facts.ReplicaSeen(f"e{replica}", "1", PROGRAMS * 80_000, PROGRAMS * 80_000), 0.0)
+        for number in range(ENDED if replicas else 0):
+            name, tenant, at = f"ended {number}", f"t{number % TENANTS}", float(number)
+            for turn in range(self.random.randint(2, 30)):
+                ask = facts.Asked(name, tenant, 1_000 + 2_000 * turn, name, agent_type=f"kind {number % 3}")
+                self.core.take(ask, at)
+                self.core.take(facts.Ended(name, 200), at + 1.0)
+            self.core.take(facts.ProgramEnded(name, tenant), at + 60.0)
+        self.now = float(ENDED)
+
+    def round(self) -> tuple[float, float]:
+        """CPU seconds of asking for a decision, and of all that follows on it, each for one request."""
+        asks = []
+        for program in self.random.choices(range(len(self.contexts)), k=ROUND):
+            self.contexts[program] = min(60_000, self.contexts[program] + self.random.randint(200, 4_000))
+            prefix = tuple(range(program * PIECES, program * PIECES + PIECES))
+            asks.append(
+                facts.Asked(
+                    f"r{self.number}",
+                    f"t{program % TENANTS}",
+                    self.contexts[program] or 1,
+                    f"p{program}",
+                    agent_type=f"kind {program % 3}",
+                    prefix=prefix,
+                )
+            )
+            self.number += 1
+        self.now += 1.0
+        take, now = self.core.take, self.now
+        begin = time.thread_time()
+        answers = [take(ask, now) for ask in asks]
+        deciding = time.thread_time() - begin
+        sent = [action for actions in answers for action in actions if isinstance(action, facts.Send)]
+        after: list[Any] = [facts.Began(one.request_id, one.replica_id) for one in sent]
+        after += [facts.Ended(one.request_id, 200, one.replica_id) for one in sent]
+        begin = time.thread_time()
+        for fact in after:
+            take(fact, now)
+        following = time.thread_time() - begin
+        take(facts.Tick(), now)
+        if len(sent) < ROUND:
+            raise RuntimeError(
+                f"{ROUND - len(sent)} of {ROUND} requests were not sent: there is room for all"
+            )
+        return deciding / ROUND, following / len(after)
+
+
+def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Per policy and number of replicas."""
+    rows = []
+    for name, routing in ROUTINGS.items():
+        for replicas in REPLICAS:
+            loop = Loop(routing(), replicas, seed)
+            for _ in range(3 * replicas):  # until most programs are known and at home
+                loop.round()
+            gc.collect()
+            gc.disable()
+            timed = [loop.round() for _ in range(rounds)]
+            gc.enable()
+            decide_s = statistics.median(decide for decide, _ in timed)
+            rows.append(
+                {
+                    "routing": name,
+                    "replicas": replicas,
+                    "programs": len(loop.core.programs),
+                    "us_per_decision": decide_s * 1e6,
+                    "decisions_per_s": 1 / decide_s,
+                    "us_per_other_fact": statistics.median(follow for _, follow in timed) * 1e6,
+                }
+            )
+    return rows
+
+
+def pump(sharing: Any, seed: int) -> dict[str, Any]:
+    """Milliseconds of looks at 10,000 that wait for room, the median and the worst of each."""
+    drawn = random.Random(seed)
+    loop = Loop(RoomForAll(), 0, seed, sharing)
+    take = loop.core.take
+    for replica in range(REPLICAS[-1]):
+        take(facts.ReplicaSeen(f"e{replica}", "1", 1_000_000), 0.0)
+    sent: list[facts.Send] = []
+    number = 0
+    while loop.core.waiting < WAITING:
+        ask = facts.Asked(
+            f"r{number}",
+            f"t{number % TENANTS}",
+            drawn.randint(2_000, 120_000),
+            f"p{number % TENANTS}/{number}",
+        )
+        sent += [action for action in take(ask, 0.0) if isinstance(action, facts.Send)]
+        number += 1
+    timed: dict[str, list[float]] = {}
+    went = 0
+
+    def look(name: str, fact: facts.AnyFact, now: float) -> None:
+        nonlocal went
+        begin = time.thread_time()
+        actions = take(fact, now)
+        timed.setdefault(name, []).append((time.thread_time() - begin) * 1e3)
+        fresh = [action for action in actions if isinstance(action, facts.Send)]
+        if name == "a program ends":
+            went += len(fresh)
+        sent.extend(fresh)
+
+    gc.collect()
+    gc.disable()
+    for at in range(LOOKS):
+        now = 1.0 + at / 10
+        one = sent.pop(drawn.randrange(len(sent)))
+        waiting = loop.core.requests.by_id[one.request_id]
+        assert waiting.program is not None
+        tenant, program_id = waiting.program.key
+        look("a first byte", facts.Began(one.request_id, one.replica_id), now)
+        look("an answer ends", facts.Ended(one.request_id, 200, one.replica_id), now)
+        look("a program ends", facts.ProgramEnded(program_id, tenant), now)
+        look("a heartbeat", facts.ReplicaSeen("e0", "1", 1_000_000), now)
+        look("a tick", facts.Tick(), now)
+    look("a replica comes", facts.ReplicaSeen("new", "1", 1_000_000), 20.0)
+    look("a replica is gone", facts.ReplicaGone("e1", "1"), 20.0)
+    gc.enable()
+    return {
+        "waiting": WAITING,
+        "tenants": TENANTS,
+        "replicas": REPLICAS[-1],
+        "sent_per_program_ended": went / LOOKS,
+        "ms": {
+            name: {"median": statistics.median(found), "worst": max(found), "looks": len(found)}
+            for name, found in timed.items()
+        },
+    }
+
+
+def page(result: dict[str, Any], made: Any, wall_s: float) -> str:
+    """The result as Markdown."""
+    decided = marked(
+        ("routing", "replicas", "programs", "µs a decision", "decisions/s", "µs any other fact"),
+        [
+            (
+                row["routing"],
+                f"{row['replicas']}",
+                f"{row['programs']:,}",
+                f"{row['us_per_decision']:.1f}",
+                f"{row['decisions_per_s']:,.0f}",
+                f"{row['us_per_other_fact']:.1f}",
+            )
+            for row in result["decisions"]
+        ],
+    )
+    looks = marked(
+        ("what happens", *(f"{name}, {kind}" for name in result["pumps"] for kind in ("median", "worst"))),
+        [
+            (
+                what,
+                *(
+                    f"{p['ms'][what][kind]:.2f}"
+                    for p in result["pumps"].values()
+                    for kind in ("median", "worst")
+                ),
+            )
+            for what in result["pumps"]["in-order"]["ms"]
+        ],
+    )
+    return (
+        "# The routing core\n\nGenerated by the command below, but for what is between the marks.\n\n"
+        f"{made_by(made, wall_s)}\n\n"
+        f"{PROGRAMS} programs to a replica, {TENANTS} tenants, shares by `agent-fair-share`, "
+        f"seed {result['seed']}. CPU time of one thread, medians of {result['rounds']} rounds of {ROUND} "
+        "requests.\n\n"
+        f"{decided}\n\n"
+        f"{WAITING:,} requests wait for room at {REPLICAS[-1]} replicas (`room-for-all`), of as many "
+        f"programs of {TENANTS} tenants. Milliseconds of CPU time that one fact takes, of {LOOKS}; a replica "
+        "comes and goes once.\n\n"
+        f"{looks}\n\n{{by hand}}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, help="write gateway_core.json and gateway_core.md into this folder"
+    )
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    made = made_with(sys.argv)
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/{made.command}",
+        "machine": made.machine,
+        "versions": made.versions,
+        "seed": options.seed,
+        "rounds": options.rounds,
+        "decisions": decisions(options.rounds, options.seed),
+        "pumps": {
+            "in-order": pump(InOrder(), options.seed),
+            "agent-fair-share": pump(AgentFairShare(), options.seed),
+        },
+    }
+    console = Console()
+    table = Table("routing", "replicas", "µs a decision", "decisions/s", "µs other fact")
+    for row in result["decisions"]:
+        table.add_row(
+            row["routing"],
+            f"{row['replicas']}",
+            f"{row['us_per_decision']:.1f}",
+            f"{row['decisions_per_s']:,.0f}",
+            f"{row['us_per_other_fact']:.1f}",
+        )
+    console.print(table)
+    for name, found in result["pumps"].items():
+        table = Table(f"{WAITING:,} wait, {name}", "median ms", "worst ms")
+        for what, ms in found["ms"].items():
+            table.add_row(what, f"{ms['median']:.3f}", f"{ms['worst']:.3f}")
+        console.print(table)
+    if options.out is not None:
+        write_json(result, options.out / "gateway_core.json")
+        write_page(options.out / "gateway_core.md", page(result, made, time.monotonic() - begin), FIRST_WORDS)
+
+
+if __name__ == "__main__":
+    main()
