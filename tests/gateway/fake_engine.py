@@ -47,6 +47,8 @@ class FakeEngine:
         self.persisted: list[str] = []
         self.persist_looks = 0
         """Questions after which a program's KV is written out."""
+        self.waiting: list[str] = []
+        """Programs that it has placed neither on the device nor below it."""
         self.port = 0
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -60,7 +62,7 @@ class FakeEngine:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        bound = socket.socket()
+        bound = socket.socket(proto=socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", self.port))
         self.port = bound.getsockname()[1]
@@ -108,6 +110,7 @@ class FakeEngine:
                 Route("/sojourn/v1/capabilities", self._capabilities),
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
+                Route("/sojourn/v1/programs", self._programs),
                 Route("/sojourn/v1/programs/{name:path}/persist", self._persist, methods=["POST"]),
                 Route("/sojourn/v1/programs/{name:path}", self._program),
             ]
@@ -162,6 +165,11 @@ class FakeEngine:
 
     async def _stats(self, request: Request) -> Response:
         return JSONResponse({"programs": len(self.events)})
+
+    async def _programs(self, request: Request) -> Response:
+        waiting = [{"program_id": name, "placed": "waiting", "turns": 1} for name in self.waiting]
+        others = [{"program_id": "elsewhere", "placed": "device"}, {"program_id": "unplaced"}]
+        return JSONResponse({"programs": waiting + others, "shown": 3, "total": 3})
 
     async def _program(self, request: Request) -> Response:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})

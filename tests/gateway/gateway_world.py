@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -77,6 +78,7 @@ async def world(
     tenants: dict[str, str] | None = None,
     poll_s: float = 0.05,
     limits: CoreLimits | None = None,
+    state: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
     """A gateway that knows all of them."""
@@ -85,9 +87,15 @@ async def world(
         **{"policy": parsed.name, "reads_prefixes": parsed.routing.reads_prefixes, **options}
     )
     gateway, app = build(
-        [fake.url for fake in fakes], parsed, Tenants(tenants), chosen, limits=limits, poll_s=poll_s
+        [fake.url for fake in fakes],
+        parsed,
+        Tenants(tenants),
+        chosen,
+        limits=limits,
+        poll_s=poll_s,
+        state=state,
     )
-    bound = socket.socket()
+    bound = socket.socket(proto=socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="error", ws="none", loop="asyncio", timeout_graceful_shutdown=1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_world import lines, until, world
 from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.http import census
 
 IN_TURN = 'routing = "round-robin"'
 
@@ -230,6 +232,62 @@ async def test_a_started_anew_engine_has_nothing_that_it_held() -> None:
         await fakes[0].kill()
         await fakes[0].restart()
         await until(lambda: it.gateway.replicas.get(fakes[0].name) is not None)
+        assert (await it.chat("p")).status == 200
+
+
+async def test_a_gateway_that_starts_anew_knows_where_programs_are_at_home(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    async with engines(3) as fakes:
+        async with world(fakes, preset=IN_TURN, state=state) as it:
+            homes = {f"p{n}": (await it.chat(f"p{n}")).headers["X-Sojourn-Replica"] for n in range(6)}
+            assert len(set(homes.values())) == 3
+        assert state.stat().st_mode & 0o077 == 0
+        async with world(fakes, state=state) as it:
+            for name, home in homes.items():
+                assert (await it.chat(name)).headers["X-Sojourn-Replica"] == home
+        lost = next(fake for fake in fakes if fake.name == homes["p0"])
+        await lost.kill()
+        await lost.restart()
+        async with world(fakes, state=state) as it:
+            # Another life of it has nothing that the first one had; the others' programs stay.
+            assert await it.home("p0") is None
+            kept = next(name for name, home in homes.items() if home != lost.name)
+            assert (await it.chat(kept)).headers["X-Sojourn-Replica"] == homes[kept]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"unix_s": 0, "core": {}}', b"\xff" * 50])
+async def test_a_state_that_cannot_be_read_is_no_reason_not_to_start(tmp_path: Path, text: bytes) -> None:
+    state = tmp_path / "state.json"
+    state.write_bytes(text)
+    async with engines(1) as fakes, world(fakes, state=state) as it:
+        assert (await it.chat("p")).status == 200
+
+
+async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    async with engines(2) as fakes:
+        async with world(fakes, state=state) as it:
+            home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        dead, other = sorted(fakes, key=lambda fake: fake.name != home)
+        await dead.kill()
+        async with world(fakes, state=state) as it:
+            assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
+            assert await it.home("p") == other.name
+
+
+async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census, "EVERY_S", 0.02)
+    async with engines(2) as fakes, world(fakes) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        engine = next(fake for fake in fakes if fake.name == home)
+        assert await it.home("p") == home
+        engine.waiting = ["p", "nobody"]
+
+        async def has_none() -> bool:
+            return await it.home("p") is None
+
+        await until(has_none)
+        engine.waiting = []
         assert (await it.chat("p")).status == 200
 
 

@@ -168,7 +168,7 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
     assert found.ranks == 4
     assert found.capacity_tokens == 1600
     assert found.max_context_tokens == 2048
-    assert found.instance == "1.5e9/0"
+    assert found.instance == "1.5e9"
     assert [a.replica_id for a in addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
     assert [a.rank for a in addresses("http://h:1", 1)] == [None]
     replicas = Replicas()
@@ -181,7 +181,7 @@ def test_plain_vllm_tells_its_size_and_a_stranger_none() -> None:
     assert describe({}, CACHE.format(rank=0, blocks=11), {}, 0).capacity_tokens == 160
     stranger = describe({}, "", {}, 2)
     assert stranger.capacity_tokens == UNKNOWN_CAPACITY_TOKENS
-    assert stranger.instance == "/2"
+    assert stranger.instance == "life 2"
     assert not stranger.speaks_sojourn
 
 

@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def gateway(
+    context: typer.Context,
     engines: list[str] = typer.Option([], help="Addresses of engines, http://HOST:PORT; commas or repeated"),
     policy: str = typer.Option("sojourn", help="A cluster preset's name"),
     policy_file: Path | None = typer.Option(None, help="A TOML cluster preset in place of a named one"),
@@ -43,14 +44,23 @@ def gateway(
     ),
     max_waiting: int = typer.Option(20_000, min=1, help="Requests that may wait; more are answered with 429"),
     wait_s: float = typer.Option(600.0, min=0.1, help="Longest wait of a request for room, seconds"),
+    state: Path | None = typer.Option(None, help="File to keep programs' homes in over a restart"),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
+    ray: Path | None = typer.Option(
+        None,
+        help="YAML file: engines and gateways on a Ray cluster, all options from this file (docs/ray.md)",
+    ),
 ) -> None:
     """Serve until stopped; requests that are on their way are finished first."""
     import importlib.util
 
-    missing = [name for name in ("aiohttp", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise CliError(f"not installed: {', '.join(missing)}", "pip install 'sojourn[gateway]'")
+    if ray is not None:
+        _serve_on_ray(ray, _given(context, "ray"))
+        return
     from sojourn_server.gateway.http.replicas import BadAddress, read_url
 
     try:
@@ -73,7 +83,7 @@ def gateway(
             "reaches it may use the engines. --tenants or --api-key checks keys.",
             soft_wrap=True,
         )
-    _serve(urls, preset, known, host, port, engine_key, admin_key, max_waiting, wait_s, log_level)
+    _serve(urls, preset, known, host, port, engine_key, admin_key, max_waiting, wait_s, state, log_level)
 
 
 def _serve(
@@ -86,6 +96,7 @@ def _serve(
     admin_key: str | None,
     max_waiting: int,
     wait_s: float,
+    state: Path | None,
     log_level: str,
 ) -> None:
     import uvicorn
@@ -101,7 +112,7 @@ def _serve(
         admin_key=admin_key,
         reads_prefixes=preset.routing.reads_prefixes,
     )
-    _, app = build(urls, preset, known, options, limits=limits)
+    _, app = build(urls, preset, known, options, limits=limits, state=state)
     console.print(f"policy {preset.name}: {len(urls)} engines behind http://{host}:{port}", highlight=False)
     uvicorn.run(
         app,
@@ -115,6 +126,46 @@ def _serve(
         timeout_graceful_shutdown=60,
         server_header=False,
     )
+
+
+def _given(context: typer.Context, but: str) -> list[str]:
+    """Options on the command line; environment variables may be there for something else."""
+    sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
+
+
+def _serve_on_ray(path: Path, others: list[str]) -> None:
+    import importlib.util
+
+    if others:
+        raise CliError(
+            f"--ray and {', '.join(others)} are both given",
+            f"write it into {path}: docs/ray.md lists the keys",
+        )
+    if importlib.util.find_spec("ray.serve") is None:
+        raise CliError("not installed: ray", "pip install 'sojourn[gateway,ray]'")
+    from sojourn_server.gateway.ray.config import ConfigError, read_config
+    from sojourn_server.gateway.ray.environment import set_environment
+
+    try:
+        config = read_config(path)
+    except ConfigError as error:
+        raise CliError(str(error), "docs/ray.md lists the keys") from None
+    known = _preset(config.policy, Path(config.policy_file) if config.policy_file is not None else None)
+    if config.tenants is not None:
+        _tenants(Path(config.tenants), None)
+    set_environment(config)
+    from sojourn_server.gateway.ray.serving import serve_until_stopped
+
+    console.print(f"policy {known.name} on Ray, engines run {known.engine}", highlight=False)
+    try:
+        serve_until_stopped(config, lambda text: console.print(text, highlight=False, soft_wrap=True))
+    except (RuntimeError, ConnectionError) as error:
+        raise CliError(str(error).strip().splitlines()[-1], "docs/ray.md says where the logs are") from None
 
 
 def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:

@@ -108,11 +108,18 @@ class Gateway:
             await self._open.close()
             self._open = None
 
-    def app(self, beside: Callable[[], list[Awaitable[Any]]]) -> Starlette:
-        """The ASGI application. ``beside``: what runs as long as it does."""
+    def app(
+        self,
+        beside: Callable[[], list[Awaitable[Any]]],
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> Starlette:
+        """The ASGI application. ``beside``: what runs as long as it does; ``before``: what is waited for
+        first."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            if before is not None:
+                await before()
             tasks = [asyncio.ensure_future(one) for one in beside()]
             try:
                 yield

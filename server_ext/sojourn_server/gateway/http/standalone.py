@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 
 from starlette.applications import Starlette
 
@@ -11,8 +12,10 @@ from ..core.from_preset import core_of
 from ..core.limits import CoreLimits
 from .app import Gateway, GatewayOptions
 from .books import Books
+from .census import Census
 from .decider import LocalDecider
-from .replicas import Replicas
+from .kept_state import KeptState
+from .replicas import Address, Replicas
 from .tenants import Tenants
 from .watch import POLL_S, Watch
 
@@ -25,8 +28,9 @@ def build(
     *,
     limits: CoreLimits | None = None,
     poll_s: float = POLL_S,
+    state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """The gateway before some engines, and its ASGI application."""
+    """The gateway before some engines, and its ASGI application. ``state``: file that outlives it."""
     books = Books()
     replicas = Replicas()
     decider = LocalDecider(core_of(preset, limits), tenants.names)
@@ -34,4 +38,18 @@ def build(
     gateway = Gateway(decider, replicas, tenants, options, books, uses=decider.uses)
     watch = Watch(urls, decider, replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s)
     gateway.watch = watch
-    return gateway, gateway.app(lambda: [watch.run(), decider.run()])
+
+    def speaks(address: Address) -> bool:
+        told = watch.describes(address.replica_id)
+        return told is not None and told.speaks_sojourn
+
+    census = Census(decider, replicas, tenants.names, gateway.session, speaks, engine_key=options.engine_key)
+    kept = KeptState(state, decider.core) if state is not None else None
+    if kept is not None:
+        kept.restore()
+
+    def beside() -> list[Awaitable[None]]:
+        tasks: list[Awaitable[None]] = [watch.run(), decider.run(), census.run()]
+        return [*tasks, kept.run()] if kept is not None else tasks
+
+    return gateway, gateway.app(beside, watch.look)

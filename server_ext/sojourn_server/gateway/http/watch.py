@@ -110,7 +110,10 @@ class Watch:
         """Somebody doubts that a replica lives: look now."""
         address = self._replicas.get(told.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
-        if watched is not None:
+        if watched is None:
+            # Of an earlier life of this gateway: its engine has not been seen in this one, or is not named.
+            self._decider.tell(facts.ReplicaGone(told.replica_id, told.instance, "not seen"))
+        else:
             task = asyncio.ensure_future(self._probe(watched))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -266,7 +269,8 @@ def describe(
     ranks = max(len({cache.get("engine") for cache in caches}), _whole(capabilities.get("engines")) or 1, 1)
     return Description(
         ranks=ranks,
-        instance=f"{started.group(1) if started else ''}/{life}",
+        # An engine that tells no start is known to be another one only by having been gone.
+        instance=started.group(1) if started else f"life {life}",
         # vLLM keeps one block for itself.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else UNKNOWN_CAPACITY_TOKENS,
         host_tokens=host_blocks * block_size,

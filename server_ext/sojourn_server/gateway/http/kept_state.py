@@ -1,0 +1,91 @@
+"""Where programs are at home and what was learned of them, over a restart of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..core.core import RoutingCore
+from ..core.state import CoreState
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 2.0
+MOST_AGE_S = 3600.0
+"""A state that is older says nothing of what engines still have."""
+
+
+class _Kept(msgspec.Struct):
+    unix_s: float
+    core: CoreState
+
+
+class KeptState:
+    """A file that is replaced as a whole. That it cannot be read or written is logged, and stops nobody."""
+
+    def __init__(
+        self,
+        path: Path,
+        core: RoutingCore,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = path
+        self._core = core
+        self._clock = clock
+        self._wall = wall
+        self._written: tuple[int, int] | None = None
+
+    def restore(self) -> int:
+        """Have a new core go on from the file; returns how many programs it knows by that."""
+        try:
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Kept)
+            age_s = max(0.0, self._wall() - kept.unix_s)
+            if age_s > MOST_AGE_S:
+                logger.info("%s is %.0f s old; programs begin without homes", self._path, age_s)
+                return 0
+            self._core.restore(kept.core, self._clock(), age_s)
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be used (%s); programs begin without homes", self._path, error)
+            return 0
+        return len(self._core.programs)
+
+    async def run(self) -> None:
+        """Write it every two seconds in which something changed, and once more when cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(EVERY_S)
+                changes = self._changes()
+                if changes != self._written:
+                    text = self._text()
+                    await asyncio.to_thread(self._write, text)
+                    self._written = changes
+        finally:
+            self._write(self._text())
+
+    def _changes(self) -> tuple[int, int]:
+        counts = self._core.counts
+        return sum(counts.routes.values()), len(self._core.programs)
+
+    def _text(self) -> bytes:
+        return msgspec.json.encode(_Kept(self._wall(), self._core.snapshot(self._clock())))
+
+    def _write(self, text: bytes) -> None:
+        draft = self._path.with_name(self._path.name + ".partial")
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(text)
+            draft.replace(self._path)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                draft.unlink()
