@@ -27,7 +27,8 @@ def request(**more: Any) -> RouteView:
 
 
 EVERY = (
-    AnyReplica(), RoundRobin(), SessionAffinity(), PrefixAffinity(), RoomForAll(),
+    AnyReplica(), RoundRobin(), SessionAffinity(), SessionAffinity(leaves_for=0.5), PrefixAffinity(),
+    RoomForAll(),
     RoomForAll(size_by="context", fit="least-room"),
 )  # fmt: skip
 replicas_of = st.lists(
@@ -204,3 +205,15 @@ def test_who_uses_least_of_its_share_is_next_and_of_two_who_has_waited_longer() 
 def test_numbers_that_make_no_sense_are_refused_with_what_was_expected(policy: Any, options: Any) -> None:
     with pytest.raises(ValueError, match="expected"):
         policy(**options)
+
+
+def test_a_home_is_not_left_for_a_replica_that_is_as_full() -> None:
+    ours = SessionAffinity(leaves_for=0.5)
+    home, other = replica("a", load=1.2), replica("b", load=0.8)
+    view = request(home=home, cached=True)
+    assert ours.route(view, [home, other], 0.0) == Route("a", "home_all_full")
+    assert SessionAffinity().route(view, [home, other], 0.0) == Route("b", "home_too_full"), "as printed"
+    idle = replica("c", load=0.6)
+    assert ours.route(view, [home, other, idle], 0.0) == Route("c", "home_too_full")
+    with pytest.raises(ValueError, match="leaves_for is -1"):
+        SessionAffinity(leaves_for=-1)

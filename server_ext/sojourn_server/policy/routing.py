@@ -56,16 +56,21 @@ class SessionAffinity:
     """The replica that has the session's KV while its load is below ``most_load``, else the least loaded
     (SAGA §5.1, equation 7).
 
-    A sub-agent that begins as its parent did goes where its parent is, by the same rule. Raises
-    ``ValueError`` for ``most_load`` ≤ 0.
+    A sub-agent that begins as its parent did goes where its parent is, by the same rule. A home that is too
+    full is left only for a replica whose load is less by at least ``leaves_for``: what the session has there
+    would be computed again, and where all replicas are as full, for nothing. The paper has 0. Raises
+    ``ValueError`` for ``most_load`` ≤ 0 or ``leaves_for`` < 0.
     """
 
     most_load: float = 0.8
+    leaves_for: float = 0.0
     reads_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if not self.most_load > 0:
             raise ValueError(f"most_load is {self.most_load}; expected > 0")
+        if not self.leaves_for >= 0:
+            raise ValueError(f"leaves_for is {self.leaves_for}; expected ≥ 0")
 
     def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
         home = view.home if view.cached else None
@@ -83,4 +88,6 @@ class SessionAffinity:
                 least = replica
         if least is None:
             return Route(home.replica_id, "home") if home is not None else NOBODY
+        if home is not None and home.load - least.load < self.leaves_for:
+            return Route(home.replica_id, "home_all_full")
         return Route(least.replica_id, "least_loaded" if home is None else "home_too_full")
