@@ -31,6 +31,7 @@ class SmallProgram:
     arrival_s: float
     number: int
     agent_type: str | None = None
+    tenant: str | None = None
     cut: bool = False
     parent_turn: int | None = None
     start_offset_s: float | None = None

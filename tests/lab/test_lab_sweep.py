@@ -39,6 +39,7 @@ from sojourn_server.lab.sweep import FIELDS, SweepError, kv_bytes_per_token, rea
         ("programs=20,10", (20, 10)),
         ("rate_per_s=0.1,2e-1", (0.1, 0.2)),
         ("tp=1,2", (1, 2)),
+        ("replicas=1,4", (1, 4)),
     ],
 )
 def test_names_and_values_in_the_order_named(text: str, values: tuple[float, ...]) -> None:
@@ -54,7 +55,7 @@ def test_names_and_values_in_the_order_named(text: str, values: tuple[float, ...
         (
             "cpu-ratio=1",
             "cpu-ratio=1: cannot sweep 'cpu-ratio'; expected one of cpu_ratio, disk_ratio, "
-            "pool_tokens, programs, rate_per_s, tp; did you mean 'cpu_ratio'?",
+            "pool_tokens, programs, rate_per_s, tp, replicas; did you mean 'cpu_ratio'?",
         ),
         ("seed=1,2", "cannot sweep 'seed'; expected one of cpu_ratio"),
         ("", "cannot sweep ''"),

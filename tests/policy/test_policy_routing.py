@@ -207,6 +207,18 @@ def test_numbers_that_make_no_sense_are_refused_with_what_was_expected(policy: A
         policy(**options)
 
 
+def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_character() -> None:
+    replicas = [replica("a"), replica("b")]
+    drawn = [
+        AnyReplica().route(request(request_id=f"p{program}/{turn}"), replicas, 0.0).replica_id
+        for program in range(100)
+        for turn in range(4)
+    ]
+    alike = sum(len(set(drawn[at : at + 4])) == 1 for at in range(0, 400, 4))
+    assert alike < 30, "an eighth would be all at one"
+    assert 150 < drawn.count("a") < 250
+
+
 def test_a_home_is_not_left_for_a_replica_that_is_as_full() -> None:
     ours = SessionAffinity(leaves_for=0.5)
     home, other = replica("a", load=1.2), replica("b", load=0.8)

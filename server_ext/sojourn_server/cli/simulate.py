@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from sojourn_server.lab.sweep import Sweep
 
 DEFAULT_POLICIES = "stock,admit,continuum"
+CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
+"""In place of the usual ones where there are several replicas: those name no routing."""
 _OF_A_RUN = (
-    "policy", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours", "seed",
-    "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
+    "policy", "replicas", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours",
+    "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
 )  # fmt: skip
 """Parameters that say what is run."""
 NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
@@ -43,7 +45,12 @@ def simulate(
     context: typer.Context,
     workload: str | None = typer.Argument(None, help="A .jsonl or .jsonl.gz trace, or synthetic:NAME"),
     policy: str = typer.Option(
-        DEFAULT_POLICIES, help="Names with commas between; a preset's TOML file is one too"
+        DEFAULT_POLICIES,
+        help="Names with commas between; a preset's TOML file is one too. With --replicas ROUTING/ENGINE, "
+        "such as round-robin/stock; a routing alone takes its own engines, an engine alone prefix-affinity",
+    ),
+    replicas: int | None = typer.Option(
+        None, min=1, help="Engines behind a gateway, each with --hardware of its own; else one by itself"
     ),
     hardware: str = typer.Option(
         "a100-80gb", help="A profile's name, or a file: TOML, or from sojourn profile"
@@ -56,7 +63,9 @@ def simulate(
     disk_ratio: float = typer.Option(
         0.0, min=0.0, help="Disk for KV below host memory, likewise: presets with +host, and mori"
     ),
-    programs: str = typer.Option("40", help="Programs at once; several numbers with commas between"),
+    programs: str = typer.Option(
+        "40", help="Programs at once, on all replicas together; several numbers with commas between"
+    ),
     rate: str | None = typer.Option(
         None, help="Poisson arrivals a second instead: --programs in all, then the end"
     ),
@@ -77,7 +86,8 @@ def simulate(
     sweep: str | None = typer.Option(
         None,
         metavar="NAME=V1,V2,…",
-        help="Every policy at each value of cpu_ratio, disk_ratio, pool_tokens, programs, rate_per_s or tp",
+        help="Every policy at each value of cpu_ratio, disk_ratio, pool_tokens, programs, rate_per_s, "
+        "replicas or tp",
     ),
     jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
@@ -108,12 +118,14 @@ def simulate(
         sweeping = swept_by(sweep, context) if sweep is not None else None
         if sweeping is not None:
             policy = policies_of(sweeping, policy, context)
+        if (replicas is not None or _sweeps_replicas(sweeping)) and not given(context, "policy"):
+            policy = CLUSTER_POLICIES
         specs = _specs(workload, policy, programs, rate)
         specs = [
             replace(
                 spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens,
-                max_model_len=max_model_len, max_context_tokens=max_context,
+                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
+                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
             )
             for spec in specs
         ]  # fmt: skip
@@ -122,7 +134,7 @@ def simulate(
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs)
-        if explain is not None or save is not None:
+        if (explain is not None or save is not None) and replicas is None:
             specs = [replace(spec, record_accesses=True) for spec in specs]  # for what Bélády would have done
         try:
             result, made = _simulated(specs, jobs, warm_up_s, sweeping)
@@ -131,6 +143,10 @@ def simulate(
         if sweeping is not None:
             swept = swept_runs_of(sweeping, specs, result.rows)
     outputs.show(result, made, swept)
+
+
+def _sweeps_replicas(sweep: Sweep | None) -> bool:
+    return sweep is not None and sweep.field.name == "replicas"
 
 
 def _check_unused(context: typer.Context) -> None:

@@ -7,7 +7,7 @@ adapter knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,10 @@ from .lives import TurnLife
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+MOVED = "moved"
+"""Cause of computing again what another engine of the cluster has computed, and this one never has."""
 
 
 @dataclass(slots=True)
@@ -45,12 +49,17 @@ class LiveTurn:
 
 
 class Account:
-    """Everything computed, found and lost, of one engine."""
+    """Everything computed, found and lost, of one engine.
 
-    def __init__(self, block_size: int) -> None:
+    ``elsewhere`` are the hashes of all blocks that any engine of a cluster has ever computed; the accounts of
+    its engines share it. Without it this engine is all there is.
+    """
+
+    def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
         self._block_size = block_size
         self._computed: set[bytes] = set()
         """Hashes of all blocks that were ever computed: what an endless cache would hold."""
+        self._elsewhere = elsewhere
         self.live: dict[str, LiveTurn] = {}
 
     def step(
@@ -114,25 +123,27 @@ class Account:
             # preempted was counted when it was first admitted; others may have computed some of that since.
             lost = max(0, turn.had - computed)
             if lost:
-                life.regenerated["preempted"] = life.regenerated.get("preempted", 0) + lost
-            spared = min(computed, life.known_tokens) - turn.reached
-            _take_back(life, "evicted", spared)
+                _lose(life, "preempted", lost)
+            self._spared(life, min(computed, life.known_tokens) - turn.reached)
         else:
             turn.admitted = True
             life.admitted_s = now
-            known = self._known(request)
-            life.known_tokens = known * size
+            here = self._known(request, self._computed) * size
+            life.known_tokens = here
             life.device_tokens = computed - from_host
-            if life.known_tokens > computed:
-                life.regenerated["evicted"] = life.known_tokens - computed
+            if here > computed:
+                _lose(life, "evicted", here - computed)
+            if self._elsewhere is not None:
+                life.known_tokens = self._known(request, self._elsewhere) * size
+                if life.known_tokens > max(here, computed):
+                    _lose(life, MOVED, life.known_tokens - max(here, computed))
         turn.reached = max(turn.reached, computed)
         life.host_tokens += from_host
 
-    def _known(self, request: Request) -> int:
+    def _known(self, request: Request, computed: set[bytes]) -> int:
         """Leading blocks of a prompt that were computed before. The engine never takes a whole prompt from
         its cache: the last token is computed, to have something to sample from."""
         usable = (request.num_tokens - 1) // self._block_size
-        computed = self._computed
         known = 0
         for block_hash in request.block_hashes[:usable]:
             if block_hash not in computed:
@@ -154,7 +165,7 @@ class Account:
         turn.had = full * self._block_size
         turn.reached = max(turn.reached, turn.computed)
         turn.computed = 0
-        self._computed.update(request.block_hashes[:full])
+        self._note(request.block_hashes[:full])
 
     def finished(self, request_id: str, now: float) -> LiveTurn:
         """A request has left the engine, with everything it computed."""
@@ -166,7 +177,19 @@ class Account:
         # Its last token was sampled, and never computed.
         full = (request.num_tokens - 1) // self._block_size
         turn.hashes = list(request.block_hashes[:full])
-        self._computed.update(turn.hashes)
+        self._note(turn.hashes)
+        return turn
+
+    def recalled(self, request_id: str, now: float) -> LiveTurn:
+        """A gateway takes a request back before it has made a token: what it computed was for nothing, and
+        is known from now on. Its engine is to abort it before it takes anything in."""
+        turn = self.live.pop(request_id)
+        _taken_up(turn, now)
+        self._note(turn.request.block_hashes[: turn.computed // self._block_size])
+        life = turn.life
+        self._spared(life, life.known_tokens - max(turn.reached, turn.computed))
+        if turn.computed:
+            _take_back(life, "preempted", turn.had - turn.computed)
         return turn
 
     def cut_off(self, now: float) -> None:
@@ -174,9 +197,23 @@ class Account:
         for turn in self.live.values():
             _taken_up(turn, now)
             turn.life.generated_tokens = turn.request.num_output_tokens
-            _take_back(turn.life, "evicted", turn.life.known_tokens - max(turn.reached, turn.computed))
+            self._spared(turn.life, turn.life.known_tokens - max(turn.reached, turn.computed))
             if turn.computed:
                 _take_back(turn.life, "preempted", turn.had - turn.computed)
+
+    def _note(self, hashes: Iterable[bytes]) -> None:
+        """These blocks have been computed."""
+        hashes = list(hashes)
+        self._computed.update(hashes)
+        if self._elsewhere is not None:
+            self._elsewhere.update(hashes)
+
+    @staticmethod
+    def _spared(life: TurnLife, tokens: int) -> None:
+        """So many tokens at the end of what was known were not computed again after all."""
+        moved = min(max(0, tokens), life.regenerated.get(MOVED, 0))
+        _take_back(life, MOVED, moved)
+        _take_back(life, "evicted", tokens - moved)
 
 
 def _taken_up(turn: LiveTurn, now: float) -> None:
@@ -187,6 +224,10 @@ def _taken_up(turn: LiveTurn, now: float) -> None:
         turn.life.preempted_before_first_token_s += waited_s
     else:
         turn.life.preempted_after_s += waited_s
+
+
+def _lose(life: TurnLife, cause: str, tokens: int) -> None:
+    life.regenerated[cause] = life.regenerated.get(cause, 0) + tokens
 
 
 def _take_back(life: TurnLife, cause: str, tokens: int) -> None:

@@ -45,8 +45,23 @@ class Playing:
     context_tokens: int = 0
 
 
-class _Sent(NamedTuple):
-    """A request on its way to the engine."""
+class Site:
+    """An engine as clients meet it: what has reached it waits until it looks, between two of its steps."""
+
+    def __init__(self, engine: BareEngine, account: Account) -> None:
+        self.engine = engine
+        self.account = account
+        self.inbox: deque[Callable[[], None]] = deque()
+
+    def deliver(self) -> None:
+        """The engine takes in what has reached it, in that order: to be called before each step, after the
+        results of the one before."""
+        while self.inbox:
+            self.inbox.popleft()()
+
+
+class Sent(NamedTuple):
+    """A request on its way to an engine."""
 
     playing: Playing
     life: TurnLife
@@ -74,11 +89,10 @@ class Clients:
         call_s: float = 0.0,
         with_hints: bool = False,
     ) -> None:
-        self._engine = engine
+        self._site = Site(engine, account)
         self._agenda = agenda
         self._loop = loop
         self._door = door
-        self._account = account
         self._log = log
         self._call_s = call_s
         self._with_hints = with_hints
@@ -87,10 +101,8 @@ class Clients:
         self.playing: dict[str, Playing] = {}
         """Programs that have arrived and are not over."""
         self._at_door: dict[str, DoorRequest] = {}
-        self._submitted: dict[str, _Sent] = {}
+        self._submitted: dict[str, Sent] = {}
         self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
-        self._inbox: deque[Callable[[], None]] = deque()
-        """What has reached the engine, which looks there between two steps only."""
 
     def begin(self) -> None:
         """Put the first arrival on the agenda."""
@@ -100,10 +112,8 @@ class Clients:
             self._tick()
 
     def deliver(self) -> None:
-        """The engine takes in what has reached it, in that order: to be called before each step, after the
-        results of the one before."""
-        while self._inbox:
-            self._inbox.popleft()()
+        """The engine takes in what has reached it; see ``Site``."""
+        self._site.deliver()
 
     # -- programs -------------------------------------------------------------------
 
@@ -128,6 +138,7 @@ class Clients:
             arrived_s=now,
             turns_total=len(plan.plans),
             cut=plan.cut,
+            tenant=plan.tenant,
         )
         self._log.programs.append(life)
         hints: Hints | None = None
@@ -139,6 +150,7 @@ class Clients:
         if root is not None:
             root.family += 1
         self.playing[plan.instance_id] = playing
+        self._opened(playing)
         if hints is not None:
             self._say(hints, hints.program_start())
         for child in plan.children:
@@ -149,6 +161,9 @@ class Clients:
             else:
                 playing.children.append(child)
         self._submit(playing)
+
+    def _opened(self, playing: Playing) -> None:
+        """A program begins, and has sent nothing yet."""
 
     def _submit(self, playing: Playing) -> None:
         now = self._agenda.now_s
@@ -167,14 +182,20 @@ class Clients:
         playing.state, playing.since_s = "waiting", now
         request_id = life.request_id
         continues = lengths.base is not None and lengths.base == turn - 1
-        known = playing.hashes[: lengths.kept_tokens // self._engine.options.block_size] if continues else []
+        known = (
+            playing.hashes[: lengths.kept_tokens // self._site.engine.options.block_size] if continues else []
+        )
         riding = playing.hints.take_unsent(now) if playing.hints is not None else []
         context = playing.hints.context() if playing.hints is not None else None
-        self._submitted[request_id] = _Sent(playing, life, prompt, known, riding, context)
+        self._submitted[request_id] = Sent(playing, life, prompt, known, riding, context)
+        self._come(DoorRequest(request_id, plan.instance_id, len(prompt), now, turn))
+
+    def _come(self, request: DoorRequest) -> None:
+        """A request comes to the door."""
         if self._door.is_open:
-            self._enter(request_id)
+            self._enter(request.request_id)
         else:
-            self._at_door[request_id] = DoorRequest(request_id, plan.instance_id, len(prompt), now, turn)
+            self._at_door[request.request_id] = request
             self._ask_door()
 
     def _enter(self, request_id: str) -> None:
@@ -193,17 +214,17 @@ class Clients:
     def _entered(self, request_id: str) -> None:
         sent = self._submitted.pop(request_id)
         now = sent.life.entered_s = self._agenda.now_s
-        self._inbox.append(lambda: self._taken_in(request_id, sent, now))
+        self._site.inbox.append(lambda: self._taken_in(self._site, request_id, sent, now))
 
-    def _taken_in(self, request_id: str, sent: _Sent, now: float) -> None:
+    def _taken_in(self, site: Site, request_id: str, sent: Sent, now: float) -> None:
         playing, life, prompt, known, riding, context = sent
-        self._tell(riding)
-        turn = self._account.live[request_id] = LiveTurn(life, playing.plan.planned_output(life.turn))
-        turn.request = self._engine.add(
+        self._tell(site, riding)
+        turn = site.account.live[request_id] = LiveTurn(life, playing.plan.planned_output(life.turn))
+        turn.request = site.engine.add(
             request_id,
             prompt,
             # As clients do: they cannot say how long an answer will be, so nobody may know.
-            max_tokens=self._engine.options.max_model_len - len(prompt),
+            max_tokens=site.engine.options.max_model_len - len(prompt),
             program_id=playing.plan.instance_id if playing.hints is not None else None,
             context=context,
             arrival_s=now,
@@ -251,8 +272,12 @@ class Clients:
             )
 
     def _program_over(self, playing: Playing) -> None:
+        playing.life.finished_s = self._agenda.now_s
+        self._gone(playing)
+
+    def _gone(self, playing: Playing) -> None:
+        """A program is over, or has given up."""
         now = self._agenda.now_s
-        playing.life.finished_s = now
         playing.state, playing.since_s = "over", now
         del self.playing[playing.plan.instance_id]
         if playing.hints is not None:
@@ -275,10 +300,14 @@ class Clients:
     def _send(self, hints: Hints) -> None:
         events = hints.take_unsent(self._agenda.now_s)
         if events:  # else a request took them along meanwhile
-            self._on_arrival(lambda: self._inbox.append(lambda: self._tell(events)))
+            self._on_arrival(lambda: self._heard(events))
 
-    def _tell(self, events: list[dict[str, Any]]) -> None:
-        for outcome in self._engine.tell(*events, emitter="lab") if events else ():
+    def _heard(self, events: list[dict[str, Any]]) -> None:
+        """Events of one program have reached the server."""
+        self._site.inbox.append(lambda: self._tell(self._site, events))
+
+    def _tell(self, site: Site, events: list[dict[str, Any]]) -> None:
+        for outcome in site.engine.tell(*events, emitter="lab") if events else ():
             if outcome["outcome"] not in HEARD:
                 self._log.refused_hints += 1
 
@@ -291,8 +320,14 @@ class Clients:
     def _ask_door(self, over: Playing | None = None) -> None:
         if self._door.is_open:
             return
+        for request_id in self._door.let_in(self._door_view(over), self._agenda.now_s):
+            if self._at_door.pop(request_id, None) is not None:
+                self._enter(request_id)
+
+    def _door_view(self, over: Playing | None) -> DoorView:
+        engine = self._site.engine
         playing = list(self.playing.values()) + ([over] if over is not None else [])
-        view = DoorView(
+        return DoorView(
             waiting=tuple(self._at_door.values()),
             programs=tuple(
                 DoorProgram(
@@ -300,9 +335,6 @@ class Clients:
                 )
                 for p in playing
             ),
-            capacity_tokens=(self._engine.pool.num_gpu_blocks - 1) * self._engine.options.block_size,
-            host_capacity_tokens=self._engine.options.host_blocks * self._engine.options.block_size,
+            capacity_tokens=(engine.pool.num_gpu_blocks - 1) * engine.options.block_size,
+            host_capacity_tokens=engine.options.host_blocks * engine.options.block_size,
         )
-        for request_id in self._door.let_in(view, self._agenda.now_s):
-            if self._at_door.pop(request_id, None) is not None:
-                self._enter(request_id)

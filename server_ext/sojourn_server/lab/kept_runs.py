@@ -17,7 +17,10 @@ from .limits.regenerated import Regenerated
 from .lives import RunLog
 from .run import RunSpec
 
-_ROOMS = ("engine", "lab", "launch", "learned", "metrics", "policy", "program", "tiers", "traces", "vllm")
+_ROOMS = (
+    "engine", "gateway", "lab", "launch", "learned", "metrics", "policy", "program", "tiers", "traces",
+    "vllm",
+)  # fmt: skip
 """What a run depends on."""
 
 
@@ -71,8 +74,10 @@ class KeptRuns:
     def _made_of(self, spec: RunSpec) -> str:
         """The code, and the files that the specification names."""
         digest = hashlib.sha256(self._code.encode())
-        for name in (spec.workload, spec.policy, spec.hardware, spec.model):
-            if name is not None and Path(name).is_file():
+        # Behind a routing's name and a slash stands what may be a file too.
+        engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
+        for name in (spec.workload, spec.policy, engines, spec.hardware, spec.model):
+            if name and Path(name).is_file():
                 digest.update(Path(name).read_bytes())
         return digest.hexdigest()[:12]
 

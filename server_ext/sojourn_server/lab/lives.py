@@ -52,6 +52,10 @@ class TurnLife(msgspec.Struct, kw_only=True):
     """What runs after it."""
     gap_s: float = 0.0
     """Client-side seconds until the next turn; of the last turn 0."""
+    replica: str | None = None
+    """The engine that computed it, of several; ``None``: there is one, or none has begun yet."""
+    recalls: int = 0
+    """How often a gateway took it back from an engine before its first token."""
 
     @property
     def request_id(self) -> str:
@@ -76,6 +80,10 @@ class ProgramLife(msgspec.Struct, kw_only=True):
     turns: list[TurnLife] = msgspec.field(default_factory=list)
     cut: bool = False
     """Ended before a turn that would not have fitted the context or the pool."""
+    tenant: str | None = None
+    """On whose behalf it ran, where the workload says so."""
+    expected_s: float | None = None
+    """What it would take alone on an empty engine, its tools included; ``None``: not worked out."""
 
     @property
     def completion_s(self) -> float | None:
@@ -101,8 +109,25 @@ class OccupancySample(msgspec.Struct, kw_only=True):
     programs_running: int = 0
 
 
+class ReplicaLife(msgspec.Struct, kw_only=True):
+    """One engine of several."""
+
+    replica: str
+    steps: int
+    busy_s: float
+    """Virtual seconds in which its device computed."""
+
+
+STEPS_APART = 1 << 40
+"""Between the step numbers of two engines of a run: no preemption of one seems to follow another's."""
+
+
 class RunLog(msgspec.Struct, kw_only=True):
-    """One policy on one workload."""
+    """One policy on one workload.
+
+    Of several engines, sizes are those of each; steps, copies and seconds in schedulers are summed up, and
+    ``busy_s`` is the mean.
+    """
 
     policy: str
     programs_wanted: int
@@ -121,7 +146,7 @@ class RunLog(msgspec.Struct, kw_only=True):
     programs: list[ProgramLife] = msgspec.field(default_factory=list)
     occupancy: list[OccupancySample] = msgspec.field(default_factory=list)
     preemption_steps: list[int] = msgspec.field(default_factory=list)
-    """Step number of every preemption."""
+    """Step number of every preemption; those of the n-th engine, from 0, have n × ``STEPS_APART`` added."""
     steps: int = 0
     virtual_s: float = 0.0
     busy_s: float = 0.0
@@ -139,3 +164,7 @@ class RunLog(msgspec.Struct, kw_only=True):
     """Wall seconds inside the scheduler's own calls."""
     wall_s: float = 0.0
     notes: list[str] = msgspec.field(default_factory=list)
+    replicas: list[ReplicaLife] = msgspec.field(default_factory=list)
+    """Engines behind a gateway; empty: one engine by itself."""
+    routes: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests that the gateway sent, by the reason for where."""

@@ -9,8 +9,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from sojourn_server.policy.building import PresetError
 from sojourn_server.policy.eviction import LatestProgramsBlocks
-from sojourn_server.policy.preset import Preset, PresetError, load_preset, preset_names, read_preset
+from sojourn_server.policy.preset import Preset, load_preset, preset_names, read_preset
 
 from .baselines.catalog import BASELINES
 from .door import Door, OpenDoor
@@ -136,6 +137,11 @@ def find_policy(name: str) -> LabPolicy:
     for limit in Limit:
         if name == limit.value:
             return LabPolicy(name=name, limit=limit, host_cache=limit is Limit.FREE_IO, paper=LIMITS[limit])
+    if "/" in name:
+        raise PolicyError(
+            f"{name}: ROUTING/ENGINE is for several replicas; expected --replicas with it, or an engine's "
+            f"policy alone, such as {name.rpartition('/')[2] or 'stock'}"
+        )
     near = difflib.get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")

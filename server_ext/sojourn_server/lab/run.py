@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.schema import TraceError
 
+from .account import MOVED
 from .clock import VirtualClock
 from .latency.work import DeviceShape, LatencyModel
 from .limits.accesses import AccessLog
@@ -17,6 +18,7 @@ from .policies import LabPolicy, Limit, find_policy
 
 if TYPE_CHECKING:
     from .bare_engine import BareEngine
+    from .simulation import SimulationOptions
     from .workloads.loops import Loop
     from .workloads.players import PlayOptions, Repertoire
 
@@ -47,6 +49,7 @@ class RunSpec:
     """One policy on one workload. Plain data: it travels to the process that runs it."""
 
     policy: str
+    """With ``replicas``, a cluster's: see ``cluster.policies.find_cluster_policy``."""
     workload: str
     """A trace file, or ``synthetic:NAME``."""
     hardware: str = "a100-80gb"
@@ -59,8 +62,10 @@ class RunSpec:
     """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
     disk_ratio: float = 0.0
     """Disk for KV as a multiple of the device's KV memory, for policies with tiers of ours; 0: none."""
+    replicas: int | None = None
+    """Engines behind a gateway, each on hardware of its own; ``None``: one, by itself."""
     programs: int = 40
-    """At once (closed loop); in all (open loop)."""
+    """At once (closed loop); in all (open loop). Of all replicas together."""
     rate_per_s: float | None = None
     """Poisson arrivals a second: an open loop. ``None``: closed."""
     until_s: float | None = 3600.0
@@ -82,7 +87,11 @@ class RunSpec:
     def label(self) -> str:
         """What progress bars and tables call it."""
         load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
-        return f"{self.policy} @ {load}"
+        return (
+            f"{self.policy} @ {load}"
+            if self.replicas is None
+            else f"{self.policy} @ {load} on {self.replicas}"
+        )
 
 
 @dataclass(slots=True)
@@ -96,12 +105,33 @@ class RunResult:
 
 def run(spec: RunSpec, on_progress: OnProgress = lambda label, now, finished: None) -> RunResult:
     """Simulate. Raises ``LabError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` first."""
-    policy = find_policy(spec.policy)
+    policy = engine_policy(spec)
     latency, shape = device_of(spec, _cpu_ratio(spec, policy))
     shape = _fitted(shape)
     loop = _loop(spec, shape)
-    engine, clock, host_blocks = _engine(spec, policy, shape)
-    return _simulate(spec, policy, shape, latency, loop, engine, clock, host_blocks, on_progress)
+    if spec.replicas is not None:
+        return _simulate_cluster(spec, policy, shape, latency, loop, on_progress)
+    clock = VirtualClock()
+    engine = _engine(spec, policy, shape, clock)
+    return _simulate(spec, policy, shape, latency, loop, engine, clock, on_progress)
+
+
+def engine_policy(spec: RunSpec) -> LabPolicy:
+    """What runs in the engine, or in each of several. Raises ``PolicyError``."""
+    if spec.replicas is None:
+        return find_policy(spec.policy)
+    from .cluster.policies import find_cluster_policy
+
+    return find_cluster_policy(spec.policy).engine
+
+
+def policy_name(spec: RunSpec) -> str:
+    """What logs and tables call the policy. Raises ``PolicyError``."""
+    if spec.replicas is None:
+        return find_policy(spec.policy).name
+    from .cluster.policies import find_cluster_policy
+
+    return find_cluster_policy(spec.policy).name
 
 
 def check(specs: Sequence[RunSpec]) -> list[str]:
@@ -116,17 +146,20 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
     sources: dict[str, str] = {}
     _check_disk_is_used(specs)
     for spec in specs:
-        policy = find_policy(spec.policy)
-        if sources.setdefault(policy.name, spec.policy) != spec.policy:
+        if spec.replicas is not None and spec.replicas < 1:
+            raise LabError(f"replicas is {spec.replicas}; expected at least 1")
+        policy, name = engine_policy(spec), policy_name(spec)
+        if sources.setdefault(name, spec.policy) != spec.policy:
+            instead = "files of different names" if spec.replicas is None else "one of them"
             raise LabError(
-                f"{sources[policy.name]} and {spec.policy} would both be called {policy.name!r}; "
-                "expected files of different names"
+                f"{sources[name]} and {spec.policy} would both be called {name!r}; expected {instead}"
             )
         key = replace(
             spec,
             policy="",
             cpu_ratio=_cpu_ratio(spec, policy),
             disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
+            replicas=None,
             programs=0,
             rate_per_s=None,
             record_accesses=False,
@@ -204,7 +237,7 @@ def _cpu_ratio(spec: RunSpec, policy: LabPolicy) -> float:
 
 def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(uses_disk_ratio(find_policy(spec.policy)) for spec in specs):
+    if asked and not any(uses_disk_ratio(engine_policy(spec)) for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise LabError(
             f"disk_ratio is {asked:g}, and nobody among {named} has a disk; "
@@ -257,10 +290,11 @@ def _loop(spec: RunSpec, shape: DeviceShape) -> Loop:
         max_context_tokens=_longest_turn(spec, shape),
         max_gap_s=spec.max_gap_s,
         human_gaps=spec.human_gaps,
+        replicas=spec.replicas or 1,
     )
 
 
-def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareEngine, VirtualClock, int]:
+def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape, clock: VirtualClock) -> BareEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .bare_engine import BareEngine, BareEngineOptions
 
@@ -270,8 +304,7 @@ def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareE
         host_blocks = ENDLESS_HOST_TOKENS // shape.block_size
     if policy.limit is Limit.UNLIMITED:
         blocks = max(blocks, 4 * ENDLESS_HOST_TOKENS // 10 // shape.block_size)
-    clock = VirtualClock()
-    engine = BareEngine(
+    return BareEngine(
         BareEngineOptions(
             blocks=blocks,
             block_size=shape.block_size,
@@ -285,7 +318,65 @@ def _engine(spec: RunSpec, policy: LabPolicy, shape: DeviceShape) -> tuple[BareE
         ),
         clock,
     )
-    return engine, clock, host_blocks
+
+
+def _log(spec: RunSpec, shape: DeviceShape, engine: BareEngine) -> RunLog:
+    return RunLog(
+        policy=policy_name(spec),
+        programs_wanted=spec.programs,
+        hardware=shape.hardware,
+        model=shape.model,
+        trace=spec.workload,
+        seed=spec.seed,
+        loop="open" if spec.rate_per_s is not None else "closed",
+        rate_per_s=spec.rate_per_s,
+        pool_blocks=engine.options.blocks - 1,
+        host_blocks=engine.options.host_blocks,
+        disk_blocks=engine.options.disk_blocks,
+        block_size=shape.block_size,
+    )
+
+
+def _host(policy: LabPolicy, shape: DeviceShape, latency: LatencyModel, engine: BareEngine) -> Any:
+    """The copies of an engine's host memory; ``None`` where it has none."""
+    if not engine.options.host_blocks:
+        return None
+    from .host_cache import HostCache
+
+    free = policy.limit is Limit.FREE_IO
+    block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
+    host: Any
+    if policy.own_tiers:
+        from .tier_copies import TierCopies
+
+        host = TierCopies(latency, block_bytes)
+    else:
+        host = HostCache(latency, block_bytes)
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    if adapter is not None:
+        # What an engine would take from its profile: how soon a token comes back from host memory.
+        per_block_s = latency.copy_s(block_bytes, to_host=False)
+        adapter.steward.pool.host_s_per_token = per_block_s / shape.block_size
+    return host
+
+
+def _options(spec: RunSpec, policy: LabPolicy, samples: int) -> SimulationOptions:
+    from .simulation import SimulationOptions
+
+    return SimulationOptions(
+        until_s=spec.until_s,
+        samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else samples,
+        oracle=policy.oracle,
+        erring=policy.erring,
+    )
+
+
+def _progress(spec: RunSpec, on_progress: OnProgress) -> Callable[[RunLog, float], None]:
+    def progress(log: RunLog, now: float) -> None:
+        finished = sum(1 for program in log.programs if program.finished_s is not None)
+        on_progress(spec.label, now, finished)
+
+    return progress
 
 
 def _simulate(
@@ -296,73 +387,75 @@ def _simulate(
     loop: Loop,
     engine: BareEngine,
     clock: VirtualClock,
-    host_blocks: int,
     on_progress: OnProgress,
 ) -> RunResult:
     from .access_recorder import AccessRecorder
-    from .host_cache import HostCache
-    from .simulation import Simulation, SimulationOptions
+    from .simulation import Simulation
 
-    blocks = engine.options.blocks
-    log = RunLog(
-        policy=policy.name,
-        programs_wanted=spec.programs,
-        hardware=shape.hardware,
-        model=shape.model,
-        trace=spec.workload,
-        seed=spec.seed,
-        loop="open" if spec.rate_per_s is not None else "closed",
-        rate_per_s=spec.rate_per_s,
-        pool_blocks=blocks - 1,
-        host_blocks=host_blocks,
-        disk_blocks=engine.options.disk_blocks,
-        block_size=shape.block_size,
-    )
-    host: Any = None
-    if host_blocks:
-        free = policy.limit is Limit.FREE_IO
-        block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
-        if policy.own_tiers:
-            from .tier_copies import TierCopies
-
-            host = TierCopies(latency, block_bytes)
-        else:
-            host = HostCache(latency, block_bytes)
-        adapter = getattr(engine.scheduler, "sojourn", None)
-        if adapter is not None:
-            # What an engine would take from its profile: how soon a token comes back from host memory.
-            per_block_s = latency.copy_s(block_bytes, to_host=False)
-            adapter.steward.pool.host_s_per_token = per_block_s / shape.block_size
-    recorder = AccessRecorder(blocks - 1, shape.block_size) if spec.record_accesses else None
-
-    def progress(log: RunLog, now: float) -> None:
-        finished = sum(1 for program in log.programs if program.finished_s is not None)
-        on_progress(spec.label, now, finished)
-
+    log = _log(spec, shape, engine)
+    recorder = AccessRecorder(engine.options.blocks - 1, shape.block_size) if spec.record_accesses else None
     simulation = Simulation(
         engine,
         clock,
         latency,
         loop,
         log,
-        SimulationOptions(
-            until_s=spec.until_s,
-            samples=LOOKS_AT_ENDLESS if policy.limit is Limit.UNLIMITED else LOOKS,
-            oracle=policy.oracle,
-            erring=policy.erring,
-        ),
+        _options(spec, policy, LOOKS),
         door=policy.door(),
-        host=host,
+        host=_host(policy, shape, latency, engine),
         recorder=recorder,
         with_hints=policy.settings is not None,
-        on_progress=progress,
+        on_progress=_progress(spec, on_progress),
     )
     simulation.run()
-    if policy.limit is not None:
-        again = sum(turn.regenerated_tokens for program in log.programs for turn in program.turns)
-        if again:
-            log.notes.append(
-                f"{policy.name} is no bound here: its memory filled up; {again:,} tokens were computed again"
-            )
+    _note_filled(log, policy)
     accesses = recorder.close(engine.scheduler.requests) if recorder is not None else None
     return RunResult(spec, log, accesses)
+
+
+def _simulate_cluster(
+    spec: RunSpec,
+    policy: LabPolicy,
+    shape: DeviceShape,
+    latency: LatencyModel,
+    loop: Loop,
+    on_progress: OnProgress,
+) -> RunResult:
+    from .cluster.policies import find_cluster_policy
+    from .cluster.simulation import ClusterSimulation
+
+    assert spec.replicas is not None
+    clock = VirtualClock()
+    engines = [_engine(spec, policy, shape, clock) for _ in range(spec.replicas)]
+    log = _log(spec, shape, engines[0])
+    simulation = ClusterSimulation(
+        [(engine, _host(policy, shape, latency, engine)) for engine in engines],
+        clock,
+        latency,
+        loop,
+        log,
+        # A look goes through every block of every engine.
+        _options(spec, policy, max(LOOKS_AT_ENDLESS, LOOKS // spec.replicas)),
+        front=find_cluster_policy(spec.policy).front(spec.replicas),
+        with_hints=policy.settings is not None,
+        on_progress=_progress(spec, on_progress),
+    )
+    simulation.run()
+    _note_filled(log, policy)
+    return RunResult(spec, log)
+
+
+def _note_filled(log: RunLog, policy: LabPolicy) -> None:
+    if policy.limit is None:
+        return
+    again = sum(
+        tokens
+        for program in log.programs
+        for turn in program.turns
+        for cause, tokens in turn.regenerated.items()
+        if cause != MOVED
+    )
+    if again:
+        log.notes.append(
+            f"{log.policy} is no bound here: its memory filled up; {again:,} tokens were computed again"
+        )

@@ -19,10 +19,10 @@ from .limits.compare import compare, over_belady
 from .limits.orders import OPTIMUM
 from .limits.regenerated import Regenerated
 from .lives import RunLog
-from .policies import Limit, find_policy
+from .policies import Limit
 from .report.measure import limit_row, measure
 from .report.row import RunRow
-from .run import RunSpec, run
+from .run import RunSpec, engine_policy, run
 from .workers import Report, side_by_side
 
 OnProgress = Callable[[int, float, int], None]
@@ -53,10 +53,10 @@ def plan(specs: Sequence[RunSpec]) -> list[RunSpec]:
     planned: dict[RunSpec, None] = {}
     recorded = set()
     for spec in specs:
-        if find_policy(spec.policy).limit is Limit.BELADY:
+        if engine_policy(spec).limit is Limit.BELADY:
             recorded.add(replace(spec, policy="stock"))
     for spec in specs:
-        policy = find_policy(spec.policy)
+        policy = engine_policy(spec)
         stock = replace(spec, policy="stock")
         if policy.limit is Limit.BELADY or (policy.name == "stock" and stock in recorded):
             spec = replace(stock, record_accesses=True)
@@ -142,7 +142,7 @@ def _rows(
 ) -> SuiteResult:
     result = SuiteResult()
     for spec in specs:
-        policy = find_policy(spec.policy)
+        policy = engine_policy(spec)
         stock = replace(spec, policy="stock", record_accesses=True)
         recorded = outcomes.get(stock)
         lost: dict[str, int] = {}

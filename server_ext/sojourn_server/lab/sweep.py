@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .policies import find_policy
-from .run import WITH_A_DISK, RunSpec, device_of, uses_cpu_ratio, uses_disk_ratio
+from .run import WITH_A_DISK, RunSpec, device_of, engine_policy, uses_cpu_ratio, uses_disk_ratio
 
 WITH_HOST_MEMORY = "host memory among them, such as lru-offload or continuum+host"
 """What a policy is to have where nobody has host memory, in the words of a message."""
@@ -51,6 +50,7 @@ FIELDS = {
         SweptField("programs", "programs", "programs at once, or arrivals in all", whole=True),
         SweptField("rate_per_s", "rate", "programs arriving a second"),
         SweptField("tp", "tp", "tensor parallel devices", whole=True),
+        SweptField("replicas", "replicas", "replicas behind a gateway", whole=True),
     )
 }
 """Those in which more costs more, or is more work: only of them a curve says what to buy."""
@@ -87,8 +87,8 @@ class Sweep:
 
     def _touches(self, spec: RunSpec) -> bool:
         if self.field == HOST_MEMORY:
-            return uses_cpu_ratio(find_policy(spec.policy))
-        return self.field != DISK or uses_disk_ratio(find_policy(spec.policy))
+            return uses_cpu_ratio(engine_policy(spec))
+        return self.field != DISK or uses_disk_ratio(engine_policy(spec))
 
 
 def read_sweep(text: str) -> Sweep:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from zlib import crc32
 
+from .lots import lot
 from .replica_views import NOBODY, ReplicaView, Route, RouteView
 
 
@@ -34,7 +34,7 @@ class AnyReplica:
         open_ones = [replica for replica in replicas if replica.takes_new]
         if not open_ones:
             return NOBODY
-        chosen = open_ones[crc32(f"{self.seed}/{view.request_id}".encode()) % len(open_ones)]
+        chosen = open_ones[lot(self.seed, view.request_id, len(open_ones))]
         return Route(chosen.replica_id, "random")
 
 

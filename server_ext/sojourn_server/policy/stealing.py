@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from zlib import crc32
+
+from .lots import lot
 
 
 class StealView(NamedTuple):
@@ -82,5 +83,5 @@ class WorkStealing:
         full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
         if not full:
             return None
-        victim = full[crc32(f"{self.seed}/{now}/{thief.replica_id}".encode()) % len(full)]
+        victim = full[lot(self.seed, f"{now}/{thief.replica_id}", len(full))]
         return Steal(thief.replica_id, victim.replica_id, "idle" if idle else "load_ratio")

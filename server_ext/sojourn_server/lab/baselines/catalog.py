@@ -72,7 +72,7 @@ _ALL = (
         name="thunderagent",
         door=ThunderAgentDoor,
         paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
-        leaves_out="several backends; tokens guessed from characters; output counted while generated",
+        leaves_out="tokens guessed from characters, and what programs share; output counted while generated",
     ),
     Baseline(
         name="thunderagent-offload",

@@ -1,20 +1,24 @@
 """ThunderAgent's router: whole programs are paused and resumed so that their contexts fit the device.
 
 Follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026: ``scheduler/router.py``,
-``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend. What the paper (arXiv
-2602.13692) and the code do differently follows the code.
+``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or several. What the paper
+(arXiv 2602.13692) and the code do differently follows the code.
 
-- A program is *active* (counted against the device, its requests go on at once) or *paused* (its
-  requests wait). A context counts in full while its program acts.
-- A new program becomes active at once where nobody is paused and it fits; else it is paused.
-- Every 5 s: first resume, then pause. Resumed are, as far as they fit, programs with a request waiting,
-  then new ones, then those still in a tool; the smallest first within each. Paused are, until the rest
-  fits, acting programs, the smallest first; then reasoning ones, the smallest first, which are marked and
-  stay until their turn is over.
-- Whoever has waited for half an hour goes on regardless.
+- A program is *active* on a backend (counted against its device, its requests go there at once) or *paused*
+  (its requests wait, and it is on none). A context counts in full while its program acts.
+- A new program becomes active at once where nobody is paused and some backend has room for it: of those the
+  one with the fewest tokens; else it is paused.
+- Every 5 s: first resume, then pause. Chosen to be resumed are, as far as all backends together have room,
+  programs with a request waiting, then new ones, then those still in a tool; the smallest first within
+  each. They are placed the largest first, each on the backend with the most room left, wherever it was
+  before; whom that does not hold stays paused. Paused are, on each backend until the rest fits, acting
+  programs, the smallest first; then reasoning ones, the smallest first, which are marked and stay until
+  their turn is over.
+- Whoever has waited for half an hour goes on regardless: where it was before, or if it is new where the
+  fewest programs are.
 
-Left out: more than one backend (and with it best-fit placement, which for one is only the order of resuming,
-largest first: kept); counting tokens from characters, since here they are known; counting output while it
+Left out: tokens that programs share, which the router takes from each backend's metrics; counting tokens from
+characters, since here they are known; counting output while it
 is generated, so a turn's output counts from its end; ``--use-acting-token-decay``, off by default. At that
 revision the loop that pauses does not subtract what it has already marked, and so marks every reasoning
 program once no acting one is left; its documentation says otherwise and later revisions subtract. So do we.
@@ -51,6 +55,8 @@ class _Known:
     """It will be paused when its turn is over."""
     request_id: str | None = None
     """Its newest request."""
+    backend: int | None = None
+    """Where it is active, or was when it was paused; ``None``: it never was."""
 
     @property
     def needs_tokens(self) -> int:
@@ -58,12 +64,15 @@ class _Known:
 
 
 class ThunderAgentDoor:
-    """The router before an untouched engine."""
+    """The router before untouched engines of the same size. Raises ``ValueError`` for fewer than one."""
 
     is_open = False
     tick_s = CHECK_EVERY_S
 
-    def __init__(self) -> None:
+    def __init__(self, backends: int = 1) -> None:
+        if backends < 1:
+            raise ValueError(f"backends is {backends}; expected at least 1")
+        self._backends = range(backends)
         self._programs: dict[str, _Known] = {}
         self._check_s: float | None = None
 
@@ -86,6 +95,12 @@ class ThunderAgentDoor:
         # Those whom nothing held back were here first.
         going.sort(key=lambda request: place.get(request.program_id, -1))
         return [request.request_id for request in going]
+
+    def replica_of(self, program_id: str) -> int:
+        """The backend, from 0, that a program's requests go to; of one that ``let_in`` has let in."""
+        backend = self._programs[program_id].backend
+        assert backend is not None
+        return backend
 
     # -- what happened ------------------------------------------------------------
 
@@ -122,21 +137,28 @@ class ThunderAgentDoor:
             # A new program is not among the active yet: neither it nor its buffer counts against itself.
             known.paused = True
             others_wait = any(k.paused for k in self._programs.values() if k is not known)
-            if not others_wait and self._remaining(capacity_tokens) >= known.needs_tokens:
-                known.paused = False
+            if not others_wait:
+                self._begin(known, capacity_tokens)
 
     # -- pausing and resuming -------------------------------------------------------
 
-    def _active(self) -> Iterator[_Known]:
-        return (known for known in self._programs.values() if not known.paused)
+    def _active(self, backend: int) -> Iterator[_Known]:
+        return (k for k in self._programs.values() if k.backend == backend and not k.paused)
 
-    def _remaining(self, capacity_tokens: int) -> int:
-        return capacity_tokens - sum(known.needs_tokens for known in self._active())
+    def _remaining(self, capacity_tokens: int, backend: int) -> int:
+        return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
+
+    def _begin(self, known: _Known, capacity_tokens: int) -> None:
+        """A new program goes where it fits and the fewest tokens are."""
+        fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
+        if fitting:
+            known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
+            known.paused = False
 
     def _resume(self, capacity_tokens: int) -> list[str]:
-        remaining = self._remaining(capacity_tokens)
-        if remaining <= BUFFER_TOKENS:
-            return []
+        room = {backend: self._remaining(capacity_tokens, backend) for backend in self._backends}
+        room = {backend: tokens for backend, tokens in room.items() if tokens > BUFFER_TOKENS}
+        remaining = sum(room.values())
         candidates = sorted(
             (known for known in self._programs.values() if known.paused),
             key=lambda known: (_group(known), known.tokens),
@@ -145,15 +167,25 @@ class ThunderAgentDoor:
         for known in candidates:
             if known.needs_tokens <= remaining:
                 remaining -= known.needs_tokens
-                known.paused = False
                 chosen.append(known)
-        chosen.sort(key=lambda known: -known.tokens)
-        return [known.program_id for known in chosen]
+        resumed = []
+        for known in sorted(chosen, key=lambda known: -known.tokens):
+            backend = max(room, key=lambda backend: room[backend])
+            if known.needs_tokens > room[backend]:
+                continue
+            room[backend] -= known.needs_tokens
+            known.paused, known.backend = False, backend
+            resumed.append(known.program_id)
+        return resumed
 
     def _pause(self, capacity_tokens: int) -> None:
-        over = -self._remaining(capacity_tokens)
-        over -= sum(known.needs_tokens for known in self._active() if known.marked)
-        smallest_first = sorted(self._active(), key=lambda known: known.tokens)
+        for backend in self._backends:
+            self._pause_on(backend, capacity_tokens)
+
+    def _pause_on(self, backend: int, capacity_tokens: int) -> None:
+        over = -self._remaining(capacity_tokens, backend)
+        over -= sum(known.needs_tokens for known in self._active(backend) if known.marked)
+        smallest_first = sorted(self._active(backend), key=lambda known: known.tokens)
         for known in smallest_first:
             if over > 0 and not known.reasoning:
                 known.paused = True
@@ -168,6 +200,8 @@ class ThunderAgentDoor:
         for request in waiting:
             known = self._programs[request.program_id]
             if known.paused and now - request.since_s >= PATIENCE_S:
+                if known.backend is None:
+                    known.backend = min(self._backends, key=lambda b: sum(1 for _ in self._active(b)))
                 known.paused = False
                 forced.append(known.program_id)
         return forced

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from .row import Figures, RunRow
+from .row import OVERALL, Figures, ReplicaChanges, RunRow, Utilisation
 
-BASELINE = "stock"
-"""The policy that factors are relative to."""
+BASELINES = ("stock", "prefix-affinity/stock")
+"""The policy that factors are relative to: on one engine, and on several."""
 _MOST_DECIMALS = 3
 
 
@@ -113,6 +113,22 @@ def _estimate(row: RunRow) -> Figures:
     return row.completion_estimate_s
 
 
+def _changes(read: Callable[[ReplicaChanges], float], scale: float = 1.0) -> Callable[[RunRow], Value | None]:
+    return _plain(lambda row: None if row.replica_changes is None else read(row.replica_changes), scale)
+
+
+def _used(read: Callable[[Utilisation], float]) -> Callable[[RunRow], Value | None]:
+    return _plain(lambda row: None if row.utilisation is None else read(row.utilisation), 100.0)
+
+
+def _in_time(row: RunRow) -> float | None:
+    return None if row.slo_attainment is None else row.slo_attainment.get(OVERALL)
+
+
+def _several(row: RunRow) -> bool:
+    return (row.replicas or 0) > 1
+
+
 MORE, LESS = Better.MORE, Better.LESS
 
 SERVICE: tuple[Column, ...] = (
@@ -126,6 +142,7 @@ SERVICE: tuple[Column, ...] = (
     Column("TTFT", "mean s", _figure(lambda r: r.ttft_s, "mean"), LESS, against_stock=True),
     Column("TTFT", "P95 s", _figure(lambda r: r.ttft_s, "p95"), LESS),
     Column("TPOT", "mean ms", _figure(lambda r: r.tpot_s, "mean", 1e3), LESS),
+    Column("in time", "% programs", _plain(_in_time, 100.0), MORE, _several, decimals=1),
 )
 """What the clients see."""
 
@@ -138,6 +155,10 @@ ENGINE: tuple[Column, ...] = (
     Column("preempted", "", _of_run(lambda r: r.preemptions), LESS, decimals=0),
     Column("cascades", "", _of_run(lambda r: r.cascades), LESS, decimals=0),
     Column("device", "% busy", _plain(lambda r: r.device_busy_fraction, 100.0), decimals=1),
+    Column("least used", "% busy", _used(lambda u: u.min), when=_several, decimals=1),
+    Column("most used", "% busy", _used(lambda u: u.max), when=_several, decimals=1),
+    Column("moved", "% programs", _changes(lambda c: c.programs_share, 100.0), LESS, _several, decimals=1),
+    Column("moves", "/program", _changes(lambda c: c.per_program), LESS, _several, decimals=2),
     Column("scheduler", "ms/step", _plain(lambda r: r.scheduler_ms_per_step)),
 )
 """What the engine did."""
@@ -152,7 +173,7 @@ def cells(rows: Sequence[RunRow], column: Column) -> list[Cell]:
     # What is printed alike is alike: no policy wins by less than the last digit.
     rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
     best = _best(rows, rounded, column.better)
-    stock = next((value for row, value in zip(rows, values, strict=True) if row.policy == BASELINE), None)
+    stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in BASELINES), None)
     made = []
     for row, value, printed in zip(rows, values, rounded, strict=True):
         if value is None or printed is None:
@@ -163,7 +184,7 @@ def cells(rows: Sequence[RunRow], column: Column) -> list[Cell]:
         if (
             column.against_stock
             and column.better is not None
-            and row.policy != BASELINE
+            and row.policy not in BASELINES
             and stock is not None
         ):
             factor = _factor(value, stock, column.better)

@@ -17,6 +17,7 @@ CAUSES = {
     "expired": "expired: its lease had run out before it came back",
     "pressure": "pressure: its lease was given up for somebody who needed the room",
     "silent": "silent: its lease ended since the client gave no sign of life",
+    "moved": "moved: it had been computed, but on another replica",
     "changed": "changed: the prompt differs from the turn before",
     "dropped": "dropped on purpose",
     "unknown": "cause unknown",
@@ -110,6 +111,7 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
     host = any(turn.host_tokens for turn in program.turns)
     preempted = any(t.preempted_before_first_token_s or t.preempted_after_s for t in program.turns)
     optimum = any(turn.optimum_tokens is not None for turn in program.turns)
+    several = len(run.replicas) > 1
     hidden = {"held back": not held, "preempted": not preempted}
     kinds = [kind for kind in KINDS[:-1] if not hidden.get(kind)]
     names = [
@@ -121,6 +123,7 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
     names += [("from host", "tokens")] if host else []
     names += [("computed", "tokens"), ("again", "tokens")]
     names += [("Bélády", "again")] if optimum else []
+    names += [("replica", "")] if several else []
     names += [("why", ""), ("then", "tool, s")]
     lines = []
     for turn, next_turn in with_next(program.turns):
@@ -137,6 +140,7 @@ def _table(run: RunLog, program: ProgramLife) -> Pieces:
         line += ["–" if unadmitted else f"{turn.computed_tokens:,}"]
         line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–"]
         line += [f"{turn.optimum_tokens:,}" if turn.optimum_tokens else "–"] if optimum else []
+        line += [turn.replica or "–"] if several else []
         line += [_why(turn)]
         line += [_then(turn, by_kind.get("tools"), next_turn, ended=program.finished_s is not None)]
         lines.append(line)

@@ -18,6 +18,7 @@ from pathlib import PurePath
 from ...metrics.cascades import CASCADE_STEPS
 from ...metrics.summary import PERCENTILES, summarise
 from ..lives import ProgramLife, RunLog, TurnLife
+from .cluster import per_replica, replica_changes, slo_attainment, utilisation
 from .row import NO_FIGURES, Figures, RunRow
 from .survival import estimated_figures
 
@@ -59,6 +60,8 @@ def measure(
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: of turns that got blocks.
     - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
     - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
+    - ``replica_changes``, ``slo_attainment``: as ``cluster`` defines them, of the programs that count here.
+    - ``utilisation``, ``per_replica``, ``routes``: of the whole run, as the next.
     - ``preemptions``, ``cascades``, copies, ``device_busy_fraction``, ``scheduler_ms_per_step``,
       ``virtual_s`` and ``wall_s`` are always of the whole run.
 
@@ -124,6 +127,12 @@ def measure(
         copied_to_disk_bytes=run.copied_to_disk_bytes,
         copied_from_disk_bytes=run.copied_from_disk_bytes,
         steps=run.steps,
+        replicas=len(run.replicas) or None,
+        replica_changes=replica_changes(programs) if run.replicas else None,
+        utilisation=utilisation(run),
+        slo_attainment=slo_attainment(programs, run.virtual_s) if run.replicas else None,
+        per_replica=per_replica(run),
+        routes=dict(run.routes),
         notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
     )
     return row

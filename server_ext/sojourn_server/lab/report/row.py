@@ -26,6 +26,40 @@ class Figures(msgspec.Struct, kw_only=True, frozen=True):
 NO_FIGURES = Figures(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
+class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
+    """How programs went from one engine to another, of all of which a turn was computed."""
+
+    programs_share: float
+    """Share of them that were computed on more than one, 0 to 1."""
+    per_program: float
+    """Changes from one turn to the next, on average."""
+
+
+class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
+    """Virtual seconds in which an engine computed ÷ those of the run, over the engines."""
+
+    min: float
+    mean: float
+    max: float
+
+
+class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
+    """What one engine of several did, in the whole run; tokens are of turns that it computed."""
+
+    replica: str
+    steps: int
+    busy_s: float
+    turns: int
+    output_tokens: int
+    computed_tokens: int
+    regenerated_tokens: int
+    """Prompt tokens computed again."""
+
+
+OVERALL = "overall"
+"""In ``RunRow.slo_attainment``: of all programs, whosever they are."""
+
+
 class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     """One policy on one workload. Times are virtual seconds unless named in ``WALL_CLOCK_FIELDS``.
 
@@ -85,13 +119,24 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     copied_from_disk_bytes: int = 0
     """To host memory."""
     steps: int = 0
+    replicas: int | None = None
+    """Engines behind a gateway; ``None``: one by itself. Sizes of pools are then those of each, and
+    ``device_busy_fraction`` is the mean."""
+    replica_changes: ReplicaChanges | None = None
+    utilisation: Utilisation | None = None
+    slo_attainment: dict[str, float] | None = None
+    """Share of programs that were done within 1.5 times what they take alone on an empty engine, by tenant
+    and ``overall``."""
+    per_replica: tuple[ReplicaRow, ...] = ()
+    routes: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests sent by our gateway, by its reason for where; the whole run's."""
     notes: tuple[str, ...] = ()
 
     @property
-    def workload(self) -> tuple[str, str, str, str, int, int, float, float]:
+    def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
         """Rows that share this may be compared. Sorts by load. The pool's size is not in it: a limit may have
         an endless one."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
-            self.programs, self.rate_per_s or 0.0, self.since_s,
+            self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from .columns import ENGINE, SERVICE, Cell, Column, aligned, cells, shown
 from .pieces import PieceColumn, Pieces
 from .row import RunRow
 from .swept import SweptRuns
-from .table import LEGEND, cell_column, notes, policy_column, title
+from .table import cell_column, legend, notes, policy_column, title
 
 _SHOWN = (
     ("output", "tok/s"), ("est. of all", "P95 s"), ("programs", "/h"), ("finished", ""), ("unfinished", ""),
@@ -37,7 +37,7 @@ def render_sweep(swept: SweptRuns, rows: Sequence[RunRow]) -> RenderableType:
         Text(f"{title(ordered)} · {swept.field}: {swept.meaning}", style="bold"),
         Pieces([*keys, policy_column(ordered)], columns),
         Text(""),
-        Text(f"{LEGEND}, at the same {swept.field}", style="dim"),
+        Text(f"{legend(rows)}, at the same {swept.field}", style="dim"),
         *(Text(f"note: {note}", style="dim") for note in _notes(swept, groups)),
     )
 

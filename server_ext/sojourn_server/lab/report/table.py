@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .columns import BASELINE, ENGINE, SERVICE, Cell, Column, cells, shown
+from .columns import BASELINES, ENGINE, SERVICE, Cell, Column, cells, shown
 from .pieces import PieceColumn, Pieces
 from .row import RunRow
 
 LEGEND = "* best of the policies; N× times better than stock; ≥ at least, ≤ at most"
+CLUSTER_LEGEND = LEGEND.replace("than stock", f"than {BASELINES[1]}")
+
+
+def legend(rows: Sequence[RunRow]) -> str:
+    """What the signs in a table of ``rows`` mean."""
+    return CLUSTER_LEGEND if any(row.replicas for row in rows) else LEGEND
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
@@ -20,7 +26,7 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
     ordered = sorted(groups.values(), key=lambda group: group[0].workload)
-    return [sorted(group, key=lambda row: (row.limit, row.policy != BASELINE)) for group in ordered]
+    return [sorted(group, key=lambda row: (row.limit, row.policy not in BASELINES)) for group in ordered]
 
 
 def title(rows: Sequence[RunRow]) -> str:
@@ -39,7 +45,8 @@ def title(rows: Sequence[RunRow]) -> str:
     for name, field in (("KV pool", "pool_blocks"), ("host memory", "host_blocks"), ("disk", "disk_blocks")):
         size = _size_in_common(rows, field)
         if size:
-            parts.append(f"{name} {size:,} tokens")
+            each = " each" if any(row.replicas for row in rows) else ""
+            parts.append(f"{name} {size:,} tokens{each}")
     return " · ".join([*parts, f"seed {rows[0].seed}"])
 
 
@@ -52,10 +59,14 @@ def _size_in_common(rows: Sequence[RunRow], field: str) -> int | None:
 
 
 def load(row: RunRow) -> str:
-    """How much is asked of the engine, in words."""
+    """How much is asked of the engine, or of how many, in words."""
     if row.loop == "closed" or row.rate_per_s is None:
-        return f"{row.programs} programs at once"
-    return f"{row.programs} programs, {row.rate_per_s:g} a second"
+        asked = f"{row.programs} programs at once"
+    else:
+        asked = f"{row.programs} programs, {row.rate_per_s:g} a second"
+    if row.replicas is None:
+        return asked
+    return f"{asked}, {row.replicas} replica{'s' if row.replicas > 1 else ''}"
 
 
 def render(rows: Sequence[RunRow]) -> RenderableType:
@@ -64,7 +75,7 @@ def render(rows: Sequence[RunRow]) -> RenderableType:
     for group in workloads(rows):
         parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
     if parts:
-        parts.append(Text(LEGEND, style="dim"))
+        parts.append(Text(legend(rows), style="dim"))
     parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
     return Group(*parts)
 
@@ -87,7 +98,10 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
             columns = shown(group, [*SERVICE, *ENGINE])
             lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
             lines += [*_lines(group, columns, []), ""]
-    lines.append("**Bold**: best of the policies. N×: times better than stock. *Italic*: a limit, no policy.")
+    baseline = BASELINES[1] if any(row.replicas for row in rows) else BASELINES[0]
+    lines.append(
+        f"**Bold**: best of the policies. N×: times better than {baseline}. *Italic*: a limit, no policy."
+    )
     found = notes(rows)
     if found:
         lines += ["", *(f"- {_escaped(note)}" for note in found)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from sojourn_server.traces.reader import read_trace
 from sojourn_server.traces.schema import TraceProgram
 
-from .loops import ClosedLoop, Loop, OpenLoop, RecordedArrivals
+from .loops import STAGGER_S, ClosedLoop, Loop, OpenLoop, RecordedArrivals
 from .players import PlayOptions, Repertoire
 from .synthetic import PREFIX, synthetic_programs
 
@@ -30,8 +30,10 @@ def choose_loop(
     human_gaps: bool = True,
     token_scale: float = 1.0,
     recorded_arrivals: bool = False,
+    replicas: int = 1,
 ) -> Loop:
-    """A closed loop of ``programs`` at once, or with ``rate_per_s`` that many Poisson arrivals in all, or
+    """A closed loop of ``programs`` at once, the first of which come to each of ``replicas`` as they come to
+    one engine by itself; or with ``rate_per_s`` that many Poisson arrivals in all, or
     with ``recorded_arrivals`` every program of the trace once, at its time.
 
     Raises ``TraceError`` for a workload that cannot be read or played, and
@@ -47,5 +49,5 @@ def choose_loop(
     if recorded_arrivals:
         return RecordedArrivals(repertoire)
     if rate_per_s is None:
-        return ClosedLoop(repertoire, programs, seed)
+        return ClosedLoop(repertoire, programs, seed, stagger_s=STAGGER_S / replicas)
     return OpenLoop(repertoire, rate_per_s, programs, seed)

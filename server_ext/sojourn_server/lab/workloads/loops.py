@@ -36,10 +36,14 @@ class Loop(Protocol):
         ...
 
 
+STAGGER_S = 0.5
+"""Between the first programs of a closed loop."""
+
+
 class ClosedLoop:
     """``n`` programs at once, without end: one that finishes is replaced at once (MORI §5.1)."""
 
-    def __init__(self, programs: Repertoire, n: int, seed: int, *, stagger_s: float = 0.5) -> None:
+    def __init__(self, programs: Repertoire, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` arrive ``stagger_s`` apart. Raises ``ValueError`` for an ``n`` below 1."""
         if n < 1:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")

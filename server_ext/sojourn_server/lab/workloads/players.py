@@ -70,6 +70,8 @@ class ProgramPlan:
     """``program_id`` of the trace line."""
     agent_type: str | None = None
     """What kind of agent it is; ``None`` where the trace does not say."""
+    tenant: str | None = None
+    """On whose behalf it runs; ``None`` where the trace does not say."""
     plans: Sequence[TurnPlan]
     """Lengths of the turns that are played."""
     cut: bool
@@ -175,6 +177,7 @@ class Repertoire:
             instance_id=f"{_short(program.program_id)}@{copy}",
             trace_id=program.program_id,
             agent_type=program.agent_type,
+            tenant=program.tenant,
             plans=outline.plans[:fitting],
             cut=fitting < len(outline.plans),
             children=children,

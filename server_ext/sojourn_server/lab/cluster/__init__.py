@@ -1,0 +1,1 @@
+"""Several engines behind one gateway or router, in one virtual time."""

@@ -1,0 +1,79 @@
+"""Runs a small world on several replicas, under any cluster policy of the lab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab_small_world import BLOCK, FlatLatency, SmallLoop
+from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+from sojourn_server.lab.clock import VirtualClock
+from sojourn_server.lab.cluster.gateway import Gateway
+from sojourn_server.lab.cluster.policies import ClusterPolicy, find_cluster_policy
+from sojourn_server.lab.cluster.simulation import ClusterSimulation
+from sojourn_server.lab.host_cache import HostCache
+from sojourn_server.lab.lives import RunLog
+from sojourn_server.lab.simulation import SimulationOptions
+from sojourn_server.lab.tier_copies import TierCopies
+
+
+class SmallCluster:
+    """What happened: the log, and the front and the engines as they were left."""
+
+    def __init__(
+        self,
+        policy: str | ClusterPolicy,
+        loop: Any,
+        *,
+        replicas: int = 3,
+        blocks: int = 100,
+        host_blocks: int = 200,
+        samples: int = 0,
+        until_s: float | None = None,
+        call_s: float = 0.0,
+        max_num_seqs: int = 8,
+    ) -> None:
+        chosen = find_cluster_policy(policy) if isinstance(policy, str) else policy
+        engine = chosen.engine
+        if not engine.host_cache:
+            host_blocks = 0
+        self.clock = VirtualClock()
+        latency = FlatLatency(call_s)
+        make = TierCopies if engine.own_tiers else HostCache
+        self.engines: list[tuple[BareEngine, Any]] = []
+        for _ in range(replicas):
+            settings = engine.settings
+            options = BareEngineOptions(
+                blocks=blocks,
+                block_size=BLOCK,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=256,
+                max_model_len=(blocks - 1) * BLOCK,
+                host_blocks=host_blocks,
+                own_tiers=engine.own_tiers,
+                sojourn=None if settings is None else {**settings, "strict": True},
+            )
+            copies = make(latency, 64) if host_blocks else None
+            self.engines.append((BareEngine(options, self.clock), copies))
+        programs = loop.programs if isinstance(loop, SmallLoop) else []
+        self.log = RunLog(
+            policy=chosen.name, programs_wanted=len(programs), hardware="none", model="none",
+            trace="small", seed=0, loop="open",
+        )  # fmt: skip
+        self.front = chosen.front(replicas)
+        self.simulation = ClusterSimulation(
+            self.engines,
+            self.clock,
+            latency,
+            loop,
+            self.log,
+            SimulationOptions(until_s=until_s, samples=samples),
+            front=self.front,
+            with_hints=settings is not None,
+        )
+        self.simulation.run()
+
+    @property
+    def core(self) -> Any:
+        """The routing core, where there is one."""
+        assert isinstance(self.front, Gateway)
+        return self.front.core
