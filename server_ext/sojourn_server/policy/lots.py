@@ -6,6 +6,6 @@ from hashlib import blake2b
 
 
 def lot(seed: int, what: str, many: int) -> int:
-    """One of ``many``, each as likely, from 0 on. Two ``what`` that differ in one character are drawn apart."""
+    """One of ``many``, each as likely, from 0 on; independent for any two ``what``."""
     digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % many
