@@ -12,10 +12,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine
 from starlette.requests import Request
+from starlette.responses import Response
 
 
 class SlowEngine(FakeEngine):
-    """Its streams take as long as their request says: ``events`` of them, ``gap_s`` apart."""
+    """Answers as slowly as a request says: after ``delay_s``; a stream of ``events``, ``gap_s`` apart."""
+
+    async def _generate(self, request: Request) -> Response:
+        await asyncio.sleep((await request.json()).get("delay_s", 0))
+        return await super()._generate(request)
 
     async def _stream(self, request: Request) -> AsyncIterator[bytes]:
         body = await request.json()

@@ -1,0 +1,277 @@
+"""What ``sojourn gateway --ray FILE`` is told: YAML, every key checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from .autoscale import AutoscaleLimits
+
+Section = TypeVar("Section")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used: the text names the key, the value and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesConfig:
+    """``engines``: one process each."""
+
+    min: int = 1
+    max: int | None = None
+    """``None``: as many as ``min``, always."""
+    num_cpus: float = 1.0
+    """What Ray reserves for one; the engine itself may use more."""
+    num_gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    """For ``sojourn serve``, after the model. ``{engine}`` stands for the engine's name, ``{host}`` and
+    ``{port}`` for its address."""
+    environment: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    """In place of ``sojourn serve MODEL --host {host} --port {port}`` and ``args``."""
+    start_timeout_s: float = 1800.0
+    drain_s: float = 120.0
+    """How long turns that are on their way may take when an engine is to stop."""
+    log_dir: str | None = None
+    target_use: float = 0.8
+    shrink_below_use: float = 0.6
+    shrink_after_s: float = 300.0
+
+    @property
+    def scales(self) -> bool:
+        """Their number changes with what programs need."""
+        return self.max is not None and self.max > self.min
+
+    @property
+    def autoscale(self) -> AutoscaleLimits:
+        """As the coordinator has it."""
+        return AutoscaleLimits(
+            min_engines=self.min,
+            max_engines=self.max if self.max is not None else self.min,
+            target_use=self.target_use,
+            shrink_below_use=self.shrink_below_use,
+            shrink_after_s=self.shrink_after_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysConfig:
+    """``keys``: names of environment variables, which every node has to have. No key is in the file."""
+
+    api: str | None = None
+    """One key for everybody, where there is no file of tenants."""
+    engine: str | None = None
+    """Shown to engines in place of the client's own."""
+    admin: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """All of it."""
+
+    model: str
+    policy: str = "sojourn"
+    policy_file: str | None = None
+    engines: EnginesConfig = EnginesConfig()
+    gateways: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8100
+    """Of Serve's proxies, one on each node with a gateway."""
+    direct_port: int | None = None
+    """Where gateways listen themselves, those of one node together: a millisecond in place of ten."""
+    tenants: str | None = None
+    keys: KeysConfig = KeysConfig()
+    max_waiting: int = 20_000
+    wait_s: float = 600.0
+    address: str = "local"
+    """``local``: a cluster of this machine, that ends with the command; else one that runs."""
+    loopback_only: bool | None = None
+    """``None``: on a cluster of our own yes, elsewhere no."""
+    dashboard: bool = False
+    usage_statistics: bool = False
+    checkpoint: str | None = None
+    """File of the coordinator's; on several nodes one that all of them see."""
+    name: str = "sojourn"
+    """Of the application and of the coordinator."""
+
+    @property
+    def is_local(self) -> bool:
+        """The cluster is ours."""
+        return self.address == "local"
+
+    @property
+    def on_loopback(self) -> bool:
+        """Nothing may be reached from another machine."""
+        return self.is_local if self.loopback_only is None else self.loopback_only
+
+    @property
+    def namespace(self) -> str:
+        """Where the coordinator's name is looked up."""
+        return f"{self.name}-gateway"
+
+    def plain(self) -> dict[str, Any]:
+        """As a document of lists, maps and texts, which ``parse_config`` reads."""
+        document = dataclasses.asdict(self)
+        for name in ("args", "command"):
+            document["engines"][name] = list(document["engines"][name])
+        return document
+
+
+def read_config(path: Path) -> RayConfig:
+    """From a YAML file. Raises ``ConfigError``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(
+            f"{path}: PyYAML is not installed; expected pip install 'sojourn[gateway,ray]'"
+        ) from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return parse_config(document, source=str(path))
+
+
+def parse_config(document: object, *, source: str) -> RayConfig:
+    """From what YAML holds. Raises ``ConfigError``."""
+    config = _section(RayConfig, document, source, "")
+    _check(config, source)
+    return config
+
+
+def _section(kind: type[Section], document: object, source: str, prefix: str) -> Section:
+    where = prefix.rstrip(".") or "the file"
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{source}: {where} is {_shown(document)}; expected keys and values")
+    hints = get_type_hints(kind)
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(sorted(names))}"
+            raise ConfigError(f"{source}: there is no key {prefix}{key}; {hint}")
+        values[key] = _value(hints[key], value, source, f"{prefix}{key}")
+    for one in fields(kind):  # type: ignore[arg-type]
+        required = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        if required and one.name not in values:
+            raise ConfigError(f"{source}: {prefix}{one.name} is missing; expected a text")
+    return kind(**values)
+
+
+def _value(kind: Any, value: object, source: str, key: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _section(kind, value if value is not None else {}, source, f"{key}.")  # type: ignore[arg-type]
+    if isinstance(kind, UnionType):
+        if value is None:
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    wrong = ConfigError(f"{source}: {key} is {_shown(value)}; expected {_expected(kind)}")
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        if all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in value):
+            return tuple(str(one) for one in value)
+        raise wrong
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        of = get_args(kind)[1]
+        if of is str and all(isinstance(one, (str, int, float)) for one in value.values()):
+            return {str(name): str(one) for name, one in value.items()}
+        if of is float and all(
+            isinstance(one, (int, float)) and not isinstance(one, bool) for one in value.values()
+        ):
+            return {str(name): float(one) for name, one in value.items()}
+    raise wrong
+
+
+def _check(config: RayConfig, source: str) -> None:
+    engines = config.engines
+
+    def wrong(key: str, value: object, expected: str) -> ConfigError:
+        return ConfigError(f"{source}: {key} is {_shown(value)}; expected {expected}")
+
+    if not config.model.strip():
+        raise wrong("model", config.model, "a model's name or directory")
+    if engines.min < 1:
+        raise wrong("engines.min", engines.min, "at least 1")
+    if engines.max is not None and engines.max < engines.min:
+        raise wrong("engines.max", engines.max, f"at least engines.min, {engines.min}")
+    for name in ("num_cpus", "num_gpus", "drain_s", "shrink_after_s"):
+        if not getattr(engines, name) >= 0:
+            raise wrong(f"engines.{name}", getattr(engines, name), "at least 0")
+    if not engines.start_timeout_s > 0:
+        raise wrong("engines.start_timeout_s", engines.start_timeout_s, "more than 0")
+    if not 0 < engines.shrink_below_use < engines.target_use <= 1:
+        raise wrong(
+            "engines.shrink_below_use",
+            engines.shrink_below_use,
+            f"between 0 and engines.target_use, {engines.target_use}, which is at most 1",
+        )
+    if engines.command and not any("{port}" in part for part in engines.command):
+        raise wrong("engines.command", list(engines.command), "{port} where its port goes")
+    for flag in ("--port", "--host"):
+        if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
+            raise wrong("engines.args", list(engines.args), f"no {flag}: each engine gets its own")
+    if config.gateways < 1:
+        raise wrong("gateways", config.gateways, "at least 1; 2 so that one may fail")
+    if not 1 <= config.port <= 65535:
+        raise wrong("port", config.port, "1 to 65535")
+    direct = config.direct_port
+    if direct is not None and (not 1 <= direct <= 65535 or direct == config.port):
+        raise wrong("direct_port", direct, f"1 to 65535 and not port, {config.port}")
+    if config.max_waiting < 1:
+        raise wrong("max_waiting", config.max_waiting, "at least 1")
+    if not config.wait_s > 0:
+        raise wrong("wait_s", config.wait_s, "more than 0")
+    if not config.address.strip():
+        raise wrong("address", config.address, "local, auto, or HOST:PORT of a cluster that runs")
+    if not config.name.replace("-", "").replace("_", "").isalnum() or not config.name.isascii():
+        raise wrong("name", config.name, "letters, digits, - and _")
+    if config.keys.api is not None and config.tenants is not None:
+        raise wrong("keys.api", config.keys.api, "none where tenants is given: the keys are in that file")
+    if config.on_loopback and config.host not in ("127.0.0.1", "::1", "localhost"):
+        raise wrong("host", config.host, "127.0.0.1, or loopback_only: false")
+    if config.loopback_only and not config.is_local:
+        raise wrong("loopback_only", True, "address: local; a cluster that runs listens where it was told to")
+
+
+def key_of(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A key that the environment holds. Raises ``ConfigError``, which does not repeat it."""
+    if name is None:
+        return None
+    value = environment.get(name, "")
+    if not value or value != value.strip():
+        raise ConfigError(f"{key} is {name!r}; expected the name of a variable that holds a key")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _expected(kind: Any) -> str:
+    plain = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
+    if kind in plain:
+        return plain[kind]
+    if get_origin(kind) is tuple:
+        return "a list of texts"
+    return "names and numbers" if get_args(kind)[1] is float else "names and texts"

@@ -1,0 +1,35 @@
+"""``python on_cluster.py CONFIG state|second``: look at the coordinator, or start another one beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from sojourn_server.gateway.ray.config import read_config
+from sojourn_server.gateway.ray.environment import set_environment
+
+
+def main(path: str, what: str) -> None:
+    """Prints what a coordinator knows."""
+    config = read_config(Path(path))
+    set_environment(config)
+    import ray
+    from sojourn_server.gateway.ray.actor import ActorCalls, CoordinatorActor
+    from sojourn_server.gateway.ray.messages import State, read
+
+    ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
+    if what == "second":
+        second = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=100).remote(config)
+        state = read(ray.get(second.state.remote(b"")), State)
+    else:
+        state = asyncio.run(ActorCalls(config).state())
+    homes = {place.program_id: place.replica for place in state.programs}
+    told = {"epoch": state.epoch, "restored": state.restored, "gateways": state.gateways, "homes": homes}
+    print(json.dumps(told), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

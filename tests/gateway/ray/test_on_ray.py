@@ -1,0 +1,229 @@
+"""On a real Ray cluster: what reaches engines, and what happens when parts are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+from gateway_world import until
+from ray_cluster import Client, Cluster, client, psutil
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+GATEWAYS = "ServeReplica:sojourn:Gateway"
+COORDINATOR = "ray::CoordinatorActor"
+ENGINES = "fake_engine_process.py"
+
+
+async def homes_of(it: Client, prefix: str, count: int = 20) -> dict[str, str]:
+    """Programs that have had a turn, spread over the engines."""
+    names = [f"{prefix}-{number}" for number in range(count)]
+    homes: dict[str, str] = {}
+    await asyncio.gather(
+        *(it.stream(name, lambda home, name=name: homes.update({name: home})) for name in names)  # type: ignore[misc]
+    )
+    assert len(set(homes.values())) == 2
+    return homes
+
+
+async def test_turns_come_to_one_replica_by_whichever_gateway(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "affine")
+        for _ in range(3):
+            again = await asyncio.gather(*(it.turn(name) for name in homes))
+            assert dict(zip(homes, again, strict=True)) == homes
+        shown = (await it.get("/sojourn/v1/programs?limit=1000"))["programs"]
+        known = {one["program_id"]: one for one in shown}
+        assert {name: known[name]["replica"] for name in homes} == homes
+        assert await it.replicas() == await it.replicas()
+
+
+async def test_serves_own_address_answers_too(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        home = await it.turn("both-ways")
+        url = f"http://127.0.0.1:{cluster.served}"
+        body = {"model": "tiny", "messages": [], "stream": True}
+        headers = {"X-Session-ID": "both-ways"}
+        async with it.http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.headers["X-Sojourn-Replica"] == home
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        async with it.http.get(f"{url}/v1/models") as answer:
+            assert (await answer.json())["data"][0]["id"] == "tiny"
+
+
+async def test_requests_of_the_same_id_are_all_answered(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        body = {"model": "tiny", "messages": []}
+        headers = {"X-Session-ID": "double", "X-Request-Id": "the-same"}
+        url = f"{cluster.url}/v1/chat/completions"
+
+        async def ask() -> int:
+            async with it.http.post(url, json=body, headers=headers) as answer:
+                return answer.status
+
+        assert set(await asyncio.gather(*(ask() for _ in range(16)))) == {200}
+
+
+async def test_nothing_listens_where_others_reach_it(cluster: Cluster) -> None:
+    async with client(cluster):
+        listening = []
+        for one in cluster.tree():
+            try:
+                connections = one.net_connections(kind="inet")
+            except psutil.Error:
+                continue
+            listening += [(one.name(), c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN]
+        assert listening
+        loopback = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        assert [(name, ip) for name, ip in listening if ip not in loopback] == []
+
+
+async def test_a_killed_engine_costs_no_request_and_streams_end_with_an_error(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "engine")
+        before = await it.replicas()
+        streaming: dict[str, str] = {}
+        streams = {
+            name: asyncio.ensure_future(
+                it.stream(name, lambda at, name=name: streaming.update({name: at}))  # type: ignore[misc]
+            )
+            for name in list(homes)[:8]
+        }
+        await until(lambda: len(streaming) == 8)
+        victim = homes["engine-0"]
+        port = victim.rpartition(":")[2]
+        (pid,) = cluster.pids(f"{ENGINES} 127.0.0.1 {port}")
+        turns = [asyncio.ensure_future(it.turn(name, delay_s=1.5)) for name in list(homes)[8:] * 3]
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        turns += [asyncio.ensure_future(it.turn(name)) for name in list(homes)[8:]]
+        await asyncio.gather(*turns)
+        for name, stream in streams.items():
+            told = await stream
+            lost = b'"type":"replica_lost"' in told
+            assert lost is (streaming[name] == victim), (name, told[-200:])
+            assert told.endswith(b"data: [DONE]\n\n")
+        after = {name: await it.turn(name) for name in homes}
+        assert all(after[name] == home for name, home in homes.items() if home != victim)
+        await it.settled()
+        assert (await it.replicas()).items() != before.items()
+        assert it.repeated == 0
+
+
+async def test_a_killed_coordinator_costs_nothing_and_homes_are_kept(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "coordinator")
+        before = json.loads(cluster.run("on_cluster.py", "state"))
+        streams = [asyncio.ensure_future(it.stream(name)) for name in list(homes)[:6]]
+        (pid,) = cluster.pids(COORDINATOR)
+        turns = [asyncio.ensure_future(it.turn(name, delay_s=1.5)) for name in list(homes)[6:]]
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(3):
+            again = await asyncio.gather(*(it.turn(name) for name in list(homes)[6:]))
+            assert again == list(homes.values())[6:]
+        new = await asyncio.gather(*(it.turn(f"coordinator-new-{number}") for number in range(6)))
+        assert len(new) == 6
+        await asyncio.gather(*turns)
+        for stream in streams:
+            assert b"replica_lost" not in await stream
+
+        async def back() -> bool:
+            return cluster.pids(COORDINATOR) not in ([], [pid]) and len(await it.replicas()) == 2
+
+        await until(back)
+        after = json.loads(cluster.run("on_cluster.py", "state"))
+        assert after["epoch"] > before["epoch"]
+        kept = sum(after["homes"].get(name) == home for name, home in homes.items())
+        assert kept >= 0.95 * len(homes)
+        assert after["restored"] >= 0.95 * len(homes)
+        assert {name: await it.turn(name) for name in homes} == homes
+        assert it.repeated == 0
+
+
+async def test_a_killed_gateway_is_replaced_and_programs_stay(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "gateway")
+        before = cluster.pids(GATEWAYS)
+        os.kill(before[0], signal.SIGKILL)
+        for _ in range(5):
+            again = await asyncio.gather(*(it.turn(name) for name in homes))
+            assert dict(zip(homes, again, strict=True)) == homes
+        await until(lambda: len(set(cluster.pids(GATEWAYS)) - {before[0]}) == 2)
+        await it.settled()
+
+
+async def test_a_killed_engine_replica_takes_its_engine_along(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "replica")
+        (pid, *_) = cluster.pids("ServeReplica:sojourn:Engine")
+        (engine,) = [child.pid for child in psutil.Process(pid).children()]
+        turns = [asyncio.ensure_future(it.turn(name, delay_s=1.5)) for name in homes for _ in range(2)]
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*turns)
+        await until(lambda: not psutil.pid_exists(engine))
+
+        async def anew() -> bool:
+            return len(await it.replicas()) == 2 and len(cluster.pids(ENGINES)) == 2
+
+        await until(anew)
+        assert it.repeated == 0
+
+
+async def test_of_two_coordinators_one_gives_way(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "two")
+        before = json.loads(cluster.run("on_cluster.py", "state"))
+        second = json.loads(cluster.run("on_cluster.py", "second"))
+        assert second["epoch"] > before["epoch"]
+        for _ in range(3):
+            again = await asyncio.gather(*(it.turn(name) for name in homes))
+            assert dict(zip(homes, again, strict=True)) == homes
+
+        async def later() -> bool:
+            now = json.loads(await asyncio.to_thread(cluster.run, "on_cluster.py", "state"))
+            return bool(now["epoch"] > second["epoch"] and now["gateways"] == 2)
+
+        await until(later)
+        assert {name: await it.turn(name) for name in homes} == homes
+        assert it.repeated == 0
+
+
+async def test_who_is_at_home_at_a_drained_replica_moves(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        homes = await homes_of(it, "drain")
+        victim = homes["drain-0"]
+        url = f"{cluster.url}/sojourn/v1/replicas/{victim}/drain"
+        async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 200
+            assert (await answer.json())["health"] == "draining"
+
+        async def left() -> bool:
+            return victim not in await asyncio.gather(*(it.turn(name) for name in homes))
+
+        await until(left)
+        (pid,) = cluster.pids(f"{ENGINES} 127.0.0.1 {victim.rpartition(':')[2]}")
+        os.kill(pid, signal.SIGKILL)
+        await it.settled()
+        assert it.repeated == 0
+
+
+async def test_there_are_as_many_engines_as_programs_need(cluster: Cluster) -> None:
+    async with client(cluster) as it:
+        names = [f"large-{number}" for number in range(10)]
+        large = {"path": "/v1/completions", "prompt": [1] * 3_900}
+        await asyncio.gather(*(it.turn(name, **large) for name in names))
+        await it.settled(engines=3)
+        homes = {name: await it.turn(name) for name in names}
+        over = [{"type": "program_end", "program_id": name, "seq": 1} for name in names]
+        async with it.http.post(
+            f"{cluster.url}/sojourn/v1/events", json={"v": 1, "emitter": "e", "events": over}
+        ) as answer:
+            assert {one["outcome"] for one in (await answer.json())["outcomes"]} == {"applied"}
+        await it.settled(engines=2)
+        assert len(homes) == 10
+        assert it.repeated == 0

@@ -1,0 +1,177 @@
+"""The file of ``sojourn gateway --ray``: what is taken, what is refused and how that is said."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.gateway.ray.config import ConfigError, key_of, parse_config, read_config
+from sojourn_server.gateway.ray.environment import ONLY_LOOPBACK, set_environment
+
+
+def parse(**more: Any) -> Any:
+    return parse_config({"model": "tiny", **more}, source="f.yaml")
+
+
+def test_little_is_needed() -> None:
+    config = parse()
+    assert (config.model, config.gateways, config.engines.min, config.host) == ("tiny", 2, 1, "127.0.0.1")
+    assert config.on_loopback
+    assert not config.engines.scales
+
+
+def test_what_travels_is_read_back_the_same() -> None:
+    config = parse(
+        engines={
+            "min": 2,
+            "max": 4,
+            "args": ["--max-model-len", 4096],
+            "environment": {"A": 1},
+            "num_gpus": 1,
+        },
+        keys={"engine": "ENGINE_KEY"},
+        checkpoint="/shared/c",
+    )
+    assert config.engines.args == ("--max-model-len", "4096")
+    assert parse_config(config.plain(), source="again") == config
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([], "the file is []; expected keys and values"),
+        ({}, "model is missing"),
+        ({"model": 7}, "model is 7; expected a text"),
+        ({"model": " "}, "model is ' '; expected a model's name"),
+        ({"model": "m", "engins": {}}, "there is no key engins; did you mean engines?"),
+        ({"model": "m", "zzz": 1}, "there is no key zzz; known are address"),
+        ({"model": "m", "engines": {"mim": 1}}, "there is no key engines.mim; did you mean engines.min?"),
+        ({"model": "m", "engines": 3}, "engines is 3; expected keys and values"),
+        ({"model": "m", "engines": {"min": 0}}, "engines.min is 0; expected at least 1"),
+        (
+            {"model": "m", "engines": {"min": 3, "max": 2}},
+            "engines.max is 2; expected at least engines.min, 3",
+        ),
+        ({"model": "m", "engines": {"min": True}}, "engines.min is True; expected a whole number"),
+        ({"model": "m", "engines": {"min": 1.5}}, "engines.min is 1.5; expected a whole number"),
+        ({"model": "m", "engines": {"args": "--x"}}, "engines.args is '--x'; expected a list of texts"),
+        ({"model": "m", "engines": {"args": ["--port=1"]}}, "expected no --port"),
+        ({"model": "m", "engines": {"command": ["serve"]}}, "expected {port} where its port goes"),
+        ({"model": "m", "engines": {"resources": {"a": "b"}}}, "expected names and numbers"),
+        (
+            {"model": "m", "engines": {"target_use": 1.5}},
+            "engines.shrink_below_use is 0.6; expected between 0",
+        ),
+        ({"model": "m", "engines": {"num_gpus": -1}}, "engines.num_gpus is -1.0; expected at least 0"),
+        ({"model": "m", "gateways": 0}, "gateways is 0; expected at least 1"),
+        ({"model": "m", "port": 70000}, "port is 70000; expected 1 to 65535"),
+        ({"model": "m", "direct_port": 8100}, "direct_port is 8100; expected 1 to 65535 and not port"),
+        ({"model": "m", "host": "0.0.0.0"}, "host is '0.0.0.0'; expected 127.0.0.1, or loopback_only: false"),
+        ({"model": "m", "address": "auto", "loopback_only": True}, "expected address: local"),
+        ({"model": "m", "keys": {"api": "K"}, "tenants": "t.toml"}, "keys.api is 'K'; expected none"),
+        ({"model": "m", "name": "a b"}, "name is 'a b'; expected letters"),
+        ({"model": "m", "wait_s": 0}, "wait_s is 0.0; expected more than 0"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_was_expected(document: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(document, source="f.yaml")
+    assert said in str(raised.value)
+    assert str(raised.value).startswith("f.yaml: ")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("model: [\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        read_config(tmp_path / "bad.yaml")
+    (tmp_path / "good.yaml").write_text("model: tiny\nengines: {min: 2, max: 3}\n")
+    assert read_config(tmp_path / "good.yaml").engines.scales
+
+
+def test_keys_are_named_and_never_repeated() -> None:
+    assert key_of(None, "keys.admin", {}) is None
+    assert key_of("NAME", "keys.admin", {"NAME": "secret"}) == "secret"
+    for value in ("", " secret", "secret\n"):
+        with pytest.raises(ConfigError) as raised:
+            key_of("NAME", "keys.admin", {"NAME": value})
+        assert "secret" not in str(raised.value)
+        assert "keys.admin is 'NAME'" in str(raised.value)
+
+
+def test_what_ray_reads_of_the_environment() -> None:
+    seen = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    set_environment(parse(), seen)
+    assert seen == {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_USAGE_STATS_ENABLED": "0", ONLY_LOOPBACK: "0"}
+    seen = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    set_environment(parse(loopback_only=False, usage_statistics=True), seen)
+    assert seen == {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+
+
+def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
+    code = (
+        "import sys, sojourn, sojourn_server.gateway.http.standalone, sojourn_server.cli.gateway\n"
+        "import sojourn_server.gateway.ray.coordinator, sojourn_server.gateway.ray.decider\n"
+        "import sojourn_server.gateway.ray.supervisor, sojourn_server.gateway.ray.config\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('ray', 'yaml')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
+
+
+def test_the_page_lists_the_keys_that_there_are() -> None:
+    listed = set()
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            listed |= set(re.findall(r"`([\w.]+)`", line.split("|")[1]))
+    document = parse().plain()
+    known = {key for key in document if not isinstance(document[key], dict)}
+    known |= {f"{key}.{name}" for key in ("engines", "keys") for name in document[key]}
+    assert listed == known
+
+
+def test_what_the_page_shows_is_taken() -> None:
+    yaml = pytest.importorskip("yaml")
+    shown = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert parse_config(yaml.safe_load(shown[0]), source="page").engines.min == 2
+    manifest = yaml.safe_load(shown[1])
+    served = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"][0]
+    config = parse_config(served["args"], source="page")
+    assert not config.on_loopback
+    assert served["import_path"] == "sojourn_server.gateway.ray.deployments:build"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ray", "FILE"], "there is no key modle; did you mean model?"),
+        (
+            ["--ray", "FILE", "--engines", "http://x:1", "--port", "1"],
+            "--ray and --engines, --port are both given",
+        ),
+        (["--ray", "nowhere.yaml"], "No such file"),
+    ],
+)
+def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], said: str) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "c.yaml").write_text("modle: tiny\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "sojourn_server.cli", "gateway"]
+        + [str(tmp_path / "c.yaml") if one == "FILE" else one for one in arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "300"},
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
