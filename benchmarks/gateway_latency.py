@@ -1,12 +1,12 @@
 """What a request takes longer through a gateway: direct beside the standalone gateway, and beside Ray's.
 
-    python benchmarks/gateway_latency.py --out benchmarks/results
+    python benchmarks/gateway_latency.py --ray --out benchmarks/results
 
 Two engines with the model ``tiny`` answer requests of one token, whose programs have a home. Each round asks
-the same engine once directly and once through each gateway, in an order that turns, one request at a time, so
-that whatever else the machine does hits all of them. Told are medians and 95th percentiles, and the median of
-what a gateway's request took longer than the direct one of its round. ``--ray`` also starts a Ray cluster on
-this machine with two gateways; its homes are cached. Run it while nothing else runs.
+the same engine once directly and once through the gateway, in an order that turns, one request at a time, so
+that whatever else the machine does hits both. Told are medians and 95th percentiles, and the median of what
+a gateway's request took longer than the direct one of its round. ``--ray`` does the same with a Ray cluster
+on this machine and two gateways, whose homes are known. Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from sojourn_server.lab.report.results import MadeWith, made_with
 from sojourn_server.launch.server import EngineServer
 
 PROGRAMS = 8
+ARGS = ("--max-model-len", "2048")
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 WARM_UP = 50
 READY_S = 180.0
 HEAD = ("path", "p50 ms", "p95 ms", "added p50 ms", "added p95 ms")
@@ -73,40 +75,32 @@ def process(flags: list[str], url: str, replicas: int) -> Iterator[str]:
             running.wait(60)
 
 
-async def measure(paths: dict[str, str], engines: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each request by path, in the order of rounds. ``engines``: replica → address."""
-    took: dict[str, list[float]] = {name: [] for name in ("direct", *paths)}
-    homes: dict[tuple[str, int], str] = {}
+async def measure(gateway: str, rounds: int, label: str) -> dict[str, list[float]]:
+    """Seconds of each request, of direct ones and of those through a gateway, in the order of rounds."""
+    took: dict[str, list[float]] = {"direct": [], "gateway": []}
     async with aiohttp.ClientSession() as http:
 
-        async def ask(name: str, url: str, program: int) -> float:
+        async def ask(url: str, program: int) -> tuple[float, str]:
             body = {"model": "tiny", "prompt": [100 + program] * 64, "max_tokens": 1}
+            headers = {"X-Session-ID": f"p{program}"}
             began = time.perf_counter()
-            headers = {"X-Session-ID": f"{name}-{program}"}
             async with http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
                 await answer.read()
                 took_s = time.perf_counter() - began
                 if answer.status != 200:
-                    raise SystemExit(f"{name}: {answer.status} {await answer.text()}")
-                homes[name, program] = answer.headers.get("X-Sojourn-Replica", "")
-            return took_s
+                    raise SystemExit(f"{url}: {answer.status} {await answer.text()}")
+                return took_s, answer.headers.get("X-Sojourn-Replica", "")
 
+        homes = {program: (await ask(gateway, program))[1] for program in range(PROGRAMS)}
         with Progress(transient=True) as shown:
-            task = shown.add_task("requests", total=WARM_UP + rounds)
+            task = shown.add_task(label, total=WARM_UP + rounds)
             for number in range(WARM_UP + rounds):
                 program = number % PROGRAMS
-                order = list(paths)
-                order = order[number % len(order) :] + order[: number % len(order)]
-                found = {}
-                for name in order[: number % (len(order) + 1)]:
-                    found[name] = await ask(name, paths[name], program)
-                # The engine that the first gateway's program is at home at: the same one is asked.
-                home = engines.get(homes.get((next(iter(paths)), program), ""), next(iter(engines.values())))
-                found["direct"] = await ask("direct", home, program)
-                for name in order[number % (len(order) + 1) :]:
-                    found[name] = await ask(name, paths[name], program)
-                if number >= WARM_UP:
-                    for name, seconds in found.items():
+                direct = f"http://{homes[program]}"
+                pair = [("direct", direct), ("gateway", gateway)]
+                for name, url in pair if number // PROGRAMS % 2 else reversed(pair):
+                    seconds, _ = await ask(url, program)
+                    if number >= WARM_UP:
                         took[name].append(seconds)
                 shown.advance(task)
     return took
@@ -118,28 +112,29 @@ def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     def at(values: list[float], share: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
 
-    direct = took["direct"]
-    found = {}
-    for name, values in took.items():
-        added = [value - plain for value, plain in zip(values, direct, strict=True)]
-        found[name] = {
+    added = [through - direct for through, direct in zip(took["gateway"], took["direct"], strict=True)]
+    return {
+        name: {
             "p50_ms": round(1000 * median(values), 3),
             "p95_ms": at(values, 0.95),
-            "added_p50_ms": round(1000 * median(added), 3),
-            "added_p95_ms": at(added, 0.95),
+            "added_p50_ms": round(1000 * median(added), 3) if name == "gateway" else 0.0,
+            "added_p95_ms": at(added, 0.95) if name == "gateway" else 0.0,
         }
-    return found
+        for name, values in took.items()
+    }
 
 
-def lines(result: dict[str, dict[str, float]]) -> list[list[str]]:
+def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
     """The table."""
+    keys = ("p50_ms", "p95_ms", "added_p50_ms", "added_p95_ms")
     return [
-        [name, *(f"{found[key]:.2f}" for key in ("p50_ms", "p95_ms", "added_p50_ms", "added_p95_ms"))]
-        for name, found in result.items()
+        [f"{where}: {name}", *(f"{found[key]:.2f}" for key in keys)]
+        for where, paths in result.items()
+        for name, found in paths.items()
     ]
 
 
-def page(result: dict[str, dict[str, float]], made: MadeWith, rounds: int, wall_s: float) -> str:
+def page(result: dict[str, dict[str, dict[str, float]]], made: MadeWith, rounds: int, wall_s: float) -> str:
     """The page in benchmarks/results."""
     rows = "\n".join(f"| {' | '.join(row)} |" for row in lines(result))
     return f"""# What a gateway adds to a request
@@ -158,32 +153,43 @@ round.
 """
 
 
+def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
+    """Two engines behind ``sojourn gateway --engines``."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in track(range(2), description="engines", console=console, transient=True):
+            server = EngineServer("tiny", policy="saga", serve_args=ARGS, env=ENVIRONMENT)
+            servers.append(stack.enter_context(server))
+        port = free_port()
+        urls = ",".join(server.url for server in servers)
+        flags = ["--engines", urls, "--port", str(port), "--log-level", "warning"]
+        url = stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 2))
+        return asyncio.run(measure(url, rounds, "standalone"))
+
+
+def on_ray(rounds: int) -> dict[str, list[float]]:
+    """Two engines behind ``sojourn gateway --ray``, two gateways that listen themselves."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        engines = {"min": 2, "num_cpus": 0.1, "args": list(ARGS), "environment": ENVIRONMENT}
+        told = {"model": "tiny", "direct_port": port, "port": free_port(), "engines": engines}
+        config.write_text(json.dumps(told))  # JSON is YAML
+        with process(["--ray", str(config)], f"http://127.0.0.1:{port}", 2) as url:
+            return asyncio.run(measure(url, rounds, "Ray"))
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--ray", type=Path, help="config of a gateway on Ray whose engines are two of 'tiny'")
+    parser.add_argument("--ray", action="store_true", help="also measure a gateway on Ray, on this machine")
     parser.add_argument("--out", type=Path, help="folder to write gateway_latency.json and .md into")
     options = parser.parse_args()
     began, console = time.monotonic(), Console()
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                EngineServer("tiny", policy="saga", serve_args=("--max-model-len", "2048"),
-                             env={"VLLM_CPU_KVCACHE_SPACE": "1"})
-            )
-            for _ in track(range(2), description="engines", console=console, transient=True)
-        ]  # fmt: skip
-        engines = {server.url.removeprefix("http://"): server.url for server in servers}
-        port = free_port()
-        flags = ["--engines", ",".join(engines.values()), "--port", str(port), "--log-level", "warning"]
-        paths = {"gateway": stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 2))}
-        if options.ray is not None:
-            port = json.loads(options.ray.read_text())["port"]
-            flags = ["--ray", str(options.ray)]
-            paths["gateway on Ray"] = stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 2))
-        took = asyncio.run(measure(paths, engines, options.rounds))
-    result = figures(took)
+    result = {"standalone": figures(standalone(options.rounds, console))}
+    if options.ray:
+        result["Ray"] = figures(on_ray(options.rounds))
     table = Table(*HEAD, title=f"{options.rounds} rounds")
     for line in lines(result):
         table.add_row(*line)

@@ -26,6 +26,8 @@ def gateway(*flags: str) -> subprocess.CompletedProcess[str]:
         ([*ENGINES, "--policy-file", "nowhere.toml"], "No such file"),
         ([*ENGINES, "--tenants", "nowhere.toml"], "No such file"),
         ([*ENGINES, "--tenants", "x.toml", "--api-key", "k"], "both given"),
+        ([*ENGINES, "--admin-key", ""], "--admin-key is empty"),
+        ([*ENGINES, "--api-key", " "], "--api-key is empty"),
         ([*ENGINES, "--log-level", "loud"], "--log-level is 'loud'"),
     ],
 )
@@ -39,7 +41,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(flags: list[str], told: st
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:
     code = (
         "import sys; import sojourn_server.gateway.http.standalone, sojourn_server.cli.gateway; "
-        "print([name for name in ('vllm', 'ray', 'torch') if name in sys.modules])"
+        "print([name for name in ('vllm', 'ray', 'torch', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

@@ -47,6 +47,11 @@ class FakeEngine:
         self.persisted: list[str] = []
         self.persist_looks = 0
         """Questions after which a program's KV is written out."""
+        self.no_metrics = False
+        self.looked_at = 0
+        self.first_event: str | None = None
+        """Of a stream, in place of its own."""
+        self.tokenizes_never = False
         self.waiting: list[str] = []
         """Programs that it has placed neither on the device nor below it."""
         self.port = 0
@@ -122,6 +127,9 @@ class FakeEngine:
         return Response(status_code=200 if self.healthy else 503)
 
     async def _metrics(self, request: Request) -> Response:
+        self.looked_at += 1
+        if self.no_metrics:
+            return Response(status_code=500)
         return PlainTextResponse(
             f"process_start_time_seconds {self.started_s}\n"
             f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0",'
@@ -175,6 +183,8 @@ class FakeEngine:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
 
     async def _tokenize(self, request: Request) -> Response:
+        if self.tokenizes_never:
+            await asyncio.sleep(3600)
         return JSONResponse({"tokens": [1, 2, 3]})
 
     async def _generate(self, request: Request) -> Response:
@@ -207,6 +217,10 @@ class FakeEngine:
         return StreamingResponse(self._stream(request), media_type="text/event-stream")
 
     async def _stream(self, request: Request) -> AsyncIterator[bytes]:
+        if self.first_event is not None:
+            yield self.first_event.encode()
+            yield b"data: [DONE]\n\n"
+            return
         for number in range(5):
             if self.cut_after is not None and number == self.cut_after:
                 # Half an event, and then nothing.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
 from sojourn_server.gateway.core.facts import Cut, Left, Probe, Refuse, Send
+from sojourn_server.gateway.core.fleet import MOST_DRAINED, Health
 from sojourn_server.policy.fair_share import AgentFairShare, InOrder
+from sojourn_server.policy.replica_views import Route
 from sojourn_server.policy.routing import RoundRobin, SessionAffinity
 from sojourn_server.policy.routing_room import RoomForAll
 from sojourn_server.policy.stealing import NoStealing, WorkStealing
@@ -130,10 +133,35 @@ def test_a_prompt_longer_than_any_replica_computes_is_refused_and_says_so() -> N
     it = core()
     it.take(seen("a", max_context_tokens=500), 0.0)
     it.take(seen("b", max_context_tokens=800), 0.0)
-    refused = only(it.take(asked("r0", "p", 801), 0.0))
+    refused = only(it.take(asked("r0", "p", 801, exact=True), 0.0))
     assert (refused.status, refused.code) == (400, "context_too_long")
     assert "801" in refused.message
     assert "800" in refused.message
+
+
+def test_nobody_is_refused_for_a_guess_and_nothing_counts_for_more_than_is_computed() -> None:
+    it = core()
+    it.take(seen("a", max_context_tokens=800), 0.0)
+    assert isinstance(only(it.take(asked("r0", "p", 5_000_000), 0.0)), Send)
+    replica = it.fleet.get("a")
+    assert (replica.in_flight_tokens, replica.homed_tokens) == (800, 800)
+
+
+@pytest.mark.parametrize("program", ["p", None])
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_client_says_it_expects_counts_for_no_more_than_the_longest_context(
+    program: str | None, first: bool
+) -> None:
+    it = core(RoomForAll())
+    if first:
+        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
+    it.take(asked("r0", program, 10, output_tokens=10**12), 0.0)
+    if not first:
+        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
+    assert it.requests.by_id["r0"].size_tokens == CAPACITY
+    assert only(it.take(asked("r1", "q"), 1.0)).reason == "fits", "there is room beside it"
+    it.take(facts.Ended("r0", output_tokens=10**12), 2.0)
+    assert it.fleet.get("a").homed_tokens <= 2 * CAPACITY
 
 
 def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> None:
@@ -155,6 +183,107 @@ def test_too_many_that_wait_are_refused_and_those_who_run_are_not_touched() -> N
         assert it.take(asked(name, name, 900), 0.0) == []
     refused = only(it.take(asked("r3", "r3", 900), 0.0))
     assert (refused.request_id, refused.status) == ("r3", 429)
+
+
+def flooded(sharing: Any, most: int) -> RoutingCore:
+    """Somebody's requests wait, as many as may."""
+    it = with_replicas(core(RoomForAll(), sharing=sharing, most_waiting=most), "a")
+    it.take(asked("r", "r", 900), 0.0)
+    for number in range(most):
+        assert it.take(asked(f"f{number}", f"f{number}", 900, tenant="flood"), 0.0) == []
+    return it
+
+
+def test_a_flood_of_one_tenant_shuts_out_no_other_where_they_take_turns() -> None:
+    it = flooded(AgentFairShare(), 6)
+    assert only(it.take(asked("more", "more", 900, tenant="flood"), 0.0)).status == 429
+    for number in range(3):
+        assert it.take(asked(f"l{number}", f"l{number}", 900, tenant="light"), 0.0) == []
+    refused = only(it.take(asked("l3", "l3", 900, tenant="light"), 0.0))
+    assert refused.status == 429, "it has its half"
+    it.take(facts.Ended("l0"), 1.0)
+    assert it.take(asked("l4", "l4", 900, tenant="light"), 1.0) == []
+    assert only(it.take(asked("again", "again", 900, tenant="flood"), 1.0)).status == 429
+
+
+def test_however_many_tenants_there_are_no_more_than_twice_as_many_wait() -> None:
+    it = flooded(AgentFairShare(), 6)
+    for number in range(40):
+        for tenant in range(10):
+            name = f"{tenant}/{number}"
+            it.take(asked(name, name, 900, tenant=f"t{tenant}"), 0.0)
+    assert it.waiting == 12
+
+
+def test_where_nobody_takes_turns_a_full_line_is_full_for_all() -> None:
+    it = flooded(InOrder(), 6)
+    assert only(it.take(asked("l", "l", 900, tenant="light"), 0.0)).status == 429
+
+
+class Broken:
+    """Answers no question."""
+
+    reads_prefixes = False
+    shares_out = True
+    steals = True
+    yields = True
+    epoch_s = 0.1
+    blocked_s = 0.0
+
+    def _breaks(self, *_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    route = shares = order = steal = make_way = _breaks
+
+
+class BreaksOn:
+    """Answers all questions but those about a prompt of 13 tokens, and has no place before ``opens``."""
+
+    reads_prefixes = False
+    opens = False
+
+    def route(self, view: Any, replicas: Any, now: float) -> Any:
+        if self.opens and view.context_tokens == 13:
+            raise RuntimeError("broken")
+        return Route(replicas[0].replica_id, "first") if self.opens else Route(None, "no_replica")
+
+
+def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
+    it = with_replicas(core(Broken()), "a")
+    refused = only(it.take(asked("r0", "p"), 0.0))
+    assert (refused.request_id, refused.status, refused.code) == ("r0", 500, "policy_failed")
+    assert (it.waiting, it.requests.by_id, it.tenants.in_flight_tokens) == (0, {}, {})
+    assert it.counts.policy_failures == 1
+    program = it.programs.get(("t", "p"))
+    assert (program.waiting, program.in_flight) == (0, 0)
+
+
+def test_one_that_waits_and_cannot_be_placed_holds_up_nobody() -> None:
+    routing = BreaksOn()
+    it = with_replicas(core(routing), "a")
+    assert it.take(asked("bad", "p", 13), 0.0) == it.take(asked("good", "q", 14), 0.0) == []
+    routing.opens = True
+    actions = it.take(facts.Tick(), 1.0)
+    assert [(type(a), a.request_id) for a in actions] == [(Refuse, "bad"), (Send, "good")]
+
+
+def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
+    broken = Broken()
+    it = RoutingCore(
+        SessionAffinity(most_load=10.0),
+        broken,
+        broken,
+        CoreLimits(send_below_load=1.0, lease_s=1e6),
+        yielding=broken,
+    )
+    it.take(seen("a"), 0.0)
+    for number in range(12):
+        it.take(asked(f"r{number}", f"p{number}", tenant=f"t{number % 2}"), float(number))
+    it.take(seen("b"), 20.0)
+    it.take(facts.Tick(), 21.0)
+    assert it.waiting == 2
+    assert it.counts.policy_failures >= 2
+    assert only(it.take(facts.Ended("r0"), 22.0)).request_id == "r10"
 
 
 def test_an_id_that_is_in_use_is_refused_and_the_first_goes_on() -> None:
@@ -217,6 +346,63 @@ def test_nobody_is_sent_around_for_ever() -> None:
         tried.append(at)
     assert len(tried) == len(set(tried)) == 3
     assert [a.status for a in actions if isinstance(a, Refuse)] == [502]
+
+
+def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third() -> None:
+    it = with_replicas(core(), "a", "b", "c")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    second = it.take(facts.Failed("r0", first, computing=True), 1.0)[-1].replica_id
+    refused = it.take(facts.Failed("r0", second, computing=True), 2.0)[-1]
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert "2 replicas took it in" in refused.message
+
+
+def test_a_replica_that_is_known_to_be_gone_first_failed_it_just_as_well() -> None:
+    it = with_replicas(core(), "a", "b", "c")
+    at = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    for _ in range(2):
+        gone = at
+        sent = [one for one in it.take(facts.ReplicaGone(gone, "1"), 1.0) if isinstance(one, Send)]
+        at = sent[0].replica_id
+        assert it.take(facts.Failed("r0", gone, computing=True), 1.1) == []
+        it.take(facts.Failed("r0", gone, computing=True), 1.2)
+    assert it.requests.by_id["r0"].failures_computing == 2, "each counts once"
+
+
+def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
+    it = with_replicas(core(most_failures=9), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(seen(first), 0.0)
+    second = it.take(facts.Failed("r0", first), 1.0)[-1].replica_id
+    it.take(seen(first), 1.1)
+    assert {first, second} == {"a", "b"}
+    assert [type(one) for one in it.take(facts.Failed("r0", second), 2.0)] == [Probe], "second may be dead"
+    refused = only(it.take(seen(second), 3.0))
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert it.waiting == 0
+
+
+def test_what_comes_in_place_of_a_replica_that_failed_it_may_answer() -> None:
+    it = with_replicas(core(), "a")
+    it.take(asked("r0", "p"), 0.0)
+    assert [type(one) for one in it.take(facts.Failed("r0", "a"), 1.0)] == [Probe]
+    assert only(it.take(seen("a", "2"), 2.0)) == Send("r0", "a", "least_loaded")
+
+
+def test_one_that_waits_for_another_replica_holds_up_nobody() -> None:
+    it = with_replicas(core(RoomForAll(), line_patience_requests=0), "a", "b")
+    home = only(it.take(asked("failed", "p", 400), 0.0)).replica_id
+    assert only(it.take(asked("full", "full", 900), 0.0)).replica_id != home
+    assert [type(one) for one in it.take(facts.Failed("failed", home), 1.0)] == [Probe]
+    it.take(seen(home), 2.0)
+    assert it.waiting == 1, "the other is full"
+    assert only(it.take(asked("large", "large", 600), 3.0)).replica_id == home
+    assert it.requests.by_id["failed"].sent_s is None, "there was room where it failed"
+    it.take(facts.Ended("full"), 4.0)
+    sent = it.take(facts.ProgramEnded("full", "t"), 5.0)
+    assert [(one.request_id, one.replica_id != home) for one in sent if isinstance(one, Send)] == [
+        ("failed", True)
+    ]
 
 
 def test_a_dead_replica_takes_nothing_with_it() -> None:
@@ -284,6 +470,53 @@ def test_who_is_at_home_on_a_draining_replica_moves_at_its_next_turn() -> None:
     it.take(facts.Ended("r0"), 1.0)
     sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, Send))
     assert (sent.replica_id != home, sent.moved_from) == (True, home)
+
+
+def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_restart() -> None:
+    it = with_replicas(core(), "a", "b")
+    it.take(facts.ReplicaDrains("a"), 0.0)
+    it.take(facts.ReplicaGone("a", "1"), 1.0)
+    it.take(seen("a"), 2.0)
+    assert it.fleet.get("a").health is Health.DRAINING
+    assert only(it.take(asked("r0", "p"), 3.0)).replica_id == "b"
+    it.take(seen("a", "2"), 4.0)
+    assert it.fleet.get("a").health is Health.UP
+    it.take(facts.ReplicaGone("a", "2"), 5.0)
+    it.take(seen("a", "1"), 6.0)
+    assert it.fleet.get("a").health is Health.UP, "another life of it was drained, and that is over"
+
+
+def test_a_replica_that_stays_after_all_takes_programs_again() -> None:
+    it = with_replicas(core(RoomForAll()), "a")
+    it.take(facts.ReplicaDrains("a"), 0.0)
+    assert it.take(asked("r0", "p"), 1.0) == []
+    assert only(it.take(facts.ReplicaStays("a"), 2.0)) == Send("r0", "a", "fits")
+    it.take(facts.ReplicaDrains("a"), 3.0)
+    it.take(facts.ReplicaGone("a", "1"), 4.0)
+    it.take(facts.ReplicaStays("a"), 5.0)
+    it.take(seen("a"), 6.0)
+    assert it.fleet.get("a").health is Health.UP, "said while it was gone"
+    assert it.take(facts.ReplicaStays("nobody"), 7.0) == []
+
+
+def test_a_silent_replica_that_stays_has_still_to_be_heard_of() -> None:
+    it = with_replicas(core(lease_s=10.0), "a")
+    it.take(facts.ReplicaDrains("a"), 0.0)
+    assert only(it.take(facts.Tick(), 11.0)) == Probe("a", "1")
+    it.take(facts.ReplicaStays("a"), 12.0)
+    assert it.fleet.get("a").health is Health.SUSPECT
+    it.take(seen("a"), 13.0)
+    assert it.fleet.get("a").health is Health.UP
+
+
+def test_not_more_drained_replicas_are_remembered_than_so_many() -> None:
+    it = core()
+    for number in range(MOST_DRAINED + 5):
+        it.take(seen(f"{number}"), 0.0)
+        it.take(facts.ReplicaDrains(f"{number}"), 0.0)
+        it.take(facts.ReplicaGone(f"{number}", "1"), 0.0)
+    assert len(it.fleet.drained) == MOST_DRAINED
+    assert "0" not in it.fleet.drained
 
 
 def test_a_clock_that_steps_back_does_no_harm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ class AnyLife(RuleBasedStateMachine):
         self.open: dict[str, facts.Asked] = {}
         self.at: dict[str, str] = {}
         self.began: set[str] = set()
+        self.failed: dict[str, set[tuple[str, str]]] = {}
         self.recalled: dict[str, str] = {}
         self.copy: dict[tuple[str, str], tuple[str, str]] = {}
         self.copied = ("", 0)
@@ -83,7 +85,10 @@ class AnyLife(RuleBasedStateMachine):
                 case Send():
                     assert action.request_id in self.open
                     assert action.request_id not in self.at
-                    assert self.core.fleet.get(action.replica_id) is not None
+                    replica = self.core.fleet.get(action.replica_id)
+                    assert replica is not None
+                    failed = self.failed.get(action.request_id, set())
+                    assert (replica.replica_id, replica.instance) not in failed, "it has failed there"
                     self.at[action.request_id] = action.replica_id
                 case Recall():
                     assert self.at.pop(action.request_id) == action.replica_id
@@ -126,21 +131,53 @@ class AnyLife(RuleBasedStateMachine):
         if not drains:
             assert name not in self.at.values()
 
+    @rule(name=st.sampled_from("abc"))
+    def stays(self, name: str) -> None:
+        self.take(facts.ReplicaStays(name))
+        replica = self.core.fleet.get(name)
+        assert replica is None or replica.health is not Health.DRAINING
+
+    @rule(name=st.sampled_from("abc"))
+    def is_gone_for_a_moment(self, name: str) -> None:
+        replica = self.core.fleet.get(name)
+        if replica is not None:
+            drained = replica.health is Health.DRAINING
+            self.leaves(name, False)
+            self.take(facts.ReplicaSeen(name, replica.instance, 1000, max_running=4))
+            assert (self.core.fleet.get(name).health is Health.DRAINING) == drained
+
     @rule(
         program=st.sampled_from(("p", "q", "r", None)),
         tokens=st.integers(1, 3000),
         tenant=st.sampled_from("tu"),
         parent=st.sampled_from(("p", "q", None)),
         due_s=st.sampled_from((None, 2.0, 500.0)),
+        output=st.sampled_from((0, 10**12)),
+        exact=st.booleans(),
     )
     def asks(
-        self, program: str | None, tokens: int, tenant: str, parent: str | None, due_s: float | None
+        self,
+        program: str | None,
+        tokens: int,
+        tenant: str,
+        parent: str | None,
+        due_s: float | None,
+        output: int = 0,
+        exact: bool = False,
     ) -> None:
         self.number += 1
         name = f"r{self.number}"
         deadline_s = None if due_s is None else self.now + due_s
         self.open[name] = facts.Asked(
-            name, tenant, tokens, program, parent, deadline_s=deadline_s, prefix=(tokens % 3, tokens % 7)
+            name,
+            tenant,
+            tokens,
+            program,
+            parent,
+            output_tokens=output,
+            deadline_s=deadline_s,
+            prefix=(tokens % 3, tokens % 7),
+            exact=exact,
         )
         self.take(self.open[name])
 
@@ -182,8 +219,8 @@ class AnyLife(RuleBasedStateMachine):
             self.at.pop(name, None)
             self.take(facts.Ended(name, tokens, at if says_where else None))
 
-    @rule(data=st.data(), began=st.booleans(), stale=st.booleans())
-    def fails(self, data: Any, began: bool, stale: bool) -> None:
+    @rule(data=st.data(), began=st.booleans(), stale=st.booleans(), computing=st.booleans())
+    def fails(self, data: Any, began: bool, stale: bool, computing: bool) -> None:
         if self.at:
             name = data.draw(st.sampled_from(sorted(self.at)))
             at = "nowhere" if stale else self.at[name]
@@ -196,7 +233,10 @@ class AnyLife(RuleBasedStateMachine):
                     self.began.add(name)
             if not stale:
                 self.lose([name])
-            self.take(facts.Failed(name, at))
+                replica = self.core.fleet.get(at)
+                if replica is not None:
+                    self.failed.setdefault(name, set()).add((at, replica.instance))
+            self.take(facts.Failed(name, at, computing))
 
     @rule(data=st.data())
     def begins(self, data: Any) -> None:
@@ -251,6 +291,7 @@ class AnyLife(RuleBasedStateMachine):
         assert {program.key: program.home for program in after.programs} == homes
         self.core = after
         self.recalled.clear()
+        self.failed.clear()
         for name, asked in list(self.open.items()):
             if name in self.at:
                 told = (asked.tenant, asked.context_tokens, asked.program_id)
@@ -269,6 +310,12 @@ class AnyLife(RuleBasedStateMachine):
         waits = [one.request_id for one in it.requests.everybody_who_waits()]
         assert len(waits) == len(set(waits)) == it.waiting
         assert set(waits) == self.open.keys() - self.at.keys()
+        waiting_of = Counter(by_id[name].tenant for name in waits)
+        assert it.requests.waiting_of == waiting_of
+        for one in it.requests.failed:
+            assert one.failed_at
+            assert all(it.fleet.get(name) is not None for name in one.failed_at)
+        assert it.counts.policy_failures == 0
         assert {name: one.replica_id for name, one in by_id.items() if one.sent_s is not None} == self.at
         for replica in it.fleet:
             mine = {name for name, at in self.at.items() if at == replica.replica_id}

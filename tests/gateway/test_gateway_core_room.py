@@ -246,7 +246,7 @@ def test_another_request_of_a_program_that_has_its_kv_somewhere_needs_no_room() 
     assert sends(it.take(facts.Ended("p/1", 0, "b"), 2.0)) == ["p/2"]
 
 
-def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere_or_for_its_home() -> None:
+def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:
     it = core()
     for name in ("a", "b"):
         it.take(seen(name), 0.0)
@@ -257,8 +257,9 @@ def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere_or_for_its_h
     it.take(facts.Asked("fill", "t", 600, "q"), 1.0)
     assert sends(it.take(facts.Asked("p/2", "t", 600, "p"), 2.0)) == ["p/2"]
     assert sends(it.take(facts.Failed("p/2", home), 3.0)) == [], "not there again, and nowhere else is room"
-    assert sends(it.take(seen(home), 4.0)) == ["p/2"], "it lives after all"
+    assert sends(it.take(seen(home), 4.0)) == [], "it lives, and failed it"
     assert it.programs.get(("t", "p")).home == home
-    it.take(facts.Failed("p/2", home), 5.0)
+    assert sends(it.take(facts.Asked("p/3", "t", 600, "p"), 5.0)) == ["p/3"], "its next request may go there"
+    it.take(facts.Ended("p/3", 0, home), 5.0)
     assert ends(it, "q", 6.0) == ["p/2"]
-    assert it.programs.get(("t", "p")).home == other, "there is room, and home does not answer"
+    assert it.programs.get(("t", "p")).home == other

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
 from sojourn_server.gateway.core.facts import Left, Probe, Send
+from sojourn_server.gateway.core.fleet import Health
 from sojourn_server.gateway.core.journal import Changes, HomeChange, StateJournal
 from sojourn_server.gateway.core.state import CoreState
 from sojourn_server.policy.fair_share import AgentFairShare
@@ -77,6 +78,15 @@ def test_a_replica_that_never_registers_again_is_probed_and_then_loses_its_progr
     assert homes == {"a", "b"}, "not at once"
     after.take(facts.ReplicaGone("b", "1"), 111.0)
     assert {program.home for program in after.programs} == {"a", None}
+
+
+def test_a_replica_that_was_gone_while_it_was_drained_is_drained_for_the_next_core_too() -> None:
+    before = lived()
+    before.take(facts.ReplicaDrains("b"), 15.0)
+    before.take(facts.ReplicaGone("b", "1"), 16.0)
+    after = restored(before, 100.0)
+    after.take(seen("b"), 101.0)
+    assert after.fleet.get("b").health is Health.DRAINING
 
 
 def test_a_replica_that_was_started_anew_meanwhile_has_nothing() -> None:
@@ -286,7 +296,11 @@ def test_a_later_registration_has_a_higher_epoch() -> None:
 
 
 def test_facts_and_actions_travel() -> None:
-    for fact in (facts.Sent("r", "a", "t", 10, "p", began=True), facts.Ended("r", 3, "a")):
+    for fact in (
+        facts.Sent("r", "a", "t", 10, "p", began=True),
+        facts.Ended("r", 3, "a"),
+        facts.ReplicaStays("a"),
+    ):
         assert msgspec.json.decode(msgspec.json.encode(fact), type=facts.AnyFact) == fact
     for action in (facts.Recall("r", "a"), Send("r", "a", "home")):
         assert msgspec.json.decode(msgspec.json.encode(action), type=facts.AnyAction) == action

@@ -98,6 +98,40 @@ def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
     assert sends(it.take(facts.Ended("f0"), 0.2)) == [("stranger", "a")]
 
 
+def worked(it: RoutingCore) -> RoutingCore:
+    """A turn takes 60 s, as the core knows by now."""
+    it.take(asked("before", "before"), 0.0)
+    it.take(facts.Ended("before", 1), 60.0)
+    it.take(facts.ProgramEnded("before", "before"), 60.0)
+    return it
+
+
+@pytest.mark.parametrize("late_s", [1e9, 30.0, 0.1])
+def test_no_client_makes_itself_more_urgent_than_who_is_computed_without_pause(late_s: float) -> None:
+    it = core(RoundRobin(), usual_life_s=60.0)
+    it.take(seen("a", capacity_tokens=10**6), 0.0)
+    worked(it)
+    it.take(asked("honest", "honest", deadline_s=100.0 + 60.0), 100.0)
+    it.take(asked("liar", "liar", deadline_s=100.0 + 60.0 - late_s), 100.0)
+    it.take(facts.Tick(), 100.0)
+    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+    it.take(facts.Tick(), 150.0)
+    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize(("max_running", "most"), [(4, 4), (0, 64)])
+def test_no_more_of_a_tenants_programs_count_than_are_computed_at_once(max_running: int, most: int) -> None:
+    it = core(RoundRobin(), usual_life_s=60.0)
+    it.take(seen("a", capacity_tokens=10**6, max_running=max_running), 0.0)
+    worked(it)
+    it.take(asked("one", "one", deadline_s=0.0), 100.0)
+    for number in range(150):
+        it.take(asked(f"m{number}", "many", deadline_s=0.0), 100.0)
+    for tenth in range(10):
+        it.take(facts.Tick(), 100.0 + tenth / 10)
+    assert it.tenants.shares["many"] == pytest.approx(0.05 + 0.9 * most / (most + 1))
+
+
 def test_who_has_its_share_of_room_waits_for_its_own_programs() -> None:
     it = core(RoomForAll())
     it.take(seen("a"), 0.0)

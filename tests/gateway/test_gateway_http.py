@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_world import lines, until, world
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.from_preset import core_of
 from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.http import census
+from sojourn_server.gateway.http import app, census
+from sojourn_server.gateway.http.decider import LocalDecider
+from sojourn_server.gateway.http.watch import Watch
+from sojourn_server.policy.cluster_preset import parse_cluster_preset
 
 IN_TURN = 'routing = "round-robin"'
 
@@ -291,6 +296,146 @@ async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.Mo
         assert (await it.chat("p")).status == 200
 
 
+async def test_an_engine_that_tells_nothing_of_itself_for_a_moment_is_still_the_same() -> None:
+    async with engines(1) as fakes, world(fakes, poll_s=0.02) as it:
+        await it.chat("p")
+        before = (await it.gateway.decider.replicas())[0].instance
+        fakes[0].no_metrics = True
+        seen = fakes[0].looked_at
+        await until(lambda: fakes[0].looked_at > seen + 2)
+        assert (await it.gateway.decider.replicas())[0].instance == before
+        assert await it.home("p") == fakes[0].name
+
+
+async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
+    async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        ill = next(fake for fake in fakes if fake.name == home)
+        ill.healthy = False
+        watch = it.gateway.watch
+        assert isinstance(watch, Watch)
+        await watch.look()
+        assert await it.home("p") == home
+        ill.healthy = True
+        await watch.look()
+        ill.healthy = False
+        await watch.look()
+        assert await it.home("p") == home, "not twice in a row"
+        await watch.look()
+        assert await it.home("p") is None
+
+
+async def test_an_answers_own_text_says_nothing_of_its_engine() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        fakes[0].first_event = 'data: {"choices": [{"text": "EngineDeadError"}]}\n\n'
+        answer = await it.chat("p", stream=True)
+        assert answer.status == 200
+        assert "EngineDeadError" in (await lines(answer))[0]
+        fakes[0].first_event = 'data: {"error": {"message": "EngineDeadError: x", "code": 500}}\n\n'
+        answer = await it.chat("p", stream=True)
+        assert answer.status == 502, "that is an engine that died before it began"
+
+
+async def test_a_request_that_engines_die_of_is_not_handed_round() -> None:
+    async with engines(4) as fakes, world(fakes, poll_s=3600) as it:
+        for fake in fakes:
+            fake.break_before_first_byte = 100
+        answer = await it.chat("p")
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "replicas_failed"
+        assert sum(bool(fake.requests) for fake in fakes) == 2
+
+
+async def test_what_is_read_of_prompts_never_refuses_one() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        assert (await it.chat(text="hi")).status == 200
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 60_000}}
+        assert (await it.chat(messages=[{"role": "user", "content": [picture]}])).status == 200
+        assert (await it.chat(text="x" * 60_000)).status == 200, "the engine knows, and says so"
+
+
+async def test_a_conversation_without_a_program_stays_with_its_engine() -> None:
+    async with engines(3) as fakes, world(fakes) as it:
+        async with it.http.post(f"{it.url}/v1/responses", json={"input": "x"}) as answer:
+            home = answer.headers["X-Sojourn-Replica"]
+        for _ in range(3):
+            body = {"input": "y", "previous_response_id": "resp_abc"}
+            async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
+                assert answer.headers["X-Sojourn-Replica"] == home
+        assert all("x-session-id" not in headers for fake in fakes for headers in fake.headers)
+
+
+async def test_headers_of_an_answer_are_there_once_and_bytes_of_ids_stay_what_they_are() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        answer = await it.chat("p")
+        assert len(answer.headers.getall("Date")) == 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
+        body = b"{}"
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Session-ID: pr\xc3\xb6g\r\n"
+            b"Connection: close\r\nContent-Length: 2\r\n\r\n"
+        )
+        writer.write(head + body)
+        assert b"200 OK" in await reader.read()
+        writer.close()
+        assert dict(fakes[0].raw_headers[-1])[b"x-session-id"] == b"pr\xc3\xb6g"
+
+
+async def test_what_is_not_served_says_whose_word_that_is() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        for method, path, status in (
+            ("GET", "/reset_prefix_cache", 404),
+            ("GET", "/v1/chat/completions", 405),
+        ):
+            async with it.http.request(method, it.url + path) as answer:
+                assert answer.status == status
+                assert answer.headers["X-Sojourn-Gateway"] == "1"
+        assert not fakes[0].requests
+
+
+async def test_a_last_turn_that_was_refused_is_not_the_end() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        fakes[0].key = "other"
+        assert (await it.chat(**hint("p", sojourn={"final": True}))).status == 401
+        assert await it.home("p") is not None
+
+
+async def test_an_engine_that_hangs_holds_up_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SMALL_TIMEOUT_S", 0.2)
+    async with engines(2) as fakes, world(fakes) as it:
+        fakes[0].tokenizes_never = True
+        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
+            assert (await answer.json())["tokens"] == [1, 2, 3]
+
+
+def test_what_is_told_while_something_is_told_comes_after_it() -> None:
+    core = core_of(parse_cluster_preset('routing = "round-robin"', source="x"), CoreLimits(lease_s=1.0))
+    decider = LocalDecider(core, ("t",), clock=lambda: 0.0)
+    took: list[str] = []
+
+    def decided(action: facts.AnyAction) -> None:
+        took.append(type(action).__name__)
+        if isinstance(action, facts.Send):
+            decider.tell(facts.ReplicaGone("a", "1"))
+            took.append("told")
+
+    decider.on_decided = decided
+    decider.tell(facts.ReplicaSeen("a", "1", 1000))
+    ticket = decider.open(facts.Asked("r", "t", 10))
+    assert took[:2] == ["Send", "told"]
+    assert isinstance(ticket._decisions[0], facts.Send)
+
+
+def test_a_core_that_fails_refuses_and_leaves_nobody_waiting() -> None:
+    core = core_of(parse_cluster_preset('routing = "round-robin"', source="x"))
+    decider = LocalDecider(core, ("t",), clock=lambda: 0.0)
+    core.take = None  # type: ignore[assignment]
+    refused = decider.open(facts.Asked("r", "t", 10))._decisions[0]
+    assert isinstance(refused, facts.Refuse)
+    assert refused.status == 500
+
+
 # -- bad input --------------------------------------------------------------------
 
 
@@ -299,7 +444,7 @@ async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.Mo
     [
         (b"{", {}, 400, "no request of /v1/chat/completions"),
         (b"[]", {}, 400, "Expected `object`"),
-        (b'{"stream": "yes"}', {}, 400, "$.stream"),
+        (b'{"model": 3}', {}, 400, "$.model"),
         (b"\xff", {}, 400, "no request"),
         (b"{}", {"Content-Encoding": "gzip"}, 415, "compressed"),
         (b'{"x": "' + b"a" * 3000 + b'"}', {}, 413, "larger than 2000"),
@@ -491,6 +636,11 @@ async def test_only_an_operator_drains() -> None:
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
         async with it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain") as answer:
             assert answer.status == 403
+        root = {"Authorization": "Bearer root"}
+        for word, health in (("drain", "draining"), ("stay", "up")):
+            url = f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/{word}"
+            async with it.http.post(url, headers=root) as answer:
+                assert (await answer.json())["health"] == health
         url = f"{it.url}/sojourn/v1/replicas/nowhere/drain"
         async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
             assert answer.status == 404

@@ -45,7 +45,14 @@ def test_only_what_is_needed_is_read_of_a_request() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
-    [([1, 2, 3], 3), ([[1, 2], [3]], 3), ("a text", None), (["one", "two"], None), ([], 0)],
+    [
+        ([1, 2, 3], 3),
+        ([[1, 2], [3]], 3),
+        (list(range(1000)), 1000),
+        ("a text", None),
+        (["one", "two"], None),
+        ([], 0),
+    ],
 )
 def test_token_ids_are_counted(prompt: Any, tokens: int | None) -> None:
     body = json.dumps({"prompt": prompt}).encode()
@@ -80,13 +87,19 @@ def test_a_longer_prompt_begins_with_the_hashes_of_the_shorter() -> None:
 
 def test_sizes_are_learned_by_model() -> None:
     sizes = PromptSizes()
-    body = json.dumps({"model": "a", "prompt": "x" * 998}).encode()
+    body = json.dumps({"model": "a", "prompt": "x" * 3998}).encode()
     question = read_question(Api.COMPLETIONS, body, None)
-    assert sizes.tokens(question) == 250
-    sizes.told(question, 500)
-    assert sizes.tokens(question) == 500
+    assert sizes.tokens(question) == 1000
+    for _ in range(100):
+        sizes.told(question, 2000)
+    assert sizes.tokens(question) == 2000
     other = read_question(Api.COMPLETIONS, body.replace(b'"a"', b'"b"'), None)
-    assert sizes.tokens(other) == 250
+    assert sizes.tokens(other) == 1000
+    sizes.told(other, 10**9)
+    assert sizes.tokens(other) <= 4000, "no answer makes it worse than a token a byte"
+    small = read_question(Api.COMPLETIONS, b'{"model": "c", "prompt": "hi"}', None)
+    sizes.told(small, 100)
+    assert sizes.tokens(small) == 1, "those were the template's"
     ids = read_question(Api.COMPLETIONS, b'{"model": "a", "prompt": [1, 2]}', None)
     assert sizes.tokens(ids) == 2
 

@@ -72,6 +72,9 @@ def gateway(
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
         raise CliError(f"{', '.join(twice)} is named twice", "name each engine once")
+    for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
+        if key is not None and not key.strip():
+            raise CliError(f"{name} is empty", "leave it out, or give a key")
     preset = _preset(policy, policy_file)
     known = _tenants(tenants, api_key)
     if log_level not in ("debug", "info", "warning", "error"):
@@ -146,7 +149,8 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
             f"--ray and {', '.join(others)} are both given",
             f"write it into {path}: docs/ray.md lists the keys",
         )
-    if importlib.util.find_spec("ray.serve") is None:
+    # Not ray.serve: to look for that imports Ray, which reads the environment only then.
+    if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", "pip install 'sojourn[gateway,ray]'")
     from sojourn_server.gateway.ray.config import ConfigError, read_config
     from sojourn_server.gateway.ray.environment import set_environment

@@ -22,7 +22,8 @@ from . import answers
 from .asker import PERSIST, Asker
 from .body import read_body
 from .calls import EngineCalls
-from .failure import Failure, guarded
+from .failure import Failure
+from .guarded import guarded
 from .keys import ApiKeys
 
 PREFIX = "/sojourn/v1"

@@ -8,6 +8,7 @@ moves requests between these three.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...policy.fair_share import SharePolicy
@@ -23,6 +24,7 @@ from .journal import Changes, Home, StateJournal
 from .limits import CoreCounts, CoreLimits
 from .line import Waiting
 from .placing import Placing
+from .policy_failed import PolicyFailed
 from .programs import Expectations, Key, Program, Programs
 from .requests import Requests
 from .room import RoomLine
@@ -33,8 +35,12 @@ from .yields import Yields
 
 __all__ = ["CoreCounts", "CoreLimits", "RoutingCore"]
 
+MOST_ASKED_AGAIN = 256
+"""Requests asked about at once that have failed at a replica which lives on."""
 MOST_ENDED = 500
 """Requests refused in one tick because they waited too long; the others in the next."""
+UNROUTED = Route("", "policy_failed")
+"""Of one that waits no more, and went nowhere."""
 
 
 class RoutingCore:
@@ -60,7 +66,7 @@ class RoutingCore:
         self.expected = expected or Expectations()
         self.counts = CoreCounts()
         self.tenants = Tenants(
-            sharing, self.fleet, self.expected, self.limits.slo_factor, self.limits.usual_life_s
+            sharing, self.fleet, self.expected, self.limits.slo_factor, self.limits.usual_life_s, self.counts
         )
         self.journal = StateJournal(life)
         self.homes = Homes(self.fleet, self.tenants, self.journal)
@@ -93,6 +99,7 @@ class RoutingCore:
             facts.ReplicaSeen: self._replica_seen,
             facts.ReplicaGone: self._replica_gone,
             facts.ReplicaDrains: self._replica_drains,
+            facts.ReplicaStays: self._replica_stays,
             facts.ProgramEnded: self._program_ended,
             facts.KvDropped: self._kv_dropped,
             facts.Tick: self._tick,
@@ -150,17 +157,35 @@ class RoutingCore:
             self._refuse(fact.request_id, 409, "duplicate_request", "a request of this id is being answered")
             return
         longest = self.fleet.longest_tokens
-        if longest and fact.context_tokens > longest:
+        if fact.exact and longest and fact.context_tokens > longest:
             message = (
                 f"the prompt has {fact.context_tokens:,} tokens; the longest that a replica computes is "
                 f"{longest:,}"
             )
             self._refuse(fact.request_id, 400, "context_too_long", message)
             return
-        if self.waiting >= self.limits.most_waiting:
+        if self._too_many_wait(fact.tenant):
             message = f"{self.waiting} requests wait already; try again later"
             self._refuse(fact.request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
             return
+        try:
+            self._taken_in(fact, now)
+        except Exception:
+            # Whoever waits for an answer to it gets one: nothing would look at it again.
+            waiting = self.requests.by_id.get(fact.request_id)
+            if waiting is not None:
+                self.requests.close(waiting, now)
+            self._refuse_unrouted(fact.request_id)
+
+    def _too_many_wait(self, tenant: str) -> bool:
+        """Where tenants take turns, a flood of one shuts out none that has less than its share waiting."""
+        most = self.limits.most_waiting
+        if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
+            return self.waiting >= most
+        waiting_of = self.requests.waiting_of
+        return waiting_of.get(tenant, 0) >= most / (len(waiting_of) + (tenant not in waiting_of))
+
+    def _taken_in(self, fact: facts.Asked, now: float) -> None:
         waiting = self._opened(fact, now)
         kept = self._room.kept_free
         route = self._placing.route(waiting, now, kept)
@@ -182,13 +207,14 @@ class RoutingCore:
                 self.homes.leave(forgotten, now)
             if fact.deadline_s is not None:
                 program.deadline_s = fact.deadline_s
+        context_tokens = self.fleet.fitting(fact.context_tokens)
         waiting = Waiting(
             fact.request_id,
             self._number,
             fact.tenant,
             program,
-            fact.context_tokens,
-            self._size(program, fact.context_tokens + fact.output_tokens),
+            context_tokens,
+            self._size(program, context_tokens + fact.output_tokens),
             now,
             output_tokens=fact.output_tokens,
             prefix=fact.prefix if isinstance(fact, facts.Asked) else (),
@@ -263,13 +289,22 @@ class RoutingCore:
 
     def _failed(self, fact: facts.Failed, now: float) -> None:
         waiting = self.requests.by_id.get(fact.request_id)
-        if waiting is None or waiting.replica_id != fact.replica_id or waiting.sent_s is None:
-            return  # it has been sent elsewhere since
+        if waiting is None:
+            return
+        if waiting.replica_id != fact.replica_id or waiting.sent_s is None:
+            # It waits or was sent elsewhere since. Of a replica that is gone this is how it ended there.
+            if fact.computing and waiting.lost_with == fact.replica_id:
+                waiting.lost_with = None
+                waiting.failures_computing += 1
+            return
+        waiting.failures_computing += fact.computing
         replica = self.fleet.get(fact.replica_id)
-        if replica is not None and replica.health is Health.UP:
-            replica.health = Health.SUSPECT
-            self.fleet.changed(replica, now)
-            self._probe(replica, now)
+        if replica is not None:
+            waiting.failed_at = (*waiting.failed_at, replica.replica_id)
+            if replica.health is Health.UP:
+                replica.health = Health.SUSPECT
+                self.fleet.changed(replica, now)
+                self._probe(replica, now)
         self._lost(waiting, now)
 
     def _lost(self, waiting: Waiting, now: float) -> None:
@@ -281,14 +316,27 @@ class RoutingCore:
             self._actions.append(Cut(waiting.request_id, waiting.replica_id))
             self.counts.cut += 1
             self.requests.close(waiting, now)
-        elif waiting.failures >= self.limits.most_failures:
-            self.requests.close(waiting, now)
-            message = f"{waiting.failures} replicas in turn did not answer"
-            self._refuse(waiting.request_id, 502, "replicas_failed", message, retry_after_s=1.0)
+        elif (
+            waiting.failures >= self.limits.most_failures
+            or waiting.failures_computing >= self.limits.most_failures_computing
+        ):
+            self._refuse_failed(waiting, now)
         else:
             self.requests.take_back(waiting, now)
             self.counts.replayed += 1
             self._wait_anywhere(waiting)
+
+    def _refuse_failed(self, waiting: Waiting, now: float) -> None:
+        self.requests.close(waiting, now)
+        times = waiting.failures
+        message = (
+            f"it was sent to {times} replica{'s' if times > 1 else ''} and not answered; no other is left"
+        )
+        if waiting.failures_computing >= self.limits.most_failures_computing:
+            message = f"{waiting.failures_computing} replicas took it in and did not answer it"
+        elif times >= self.limits.most_failures:
+            message = f"{times} replicas in turn did not answer"
+        self._refuse(waiting.request_id, 502, "replicas_failed", message, retry_after_s=1.0)
 
     def _wait_anywhere(self, waiting: Waiting) -> None:
         """It is to be asked about anew."""
@@ -304,14 +352,20 @@ class RoutingCore:
             self._gone(known, now)
             known = None
         was_well = known is not None and known.health is Health.UP
+        unfitted = not self.fleet.longest_tokens
         if not self.fleet.seen(fact, now):
             return
+        if unfitted:
+            for waiting in self.requests.everybody_who_waits():
+                waiting.context_tokens = self.fleet.fitting(waiting.context_tokens)
+                waiting.size_tokens = self.fleet.fitting(waiting.size_tokens)
         self._room_changed = True
         self.requests.freed.add(fact.replica_id)
         replica = self.fleet.get(fact.replica_id)
         assert replica is not None
         if known is None:
             self.requests.adopt(replica, now)
+            self.requests.replica_came(replica)
         elif not was_well:
             for waiting in list(self.requests.anywhere):
                 if waiting.program is not None and waiting.program.home == fact.replica_id:
@@ -327,9 +381,12 @@ class RoutingCore:
             if program.home == replica.replica_id:
                 self.homes.leave(program, now)
         for request_id in list(replica.in_flight):
-            self._lost(self.requests.by_id[request_id], now)
+            waiting = self.requests.by_id[request_id]
+            waiting.lost_with = replica.replica_id
+            self._lost(waiting, now)
         self._scatter(replica)
         self.fleet.gone(replica)
+        self.requests.replica_gone(replica)
         self._placing.forget(replica.replica_id)
 
     def _replica_drains(self, fact: facts.ReplicaDrains, now: float) -> None:
@@ -338,6 +395,17 @@ class RoutingCore:
             replica.health = Health.DRAINING
             self.fleet.changed(replica, now)
             self._scatter(replica)
+
+    def _replica_stays(self, fact: facts.ReplicaStays, now: float) -> None:
+        self.fleet.drained.pop(fact.replica_id, None)
+        replica = self.fleet.get(fact.replica_id)
+        if replica is None or replica.health is not Health.DRAINING:
+            return
+        replica.health = Health.UP if replica.probed_s is None else Health.SUSPECT
+        self.fleet.changed(replica, now)
+        self.fleet.newly_idle = True
+        self.requests.freed.add(replica.replica_id)
+        self._room_changed = True
 
     def _scatter(self, replica: Replica) -> None:
         """Whoever waits for it waits for any."""
@@ -365,13 +433,14 @@ class RoutingCore:
 
     def _size(self, program: Program | None, context_tokens: int, *, anew: bool = False) -> int:
         """What a program is expected to need; judged ``anew`` after each turn, else only if outgrown."""
+        fitting = self.fleet.fitting
         if program is None:
-            return context_tokens
-        context_tokens = max(context_tokens, program.context_tokens)
+            return fitting(context_tokens)
+        context_tokens = fitting(max(context_tokens, program.context_tokens))
         if context_tokens <= program.size_tokens and not anew:
-            return program.size_tokens
+            return fitting(program.size_tokens)
         most = self.fleet.longest_tokens or context_tokens
-        return self.expected.size_tokens(program, context_tokens, most)
+        return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _ask_again(self, program: Program, now: float) -> None:
         """It has its KV somewhere since its other requests were asked about: they need no room."""
@@ -422,20 +491,31 @@ class RoutingCore:
         self._let_go(now)
         if epoch or self.fleet.newly_idle:
             self.fleet.newly_idle = False
-            for waiting, thief, reason in self._steals.each(now):
-                self.requests.take_out(waiting)
-                self.counts.steals += 1
-                self._placing.bring(waiting, Route(thief, reason), now)
+            with self._counted_failures():
+                for waiting, thief, reason in self._steals.each(now):
+                    self.requests.take_out(waiting)
+                    self.counts.steals += 1
+                    self._placing.bring(waiting, Route(thief, reason), now)
             self._let_go(now)
         if epoch:
-            self.counts.recalls += self._yields.make_way(now)
+            with self._counted_failures():
+                self.counts.recalls += self._yields.make_way(now)
             self._let_go(now)
+
+    @contextmanager
+    def _counted_failures(self) -> Iterator[None]:
+        """What a policy does not answer is left undone, and asked again when time has gone by."""
+        try:
+            yield
+        except PolicyFailed:
+            self.counts.policy_failures += 1
 
     def _let_go(self, now: float) -> None:
         """Those who wait for any replica, where there is room; those who wait for one that has less to do."""
         while self._room_changed or self.homes.room_grew:
             self._room_changed = self.homes.room_grew = False
-            if not self._room.place(self._placing.place, now):
+            self._send_failed(now)
+            if not self._room.place(self._place, now):
                 self._not_all_asked = True
                 break
         freed = self.requests.freed
@@ -449,6 +529,33 @@ class RoutingCore:
                 waiting = rows[self.tenants.order(rows.items(), room=False)[0]].first
                 self.requests.take_out(waiting)
                 self._placing.send(waiting, replica, now)
+
+    def _place(self, waiting: Waiting, kept_free: str | None, now: float) -> Route:
+        try:
+            return self._placing.place(waiting, kept_free, now)
+        except PolicyFailed:
+            # Asked about again it would fail again, and those behind it would wait for it.
+            self.requests.close(waiting, now)
+            self._refuse_unrouted(waiting.request_id)
+            return UNROUTED
+
+    def _send_failed(self, now: float) -> None:
+        """Those that have failed at a replica which lives on: elsewhere, or nowhere if none is left."""
+        for waiting in self.requests.failed.oldest(MOST_ASKED_AGAIN) if self.requests.failed else ():
+            if any(self._may_answer(replica, waiting) for replica in self.fleet):
+                self._place(waiting, self._room.kept_free, now)
+            else:
+                self._refuse_failed(waiting, now)
+
+    def _may_answer(self, replica: Replica, waiting: Waiting) -> bool:
+        """Now or later: where it failed only what comes in its place, if it is not known to live."""
+        if replica.replica_id in waiting.failed_at:
+            return replica.health is Health.SUSPECT
+        return replica.health is not Health.DRAINING
+
+    def _refuse_unrouted(self, request_id: str) -> None:
+        self.counts.policy_failures += 1
+        self._refuse(request_id, 500, "policy_failed", "nobody could say where it goes")
 
     def _refuse(
         self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None

@@ -38,6 +38,12 @@ class ReplicaDrains(Fact, frozen=True):
     replica_id: str
 
 
+class ReplicaStays(Fact, frozen=True):
+    """A replica is no longer to be drained: what ``ReplicaDrains`` said of it is taken back."""
+
+    replica_id: str
+
+
 class Asked(Fact, frozen=True):
     """A request came."""
 
@@ -54,6 +60,8 @@ class Asked(Fact, frozen=True):
     """On the core's clock."""
     prefix: tuple[int, ...] = ()
     """Hashes of its beginning, each of one piece and all before it; empty where nobody reads them."""
+    exact: bool = False
+    """``context_tokens`` were counted. Else they are a guess, and nobody is refused for a guess."""
 
 
 class Sent(Fact, frozen=True):
@@ -93,6 +101,8 @@ class Failed(Fact, frozen=True):
 
     request_id: str
     replica_id: str
+    computing: bool = False
+    """The replica had taken it in: the request itself may be what it failed of."""
 
 
 class ProgramEnded(Fact, frozen=True):
@@ -118,6 +128,7 @@ AnyFact = (
     ReplicaSeen
     | ReplicaGone
     | ReplicaDrains
+    | ReplicaStays
     | Asked
     | Sent
     | Began

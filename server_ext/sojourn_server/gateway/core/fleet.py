@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ...policy.replica_views import ReplicaView
 from .facts import ReplicaSeen
+
+MOST_DRAINED = 1024
+"""Replicas that were gone while they were drained, and that would be drained still if they came back."""
+USUAL_RUNNING = 64
+"""Requests that a replica is taken to compute at once which does not say."""
 
 
 class Health(str, Enum):
@@ -88,10 +94,14 @@ class Fleet:
         """Of all together, in all tiers."""
         self.longest_tokens = 0
         """Longest context that one of them computes; 0: there is none."""
+        self.max_running = 0
+        """Requests that all together compute at once."""
         self.epoch = 0
         """Registrations so far."""
         self.newly_idle = False
         """One came or is no longer full since this was last set to False."""
+        self.drained: OrderedDict[str, str] = OrderedDict()
+        """Instances that were drained when they were last known, by replica: a blip undrains nobody."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         self._views: list[ReplicaView] = []
@@ -140,14 +150,19 @@ class Fleet:
                 best = view
         return best
 
-    def views_without(self, replica_id: str | None) -> Sequence[ReplicaView]:
-        """Of all, as if this one took nobody."""
-        place = self._places.get(replica_id) if replica_id is not None else None
-        if place is None:
+    def views_without(self, replica_ids: Collection[str]) -> Sequence[ReplicaView]:
+        """Of all, as if these took nobody."""
+        places = [self._places[one] for one in replica_ids if one in self._places]
+        if not places:
             return self._views
         views = list(self._views)
-        views[place] = views[place]._replace(takes_new=False)
+        for place in places:
+            views[place] = views[place]._replace(takes_new=False)
         return views
+
+    def fitting(self, tokens: int) -> int:
+        """So many, but no more than the longest context: more is never computed."""
+        return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def seen(self, fact: ReplicaSeen, now: float) -> bool:
         """A replica registers or says that it lives; who was there before under its id is to be gone.
@@ -164,7 +179,9 @@ class Fleet:
         replica = self._replicas.get(fact.replica_id)
         if replica is None:
             self.epoch += 1
-            self.add(Replica(fact.replica_id, fact.instance, *told, now, self.epoch), now)
+            drained = self.drained.pop(fact.replica_id, None) == fact.instance
+            health = Health.DRAINING if drained else Health.UP
+            self.add(Replica(fact.replica_id, fact.instance, *told, now, self.epoch, health), now)
             return True
         replica.heard_s, replica.probed_s = now, None
         if replica.told == told and replica.health is not Health.SUSPECT:
@@ -185,7 +202,12 @@ class Fleet:
         self.changed(replica, now)
 
     def gone(self, replica: Replica) -> None:
-        """Forget one."""
+        """Forget one, but not that it was drained."""
+        if replica.health is Health.DRAINING:
+            self.drained[replica.replica_id] = replica.instance
+            self.drained.move_to_end(replica.replica_id)
+            if len(self.drained) > MOST_DRAINED:
+                self.drained.popitem(last=False)
         place = self._places.pop(replica.replica_id)
         del self._replicas[replica.replica_id], self._views[place]
         for replica_id, other in self._places.items():
@@ -228,4 +250,5 @@ class Fleet:
     def _sum_up(self) -> None:
         self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
         self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
+        self.max_running = sum(replica.max_running or USUAL_RUNNING for replica in self)
         self.longest_tokens = max((r.max_context_tokens or r.capacity_tokens for r in self), default=0)

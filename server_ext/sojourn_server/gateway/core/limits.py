@@ -13,6 +13,8 @@ class CoreLimits:
     send_below_load: float = math.inf
     """A request waits at the gateway while its replica's load is at least this; ``inf``: engines queue."""
     most_waiting: int = 20_000
+    """Where tenants take turns, one under its equal share of these is taken in all the same, up to twice as
+    many in all."""
     wait_s: float = 600.0
     """A request that found no place for so long is refused."""
     line_patience_s: float = 30.0
@@ -22,7 +24,9 @@ class CoreLimits:
     lease_s: float = 10.0
     """A replica that is silent for so long is probed; only who asked it may say that it is gone."""
     most_failures: int = 3
-    """Replicas that one request may fail at."""
+    """Replicas that one request may fail at; it is sent to none of them a second time."""
+    most_failures_computing: int = 2
+    """Of these, those that had taken it in: it may be what they fail of."""
     silent_program_s: float = 1800.0
     """A program of which nothing is heard for so long is taken to be over."""
     slo_factor: float = 1.5
@@ -44,6 +48,8 @@ class CoreCounts:
     refused: int = 0
     replayed: int = 0
     cut: int = 0
+    policy_failures: int = 0
+    """Questions that a policy answered with an exception."""
 
     def sent(self, reason: str) -> None:
         """A request was sent."""

@@ -37,6 +37,14 @@ class Waiting:
     began: bool = False
     failures: int = 0
     """Replicas that did not answer it."""
+    failures_computing: int = 0
+    """Of these, those that had taken it in."""
+    failed_at: tuple[str, ...] = ()
+    """Of these, those that live on as they were: it is not sent there again."""
+    failed_at_gone: tuple[tuple[str, str], ...] = ()
+    """Of these, those that are gone, each with its instance: it may turn out to have lived."""
+    lost_with: str | None = None
+    """The replica that was last gone with it, of which nobody has said whether it had taken it in."""
     reason: str = ""
     moved_from: str | None = None
     needs_tokens: int = 0
@@ -50,8 +58,11 @@ class Waiting:
 
 
 def may_leave(waiting: Waiting) -> bool:
-    """It may go elsewhere, its program with it: at a turn gap, and not a second time for the same turn."""
+    """It may go elsewhere, its program with it: at a turn gap, not a second time for the same turn, and not
+    where it has failed already."""
     program = waiting.program
+    if waiting.failed_at:
+        return False
     return program is None or (not program.in_flight and program.moved_at_turn != program.turns)
 
 

@@ -9,6 +9,7 @@ from .fleet import Fleet, Health, Replica
 from .homes import Homes
 from .limits import CoreCounts
 from .line import Waiting
+from .policy_failed import PolicyFailed
 from .prefixes import PrefixIndex
 from .programs import Program, Programs
 from .requests import Requests
@@ -42,17 +43,19 @@ class Placing:
     def route(
         self, waiting: Waiting, now: float, kept_free: str | None = None, *, leaves: bool = False
     ) -> Route:
-        """Where a request goes that is not to move into ``kept_free``, or is to leave its home."""
+        """Where a request goes that is not to move into ``kept_free``, or is to leave its home. Raises
+        ``PolicyFailed``, and has changed nothing then."""
         program = waiting.program
+        shut = waiting.failed_at if kept_free is None else (*waiting.failed_at, kept_free)
         home = parent_home = None
         if program is not None and not leaves:
             at = self._fleet.get(program.home)
-            # Where it just failed and is not known to live it is not sent a second time.
-            lost = at is not None and waiting.failures and at.health is Health.SUSPECT
-            if at is not None and at.health is not Health.DRAINING and not lost:
-                home = self._fleet.view(program.home)
+            # Whether it lives need not be found out with one that has failed already.
+            doubtful = at is not None and waiting.failures and at.health is Health.SUSPECT
+            if at is not None and at.health is not Health.DRAINING and not doubtful:
+                home = self._fleet.view(program.home) if program.home not in waiting.failed_at else None
             parent = self._programs.get(program.parent)
-            if parent is not None and not program.turns and parent.home != kept_free:
+            if parent is not None and not program.turns and parent.home not in shut:
                 parent_home = self._fleet.view(parent.home)
         view = RouteView(
             waiting.request_id,
@@ -64,8 +67,11 @@ class Placing:
             parent_home,
             self._prefixes.matches(waiting.prefix, waiting.context_tokens) if self._prefixes else {},
         )
-        views = self._fleet.views if kept_free is None else self._fleet.views_without(kept_free)
-        return self._routing.route(view, views, now)
+        views = self._fleet.views_without(shut) if shut else self._fleet.views
+        try:
+            return self._routing.route(view, views, now)
+        except Exception as error:
+            raise PolicyFailed(f"no route for request {waiting.request_id!r}") from error
 
     def bring(self, waiting: Waiting, route: Route, now: float) -> bool:
         """Send a request that waits nowhere where its route says, or have it wait there; False: it says

@@ -18,10 +18,15 @@ class Requests:
         self.by_id: dict[str, Waiting] = {}
         """All that are not over."""
         self.anywhere = Line(by_tenant=tenants.take_turns)
+        self.failed = Line(by_tenant=False)
+        """Those that wait for any but a replica at which they have failed: the room that others wait for may
+        be of no use to them, and theirs to others."""
         self.queues: dict[str, Line] = {}
         """By the replica that they wait for; none is empty."""
         self.waiting = 0
         """Those that have not been sent."""
+        self.waiting_of: dict[str, int] = {}
+        """Of each tenant that has such."""
         self.strays: dict[str, Waiting] = {}
         """Sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
@@ -30,7 +35,7 @@ class Requests:
     def open(self, waiting: Waiting) -> None:
         """One came; where it waits is said next."""
         self.by_id[waiting.request_id] = waiting
-        self.waiting += 1
+        self._count(waiting, 1)
         if waiting.program is not None:
             waiting.program.waiting += 1
         self._tenants.came(waiting.tenant, waiting.program)
@@ -42,7 +47,7 @@ class Requests:
         else:
             self.take_out(waiting)
         del self.by_id[waiting.request_id]
-        self.waiting -= 1
+        self._count(waiting, -1)
         if waiting.program is not None:
             waiting.program.waiting -= 1
         self._tenants.over(waiting.tenant, waiting.program)
@@ -50,7 +55,7 @@ class Requests:
     def wait_anywhere(self, waiting: Waiting) -> None:
         """It waits for any replica; it waits nowhere yet."""
         waiting.replica_id = None
-        self.anywhere.add(waiting)
+        (self.failed if waiting.failed_at else self.anywhere).add(waiting)
 
     def wait_at(self, waiting: Waiting, replica_id: str) -> None:
         """It waits for this replica; it waits nowhere yet."""
@@ -66,7 +71,7 @@ class Requests:
     def take_out(self, waiting: Waiting) -> None:
         """It no longer waits where it did."""
         if waiting.replica_id is None:
-            self.anywhere.remove(waiting)
+            (self.failed if waiting.failed_at else self.anywhere).remove(waiting)
             return
         queue = self.queues.get(waiting.replica_id)
         if queue is not None and queue.remove(waiting):
@@ -80,7 +85,7 @@ class Requests:
     def send(self, waiting: Waiting, replica_id: str, now: float) -> None:
         """It is sent; it waits nowhere any more."""
         waiting.replica_id, waiting.sent_s = replica_id, now
-        self.waiting -= 1
+        self._count(waiting, -1)
         if waiting.program is not None:
             waiting.program.waiting -= 1
             waiting.program.in_flight += 1
@@ -99,7 +104,7 @@ class Requests:
             self.freed.add(replica.replica_id)
         self.strays.pop(waiting.request_id, None)
         self._tenants.charge(waiting.tenant, -waiting.context_tokens)
-        self.waiting += 1
+        self._count(waiting, 1)
         if waiting.program is not None:
             waiting.program.in_flight -= 1
             waiting.program.waiting += 1
@@ -114,7 +119,39 @@ class Requests:
 
     def lines(self) -> list[Line]:
         """All in which somebody may wait."""
-        return [self.anywhere, *self.queues.values()]
+        return [self.anywhere, self.failed, *self.queues.values()]
+
+    def replica_gone(self, replica: Replica) -> None:
+        """Whoever failed there has not failed at what may come back under its id, unless it is the same."""
+        for waiting in self.by_id.values():
+            if replica.replica_id not in waiting.failed_at:
+                continue
+            aside = self.failed.remove(waiting)
+            waiting.failed_at = tuple(one for one in waiting.failed_at if one != replica.replica_id)
+            gone = (replica.replica_id, replica.instance)
+            waiting.failed_at_gone = (*waiting.failed_at_gone, gone)
+            if aside:
+                self.wait_anywhere(waiting)
+
+    def replica_came(self, replica: Replica) -> None:
+        """Where it is what was taken to be gone, those who failed there have still failed there."""
+        came = (replica.replica_id, replica.instance)
+        for waiting in [one for one in self.by_id.values() if came in one.failed_at_gone]:
+            waits_anywhere = waiting.sent_s is None and waiting.replica_id is None
+            if waits_anywhere:
+                self.take_out(waiting)
+            waiting.failed_at = (*waiting.failed_at, replica.replica_id)
+            waiting.failed_at_gone = tuple(one for one in waiting.failed_at_gone if one != came)
+            if waits_anywhere:
+                self.wait_anywhere(waiting)
+
+    def _count(self, waiting: Waiting, more: int) -> None:
+        self.waiting += more
+        left = self.waiting_of.get(waiting.tenant, 0) + more
+        if left:
+            self.waiting_of[waiting.tenant] = left
+        else:
+            del self.waiting_of[waiting.tenant]
 
     def everybody_who_waits(self) -> Iterator[Waiting]:
         """Those that have not been sent."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from .fleet import Fleet, Health, Replica
+from .fleet import MOST_DRAINED, Fleet, Health, Replica
 from .homes import Homes
 from .programs import Expectations, Program, Programs
 
@@ -64,6 +64,8 @@ class CoreState(msgspec.Struct, frozen=True, kw_only=True):
     programs: tuple[ProgramState, ...]
     """Those that were silent for longest first."""
     expected: dict[str, Any]
+    drained: tuple[tuple[str, str], ...] = ()
+    """Replicas that were gone while they were drained, and their instances."""
 
 
 def written_state(
@@ -107,6 +109,7 @@ def written_state(
             for program in programs
         ),
         expected=expected.snapshot(),
+        drained=tuple(fleet.drained.items()),
     )
 
 
@@ -144,6 +147,7 @@ def read_state(
         )
         fleet.add(replica, now)
     fleet.epoch = state.epoch
+    fleet.drained.update(state.drained[-MOST_DRAINED:])
     for one in state.programs:
         if min(one.context_tokens, one.size_tokens, one.turns) < 0:
             raise ValueError(f"state: program {one.program_id!r} has numbers below 0: {one}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...policy.stealing import StealingPolicy, StealView
 from .fleet import Fleet, Replica
 from .line import Waiting, may_leave
+from .policy_failed import PolicyFailed
 from .requests import Requests
 
 LOOKED_AT = 8
@@ -25,14 +26,17 @@ class Steals:
 
     def each(self, now: float) -> Iterator[tuple[Waiting, str, str]]:
         """Who is stolen, by which replica and why, one after the other: each is to be moved before the
-        next is asked for."""
+        next is asked for. Raises ``PolicyFailed``; those before are moved then."""
         if not self._policy.steals or not self._requests.queues:
             return
         if all(self._fleet.full(replica) for replica in self._fleet):
             return  # who would wait for the thief as well gains nothing
         views = {replica.replica_id: self._view(replica, now) for replica in self._fleet}
         for _ in range(MOST_STEALS):
-            steal = self._policy.steal(list(views.values()), now)
+            try:
+                steal = self._policy.steal(list(views.values()), now)
+            except Exception as error:
+                raise PolicyFailed("nobody said who is stolen") from error
             if steal is None:
                 return
             thief, victim = self._fleet.get(steal.thief), self._fleet.get(steal.victim)

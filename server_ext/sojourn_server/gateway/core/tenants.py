@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from ...policy.fair_share import SharePolicy, TaskView, TenantView, TurnOf
-from .fleet import Fleet
+from .fleet import USUAL_RUNNING, Fleet
+from .limits import CoreCounts
 from .line import Row
 from .programs import Expectations, Key, Program
 
@@ -23,6 +24,11 @@ class Tenants:
 
     ``slo_factor``: a program without a deadline is due when it has taken so many times what its kind takes;
     ``usual_life_s`` is what a kind is taken to take of which none has ended yet.
+
+    Clients say how urgent their programs are, but not more urgent than is possible: a deadline that one gave
+    counts as no earlier than ``now`` and the work that is left, which is when it would be over if it were
+    computed without pause. And of a tenant's programs no more count than all replicas compute at once: those
+    that came first.
     """
 
     def __init__(
@@ -32,12 +38,14 @@ class Tenants:
         expected: Expectations,
         slo_factor: float,
         usual_life_s: float,
+        counts: CoreCounts,
     ) -> None:
         self._policy = policy
         self._fleet = fleet
         self._expected = expected
         self._slo_factor = slo_factor
         self._usual_life_s = usual_life_s
+        self._counts = counts
         self._tokens: dict[str, int] = {}
         """Contexts in flight."""
         self._homed: dict[str, int] = {}
@@ -48,8 +56,8 @@ class Tenants:
         """Programs with a request, those whose work was estimated longest ago first."""
         self._asked_anew: dict[Key, Program] = {}
         """Of these, those that have asked since their work was estimated."""
-        self._tasks: dict[str, dict[Key, TaskView]] = {}
-        """What they have left to do, by tenant."""
+        self._tasks: dict[str, dict[Key, tuple[TaskView, bool]]] = {}
+        """What they have left to do, by tenant; True where a client gave the deadline."""
         self._shares: Mapping[str, float] = {}
         self._shares_due_s = -math.inf
 
@@ -120,8 +128,22 @@ class Tenants:
             if self._working.get(program.key) is program:
                 self._estimate(program)
         # A tenant whose requests are of no program has work that nobody knows: the least share.
-        views = [TenantView(tenant, list(self._tasks.get(tenant, {}).values())) for tenant in self._open]
-        self._shares = dict(self._policy.shares(views, now))
+        views = [TenantView(tenant, self._counting(tenant, now)) for tenant in self._open]
+        try:
+            self._shares = dict(self._policy.shares(views, now))
+        except Exception:
+            self._counts.policy_failures += 1  # they stay as they were
+
+    def _counting(self, tenant: str, now: float) -> list[TaskView]:
+        """Those of its programs that count, with the deadlines that do. ``now`` moves on, and so this is no
+        part of the estimate."""
+        tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or USUAL_RUNNING)
+        return [
+            TaskView(task.work_s, now + task.work_s)
+            if given and task.deadline_s < now + task.work_s
+            else task
+            for task, given in tasks
+        ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Share of all capacity that its requests use; with ``room``, or of all tiers that its programs do,
@@ -137,11 +159,15 @@ class Tenants:
         if len(rows) == 1:
             return [tenant for tenant, _ in rows]
         turns = [TurnOf(tenant, self.used(tenant, room=room), row.first.since_s) for tenant, row in rows]
-        return self._policy.order(turns, self._shares)
+        try:
+            return self._policy.order(turns, self._shares)
+        except Exception:
+            self._counts.policy_failures += 1
+            return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
 
     def _estimate(self, program: Program) -> None:
         task = TaskView(self._expected.work_s(program), self._deadline_s(program))
-        self._tasks.setdefault(program.tenant, {})[program.key] = task
+        self._tasks.setdefault(program.tenant, {})[program.key] = task, program.deadline_s is not None
         self._working.move_to_end(program.key)
 
     def _deadline_s(self, program: Program) -> float:

@@ -17,6 +17,7 @@ from .fleet import Fleet, Replica
 from .homes import Homes
 from .line import Waiting, may_leave
 from .placing import Placing
+from .policy_failed import PolicyFailed
 from .requests import Requests
 from .tenants import Tenants
 
@@ -57,7 +58,8 @@ class Yields:
         self._placing = placing
 
     def make_way(self, now: float) -> int:
-        """Have those make way who are to; how many were taken back from a replica."""
+        """Have those make way who are to; how many were taken back from a replica. Raises ``PolicyFailed``;
+        everybody waits somewhere then, or was sent."""
         if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
             return 0
         recalled = 0
@@ -74,8 +76,17 @@ class Yields:
 
     def _carry_out(self, made: WayMade, now: float) -> int:
         """Some leave a replica, or go back into its queue, and one goes there before them."""
-        recalled = 0
         homeless: list[Waiting] = []
+        try:
+            return self._let_past(made, homeless, now)
+        finally:
+            for waiting in homeless:
+                waiting.needs_tokens = 0
+                self._requests.wait_anywhere(waiting)
+
+    def _let_past(self, made: WayMade, homeless: list[Waiting], now: float) -> int:
+        """``homeless`` are those who wait nowhere afterwards."""
+        recalled = 0
         for waiting in made.others:
             program = waiting.program
             route = self._placing.away_from(waiting, made.replica_id, now)
@@ -97,9 +108,6 @@ class Yields:
         elif replica is not None and not self._fleet.full(replica):
             self._requests.take_out(made.blocked)
             self._placing.send(made.blocked, replica, now)
-        for waiting in homeless:
-            waiting.needs_tokens = 0
-            self._requests.wait_anywhere(waiting)
         return recalled
 
     def _take_back(self, waiting: Waiting, replica_id: str, now: float) -> bool:
@@ -207,7 +215,11 @@ class Yields:
             for tenant in {blocked.tenant, *(other.tenant for other in others)}
         }
         known = {other.request_id for other in others}
-        chosen = [i for i in self._policy.make_way(view, others, standings) if i in known]
+        try:
+            named = list(self._policy.make_way(view, others, standings))
+        except Exception as error:
+            raise PolicyFailed(f"nobody said who makes way for request {view.request_id!r}") from error
+        chosen = [request_id for request_id in named if request_id in known]
         if not chosen:
             return None
         return WayMade(blocked, [self._requests.by_id[i] for i in chosen], replica_id, for_room)

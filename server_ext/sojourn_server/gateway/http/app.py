@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from ...web.body import read_body
 from ...web.failure import Failure
 from ..core import facts
-from .apis import Api
+from .apis import Api, error_body
 from .books import Books
 from .decider import Decider, ReplicaState, Told
 from .engines import ReplicaLost, ask_engine, open_session
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "/sojourn/v1"
 MOST_SHOWN = 1000
 _SMALL_BODY_BYTES = 16 << 20
+_SMALL_TIMEOUT_S = 15.0
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -55,6 +57,12 @@ class GatewayOptions:
     """Whoever shows it may drain replicas and see all tenants'; without one nobody may drain."""
     max_body_bytes: int = MAX_BODY_BYTES
     reads_prefixes: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("engine_key", "admin_key"):
+            key = getattr(self, name)
+            if key is not None and not key.strip():
+                raise ValueError(f"{name} is empty; expected a key, or None")
 
 
 class Gateway:
@@ -121,6 +129,8 @@ class Gateway:
             if before is not None:
                 await before()
             tasks = [asyncio.ensure_future(one) for one in beside()]
+            for task in tasks:
+                task.add_done_callback(_say_if_failed)
             try:
                 yield
             finally:
@@ -129,7 +139,11 @@ class Gateway:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self.close()
 
-        return Starlette(routes=self._routes(), lifespan=lifespan)
+        return Starlette(
+            routes=self._routes(),
+            lifespan=lifespan,
+            exception_handlers={HTTPException: _unserved, Exception: _failed},
+        )
 
     def _routes(self) -> list[Route]:
         generate = [Route(api.value, _Asgi(self.relay.route(api)), methods=["POST"]) for api in Api]
@@ -152,6 +166,7 @@ class Gateway:
             Route(f"{PREFIX}/moves", self._guard(self._moves)),
             Route(f"{PREFIX}/replicas", self._guard(self._replica_list)),
             Route(f"{PREFIX}/replicas/{{replica:path}}/drain", self._guard(self._drain), methods=["POST"]),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", self._guard(self._stay), methods=["POST"]),
         ]
 
     # -- who asks -----------------------------------------------------------------
@@ -168,7 +183,9 @@ class Gateway:
                         request.headers.get("authorization"), request.headers.get("x-api-key")
                     )
                     if request.state.tenant is None:
-                        raise Failure(401, "missing or unknown API key", "send one of the gateway's keys")
+                        challenge = {"WWW-Authenticate": "Bearer"}
+                        next_step = "send one of the gateway's keys"
+                        raise Failure(401, "missing or unknown API key", next_step, challenge)
                 response = await handle(request)
             except Failure as failure:
                 response = failure.response()
@@ -206,10 +223,13 @@ class Gateway:
         """What any engine can answer."""
         body = await read_body(request, _SMALL_BODY_BYTES)
         passed = onwards(request.scope["headers"], key=self.options.engine_key, rank=None, session=None)
-        for address in self.replicas.engines():
+        states = {state.replica: state for state in await self.decider.replicas()}
+        well = [one for one in self.replicas.engines() if _is_well(states.get(one.replica_id))]
+        for address in sorted(well, key=lambda one: states[one.replica_id].load):
+            asking = ask_engine(self.session(), address, "POST", request.url.path, passed, body)
             try:
-                answer = await ask_engine(self.session(), address, "POST", request.url.path, passed, body)
-            except ReplicaLost:
+                answer = await asyncio.wait_for(asking, _SMALL_TIMEOUT_S)
+            except (ReplicaLost, asyncio.TimeoutError):
                 continue
             answer.response.close()
             response = Response(answer.first, answer.response.status)
@@ -271,9 +291,11 @@ class Gateway:
         raise Failure(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _graphs(self, request: Request) -> Response:
+        self._only_admin(request)
         return _json(await self._overview.graphs(request.headers.get("authorization")))
 
     async def _graph(self, request: Request) -> Response:
+        self._only_admin(request)
         path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
         found = await self._overview.first(path, request.headers.get("authorization"))
         if found is None:
@@ -300,9 +322,8 @@ class Gateway:
     async def _moves(self, request: Request) -> Response:
         since = _number(request, "since", 0, 0, 2**63 - 1)
         limit = _number(request, "limit", 100, 1, MOST_SHOWN)
-        moves, following = self.books.moves(since, limit)
-        shown = [move for move in moves if request.state.tenant in (None, move.tenant)]
-        return _json({"moves": shown, "next": following})
+        moves, following = self.books.moves(since, limit, request.state.tenant)
+        return _json({"moves": moves, "next": following})
 
     async def _replica_list(self, request: Request) -> Response:
         states = await self.decider.replicas()
@@ -310,12 +331,21 @@ class Gateway:
         return _json({"replicas": states, "missing": missing})
 
     async def _drain(self, request: Request) -> Response:
+        return await self._say_of(request, facts.ReplicaDrains)
+
+    async def _stay(self, request: Request) -> Response:
+        """A drain is taken back."""
+        return await self._say_of(request, facts.ReplicaStays)
+
+    async def _say_of(
+        self, request: Request, fact: type[facts.ReplicaDrains | facts.ReplicaStays]
+    ) -> Response:
         if self.options.admin_key is None:
             raise Failure(403, "nobody may drain replicas here", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise Failure(403, "only operators drain replicas", "send the gateway's admin key")
         replica = self._replica(request.path_params["replica"])
-        self.decider.tell(facts.ReplicaDrains(replica.replica_id))
+        self.decider.tell(fact(replica.replica_id))
         return _json(_state_of(await self.decider.replicas(), replica.replica_id))
 
     def _replica(self, name: str | None) -> Address:
@@ -345,6 +375,32 @@ class _Asgi:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self._app(scope, receive, send)
+
+
+def _is_well(state: ReplicaState | None) -> bool:
+    return state is not None and state.health != "suspect"
+
+
+def _say_if_failed(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("a part of the gateway has ended; restart it", exc_info=task.exception())
+
+
+async def _unserved(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = f"{request.method} {request.url.path} is not served by the gateway"
+    return Response(
+        error_body(None, status, "not_served", what),
+        status,
+        {GATEWAY: "1", **(dict(error.headers or {}) if isinstance(error, HTTPException) else {})},
+        media_type="application/json",
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
+    return Response(body, 500, {GATEWAY: "1"}, media_type="application/json")
 
 
 def _json(document: Any, status: int = 200) -> Response:

@@ -82,6 +82,7 @@ class Books:
             "tenant_use_ratio", "What a tenant's requests in flight use of its share.", "tenant"
         )
         self._shown: set[str] = set()
+        self._users: set[str] = set()
 
     # -- what happens -------------------------------------------------------------
 
@@ -127,10 +128,12 @@ class Books:
 
     # -- who asks -----------------------------------------------------------------
 
-    def moves(self, since: int, limit: int) -> tuple[Sequence[Move], int]:
-        """From number ``since`` on, and the number to go on with."""
-        found = [move for move in self._moves if move.number >= since][:limit]
-        return found, (found[-1].number + 1 if found else max(since, self._number))
+    def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[Move], int]:
+        """From number ``since`` on, and the number to go on with; with a tenant, only its own."""
+        found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
+            :limit
+        ]
+        return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
     def exposition(self, replicas: Sequence[ReplicaState], uses: dict[str, float]) -> bytes:
         """In Prometheus' text format. ``uses``: by tenant, share in flight ÷ share it has."""
@@ -151,6 +154,9 @@ class Books:
             for health in _HEALTHS:
                 self._health.remove(gone, health)
         self._shown = names
+        for tenant in self._users - uses.keys():
+            self._use.labels(tenant).set(0.0)
+        self._users |= uses.keys()
         for tenant, use in uses.items():
             self._use.labels(tenant).set(use)
         return generate_latest(self.registry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -103,6 +104,8 @@ class LocalDecider:
         self._tenants = tuple(tenants)
         self._clock = clock
         self._tickets: dict[str, Ticket] = {}
+        self._untold: deque[facts.AnyFact] = deque()
+        self._telling = False
 
     def open(self, asked: facts.Asked) -> Ticket:
         """Ask for a request."""
@@ -116,15 +119,36 @@ class LocalDecider:
 
     def tell(self, fact: facts.AnyFact) -> None:
         """Something happened. An error of the core's is logged: it must not end a client's connection."""
+        # Whoever is told of an action may have something to tell: that comes after all actions of this one.
+        self._untold.append(fact)
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._untold:
+                self._take(self._untold.popleft())
+        finally:
+            self._telling = False
+
+    def _take(self, fact: facts.AnyFact) -> None:
+        actions: Sequence[facts.AnyAction]
         try:
             actions = self.core.take(fact, self._clock())
         except Exception:
             logger.exception("the routing core failed at %s; please report this", type(fact).__name__)
-            return
+            if not isinstance(fact, facts.Asked):
+                return
+            actions = [
+                facts.Refuse(fact.request_id, 500, "gateway_failed", "the gateway failed; see its log")
+            ]
         for action in actions:
-            self.on_decided(action)
-            if isinstance(action, (facts.Left, facts.Probe)):
-                self.on_told(action)
+            try:
+                self.on_decided(action)
+                if isinstance(action, (facts.Left, facts.Probe)):
+                    self.on_told(action)
+                    continue
+            except Exception:
+                logger.exception("what was decided could not be passed on; please report this")
                 continue
             ticket = self._tickets.get(action.request_id)
             if ticket is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -14,12 +17,19 @@ from .replicas import Address
 CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
 """vLLM closes connections that were idle for five; to write to one that closes costs a repetition."""
-_ENGINE_DEAD = (b"EngineDeadError", b"EngineCore encountered an issue", b"EngineGenerateError")
+_ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """What an API server says whose engine core is gone, while it lives a moment longer itself."""
 
 
 class ReplicaLost(Exception):
-    """A replica gave no answer; the text says how, for the log."""
+    """A replica gave no answer; the text says how, for the log.
+
+    ``computing``: the request had reached it.
+    """
+
+    def __init__(self, how: str, *, computing: bool) -> None:
+        super().__init__(how)
+        self.computing = computing
 
 
 @dataclass(slots=True)
@@ -34,6 +44,8 @@ class Answer:
 
 def open_session() -> aiohttp.ClientSession:
     """Connections to engines. How many there are at once is not bounded here: the core bounds requests."""
+    traces = aiohttp.TraceConfig()
+    traces.on_connection_reuseconn.append(_reused)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -42,7 +54,23 @@ def open_session() -> aiohttp.ClientSession:
         # What a client sent is what the engine gets: no headers of the library's own.
         skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
         trust_env=False,
+        trace_configs=[traces],
     )
+
+
+async def _reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: Any) -> None:
+    if isinstance(context.trace_request_ctx, _Try):
+        context.trace_request_ctx.on_old_connection = True
+
+
+@dataclass(slots=True)
+class _Try:
+    """What is known of one sending when it fails."""
+
+    on_old_connection: bool = False
+    """One that had been idle: the engine may have closed it a moment ago."""
+    answering: bool = False
+    """The head of an answer has come."""
 
 
 async def ask_engine(
@@ -55,20 +83,28 @@ async def ask_engine(
 ) -> Answer:
     """Send a request and wait for the first byte of its answer. Raises ``ReplicaLost``.
 
-    A connection that the engine closed because it was idle is no loss: such a request is sent again, once.
+    It is sent a second time only where its connection had been idle and was closed before anything of an
+    answer came: that engine has not seen it.
     """
+    attempt = _Try()
     try:
-        return await _ask_once(session, address, method, path, headers, body)
-    except aiohttp.ClientConnectorError as error:
-        raise ReplicaLost(f"cannot be connected to: {error.strerror or error}") from None
-    except (aiohttp.ClientError, ConnectionError):
-        pass
-    except (asyncio.TimeoutError, OSError) as error:
-        raise ReplicaLost(str(error) or type(error).__name__) from None
-    try:
-        return await _ask_once(session, address, method, path, headers, body)
+        return await _ask_once(session, address, method, path, headers, body, attempt)
+    except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
+        if not attempt.on_old_connection or attempt.answering:
+            raise ReplicaLost(_words(error), computing=True) from None
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise ReplicaLost(f"cannot be connected to: {_words(error)}", computing=False) from None
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise ReplicaLost(str(error) or type(error).__name__) from None
+        raise ReplicaLost(_words(error), computing=True) from None
+    # All idle connections may have been closed with that one.
+    fresh = CIMultiDict(headers)
+    fresh["Connection"] = "close"
+    try:
+        return await _ask_once(session, address, method, path, fresh, body, _Try())
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise ReplicaLost(f"cannot be connected to: {_words(error)}", computing=False) from None
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise ReplicaLost(_words(error), computing=True) from None
 
 
 async def _ask_once(
@@ -78,20 +114,47 @@ async def _ask_once(
     path: str,
     headers: CIMultiDict[str],
     body: bytes | None,
+    attempt: _Try,
 ) -> Answer:
     # The path has come percent-encoded, and is not to be encoded again.
     url = URL(address.url + path, encoded=True)
-    response = await session.request(method, url, data=body, headers=headers, allow_redirects=False)
+    response = await session.request(
+        method, url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=attempt
+    )
+    attempt.answering = True
     try:
         is_stream = response.content_type == "text/event-stream"
         first = await (response.content.readany() if is_stream else response.read())
     except BaseException:
         response.close()
         raise
-    if response.status == 500 and any(sign in first for sign in _ENGINE_DEAD):
+    failed = first if response.status == 500 else _error_event(first) if is_stream else None
+    if failed is not None and _is_of_a_dead_core(failed):
         response.close()
-        raise ReplicaLost("its engine core is dead")
-    if is_stream and any(first.startswith(b"data: ") and sign in first for sign in _ENGINE_DEAD):
-        response.close()
-        raise ReplicaLost("its engine core is dead")
+        raise ReplicaLost("its engine core is dead", computing=True)
     return Answer(response, first, is_stream)
+
+
+def _error_event(first: bytes) -> bytes | None:
+    """The data of a stream's first event where it is an error's: no answer's text can look so."""
+    if not first.startswith((b'data: {"error"', b"event: error")):
+        return None
+    for line in first.splitlines():
+        if line.startswith(b"data: "):
+            return line[len(b"data: ") :]
+    return None
+
+
+def _is_of_a_dead_core(document: bytes) -> bool:
+    """Whether an error's message says so; what else a document says, such as an answer's text, does not."""
+    try:
+        read = msgspec.json.decode(document)
+    except msgspec.DecodeError:
+        return False
+    error = read.get("error", read) if isinstance(read, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return isinstance(message, str) and any(sign in message for sign in _ENGINE_DEAD)
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -19,6 +19,7 @@ _OF_ONE_CONNECTION = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
+_SERVERS_OWN = frozenset((b"date", b"server"))
 # The body is read here, so its length and the question whether it is wanted are answered here; the rank is
 # the gateway's to choose, and which codings an answer may have is a matter between it and the engine.
 _ANSWERED_HERE = frozenset(b"host content-length expect accept-encoding x-data-parallel-rank".split())
@@ -32,9 +33,7 @@ def onwards(headers: Raw, *, key: str | None, rank: int | None, session: str | N
     if key is not None:
         dropped |= {b"authorization", b"x-api-key"}
     passed: CIMultiDict[str] = CIMultiDict(
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in headers
-        if name.lower() not in dropped
+        (name.decode("latin-1"), _as_sent(value)) for name, value in headers if name.lower() not in dropped
     )
     passed["Accept-Encoding"] = "identity"
     if key is not None:
@@ -42,21 +41,29 @@ def onwards(headers: Raw, *, key: str | None, rank: int | None, session: str | N
     if rank is not None:
         passed[RANK] = str(rank)
     if session is not None:
-        passed[SESSION] = session
+        passed[SESSION] = _as_sent(session.encode("latin-1"))
     return passed
 
 
 def back(headers: Raw, replica_id: str) -> list[tuple[bytes, bytes]]:
     """Of an engine's answer, for the client."""
     headers = list(headers)
-    dropped = _OF_ONE_CONNECTION | _named(headers)
+    dropped = _OF_ONE_CONNECTION | _SERVERS_OWN | _named(headers)
     passed = [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
     passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
     return passed
 
 
+def _as_sent(value: bytes) -> str:
+    """Text that has the same bytes again when it is sent, which is done in UTF-8."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 def one(headers: Raw, name: bytes) -> str | None:
-    """The first of a name, given in lower case."""
+    """The first of a name, given in lower case; its characters are its bytes, as engines read them."""
     for key, value in headers:
         if key == name:
             return value.decode("latin-1")

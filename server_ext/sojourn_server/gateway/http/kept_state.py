@@ -67,10 +67,11 @@ class KeptState:
                 changes = self._changes()
                 if changes != self._written:
                     text = self._text()
-                    await asyncio.to_thread(self._write, text)
+                    await asyncio.to_thread(self._write, text, "partial")
                     self._written = changes
         finally:
-            self._write(self._text())
+            # Another name: a thread may still be writing the other one.
+            self._write(self._text(), "last")
 
     def _changes(self) -> tuple[int, int]:
         counts = self._core.counts
@@ -79,11 +80,13 @@ class KeptState:
     def _text(self) -> bytes:
         return msgspec.json.encode(_Kept(self._wall(), self._core.snapshot(self._clock())))
 
-    def _write(self, text: bytes) -> None:
-        draft = self._path.with_name(self._path.name + ".partial")
+    def _write(self, text: bytes, name: str) -> None:
+        draft = self._path.with_name(f"{self._path.name}.{name}")
         try:
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             draft.replace(self._path)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error)

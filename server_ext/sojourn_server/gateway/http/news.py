@@ -1,7 +1,8 @@
 """What programs say of themselves: each event goes to the replica that its program is at home at.
 
 Engines know a program by what they were told. So its beginning, its graph and the tools that run now are kept
-here, and told again where it moves to; and what is told before its first request waits for that.
+here, and told to whichever replica its requests go to that has not heard them: another one, or another life
+of the same; and what is told before its first request waits for that.
 """
 
 from __future__ import annotations
@@ -10,26 +11,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
-from sojourn.events import (
-    AegGraph,
-    AegReport,
-    AnyEvent,
-    Heartbeat,
-    ProgramEnd,
-    ProgramStart,
-    ToolStart,
-    ToolStop,
-)
+from sojourn.events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.wire import (
     EVENTS_PATH,
-    WIRE_VERSION,
     EventBatch,
     EventOutcome,
     Outcome,
@@ -41,40 +30,20 @@ from sojourn.wire import (
 
 from ..core import facts
 from .decider import Decider
+from .known import Kept, Key, Known, Place
 from .replicas import Replicas
+from .riding import Riding
+from .speaking import ANSWER_TIMEOUT_S, Speaker, post_all
+from .watch import Description
 
 logger = logging.getLogger(__name__)
 
-ENGINE_TIMEOUT_S = 5.0
-MOST_PROGRAMS = 50_000
-MOST_KEPT = 64
-"""Events kept of a program that has no home yet."""
-MOST_TOOLS = 64
-MOST_GRAPHS = 256
-
-Key = tuple[str, str]
-"""Tenant and program id."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """An event and when it came."""
-
-    event: AnyEvent
-    at_s: float
-
-
-@dataclass(slots=True)
-class _Told:
-    """What is known of one program."""
-
-    authorization: str | None
-    start: _Kept | None = None
-    graph: _Kept | None = None
-    tools: dict[str, _Kept] = field(default_factory=dict)
-    """Those that run."""
-    undelivered: list[_Kept] = field(default_factory=list)
-    """Events that came before its first request."""
+REPLAY_WAIT_S = 1.0
+"""A request waits so long for its replica to hear of its program."""
+AGAIN_AFTER_S = 5.0
+"""An engine that did not listen is not told of the same program again before."""
+MOST_GRAPHS_TOLD = 1024
+"""Hashes remembered of one engine."""
 
 
 class ProgramNews:
@@ -94,19 +63,22 @@ class ProgramNews:
         self._session = session
         self._engine_key = engine_key
         self._clock = clock
-        self._programs: OrderedDict[Key, _Told] = OrderedDict()
-        self._graphs: OrderedDict[Key, AegGraph] = OrderedDict()
-        """By tenant and hash."""
-        self._graphs_told: dict[str, set[str]] = {}
-        """Hashes of the graphs that each engine has heard of in full, or was told of here."""
+        self.describes: Callable[[str], Description | None] = lambda replica_id: None
+        """What the engine of a replica last told of itself; set by whoever looks after engines."""
+        self.known = Known()
+        self._graphs_told: dict[str, tuple[str, set[str]]] = {}
+        """By address, the engine's life and hashes of the graphs that it has taken in full."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
+        self._speakers: dict[str, Speaker] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- what clients report ----------------------------------------------------------
 
     async def came(self, batch: EventBatch, tenant: str, authorization: str | None) -> list[EventOutcome]:
         """A batch from a client; one outcome for each event, in its order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
-        onwards: dict[str, list[tuple[int, msgspec.Raw]]] = {}
+        onwards: dict[str, _Onwards] = {}
         over: list[ProgramEnd] = []
         for place, raw in enumerate(batch.events):
             try:
@@ -121,150 +93,243 @@ class ProgramNews:
             home = self._replicas.get(self._decider.home(*key))
             if isinstance(event, ProgramEnd):
                 over.append(event)
-                if home is None and self._programs.pop(key, None) is not None:
+                if home is None and self.known.forget(key):
                     outcomes[place] = _outcome(event, Outcome.APPLIED)
                     continue
+            elif home is not None:
+                self._catch_up(key, home.replica_id)
+                self._note(key, event, authorization, home.replica_id)
             else:
-                self._note(key, event, authorization, delivered=home is not None)
+                self._note(key, event, authorization, None)
             if home is not None:
-                onwards.setdefault(home.url, []).append(
-                    (place, self._spelt_out(tenant, event, raw, home.url))
-                )
+                to = onwards.setdefault(home.url, _Onwards(self._graphs_told_to(home.url, home.replica_id)))
+                to.add(place, event, self._spelt_out(tenant, event, raw, to))
             elif isinstance(event, (ProgramStart, AegReport, ToolStart, ToolStop)):
                 outcomes[place] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
             else:
                 outcomes[place] = _outcome(event, Outcome.MISSING, "unknown program")
         await asyncio.gather(
-            *(self._pass_on(url, batch, of, outcomes, authorization) for url, of in onwards.items())
+            *(self._pass_on(url, batch, tenant, to, outcomes, authorization) for url, to in onwards.items())
         )
         for event in over:
-            self._programs.pop((tenant, event.program_id), None)
-            self._decider.tell(facts.ProgramEnded(event.program_id, tenant))
+            self._end((tenant, event.program_id))
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
 
-    def rode(self, key: Key, events: Iterable[msgspec.Raw], authorization: str | None) -> None:
-        """Events that go with a request to its replica."""
-        for raw in events:
-            try:
-                event = decode_event(raw)
-            except WireError:
-                continue  # the engine says so
-            if isinstance(event, ProgramEnd):
-                self._programs.pop(key, None)
-            elif event.program_id == key[1]:
-                self._note(key, event, authorization, delivered=True)
+    # -- what rides with requests ------------------------------------------------------
+
+    def is_anothers(self, tenant: str, program_id: str) -> bool:
+        """A program of this id lives and is another tenant's."""
+        return self._decider.is_anothers(tenant, program_id)
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """The replica that a program is at home at."""
+        return self._decider.home(tenant, program_id)
+
+    def rides(self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool) -> Kept | None:
+        """An event goes with a request to its program's replica; what is kept of it.
+
+        ``own``: of the request's own program, which is not over then, whatever it says.
+        """
+        key = (tenant, event.program_id)
+        if not isinstance(event, ProgramEnd):
+            return self._note(
+                key, event, authorization, None if own else self._decider.home(*key), rides=True
+            )
+        if own:
+            self.known.forget(key)
+        else:
+            self._end(key)
+        return None
+
+    def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
+        """Events that rode with a request which goes another way."""
+        task = asyncio.ensure_future(self.came(batch, tenant, authorization))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- what the gateway says itself ----------------------------------------------------
+
+    async def before(self, key: Key, replica_id: str, riding: Riding | None = None) -> None:
+        """A request of a program is about to go to a replica: that hears what it does not know, if it
+        listens. ``riding``: what the request itself tells."""
+        telling = self._catch_up(key, replica_id, riding.kept if riding is not None else ())
+        if telling is not None:
+            await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
 
     def settled(self, key: Key, replica_id: str) -> None:
-        """A program has its first home, or a request of it goes there: what it said before follows it."""
-        told = self._programs.get(key)
-        if told is not None and told.undelivered:
-            kept, told.undelivered = told.undelivered, []
-            self._say_soon(replica_id, told.authorization, [self._aged(key[0], one) for one in kept])
+        """A program has its first home: what it said before follows it."""
+        self._catch_up(key, replica_id)
 
     def moved(self, key: Key, replica_id: str) -> None:
         """A program has another home: that hears who it is, what its graph is and which tools run."""
-        told = self._programs.get(key)
-        if told is None:
-            return
-        kept = [one for one in (told.start, told.graph, *told.tools.values()) if one is not None]
-        told.undelivered = []
-        if kept:
-            self._say_soon(replica_id, told.authorization, [self._aged(key[0], one) for one in kept])
+        self._catch_up(key, replica_id)
 
-    def left(self, left: facts.Left) -> None:
-        """A program's old replica need not keep anything for it."""
+    def left(self, left: facts.Left, authorization: str | None = None) -> None:
+        """A program's old replica need not keep anything for it. ``authorization``: its last request's."""
         event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
-        told = self._programs.get((left.tenant, left.program_id))
-        self._say_soon(left.replica_id, told.authorization if told is not None else None, [event])
+        told = self.known.get((left.tenant, left.program_id))
+        if told is not None:
+            authorization = told.authorization if authorization is None else authorization
+            if told.place is not None and told.place[0] == left.replica_id:
+                told.unheard()
+        address = self._replicas.get(left.replica_id)
+        if address is not None:
+            self._speaker(address.url).say([self._numbered(event)], authorization)
 
     def forget(self, key: Key) -> None:
         """A program is over."""
-        self._programs.pop(key, None)
+        self.known.forget(key)
 
-    def _note(self, key: Key, event: AnyEvent, authorization: str | None, *, delivered: bool) -> None:
-        told = self._programs.get(key)
-        if told is None:
-            if isinstance(event, Heartbeat):
+    # -- inside ----------------------------------------------------------------------
+
+    def _end(self, key: Key) -> None:
+        self.known.forget(key)
+        self._decider.tell(facts.ProgramEnded(key[1], key[0]))
+
+    def _note(
+        self,
+        key: Key,
+        event: AnyEvent,
+        authorization: str | None,
+        home: str | None,
+        *,
+        rides: bool = False,
+    ) -> Kept | None:
+        """``home``: who hears of it now; ``None``: nobody, or, of what rides, not known yet."""
+        is_new = self.known.get(key) is None
+        shown = authorization if self._engine_key is None else None
+        kept = self.known.note(key, event, shown, self._clock(), delivered=rides or home is not None)
+        told = self.known.get(key)
+        if is_new and told is not None and home is not None:
+            told.place = self._place(home)
+        return kept
+
+    def _place(self, replica_id: str) -> Place:
+        described = self.describes(replica_id)
+        return (replica_id, described.instance if described is not None else "")
+
+    def _catch_up(
+        self, key: Key, replica_id: str, riding: Container[Kept] = ()
+    ) -> asyncio.Future[bool] | None:
+        """Tell a replica what it has not heard of a program; ``None``: there is nothing to wait for."""
+        told = self.known.get(key)
+        address = self._replicas.get(replica_id)
+        if told is None or address is None:
+            return None
+        place = self._place(replica_id)
+        if told.telling is not None and told.telling[0] == place and not told.telling[1].done():
+            return told.telling[1]
+        heard = self._graphs_told_to(address.url, replica_id)
+        graph = told.graph
+        lacks_graph = (
+            graph is not None and graph in riding and not graph.in_full and not self._has(heard, key, graph)
+        )
+        if told.place == place and not lacks_graph:
+            return None
+        described = self.describes(replica_id)
+        kept = told.to_tell(riding) if told.place != place else []
+        if lacks_graph and graph is not None:
+            kept.append(graph)
+        if not kept or (described is not None and not described.speaks_sojourn):
+            told.place = place
+            told.undelivered = []
+            return None
+        if self._clock() < told.again_s:
+            return None
+        said = self._speaker(address.url).say([self._aged(key[0], one) for one in kept], told.authorization)
+        told.telling = (place, said)
+        missed = told.missed
+
+        def heard_it(answer: asyncio.Future[bool]) -> None:
+            if answer.cancelled() or not answer.result():
+                told.again_s = self._clock() + AGAIN_AFTER_S
                 return
-            told = self._programs[key] = _Told(authorization)
-            if len(self._programs) > MOST_PROGRAMS:
-                self._programs.popitem(last=False)
-        else:
-            self._programs.move_to_end(key)
-            told.authorization = authorization
-        kept = _Kept(event, self._clock())
-        if isinstance(event, ProgramStart):
-            told.start = kept
-        elif isinstance(event, AegReport):
-            told.graph = kept
-            if event.graph is not None:
-                self._graphs[(key[0], event.graph_hash)] = event.graph
-                if len(self._graphs) > MOST_GRAPHS:
-                    self._graphs.popitem(last=False)
-        elif isinstance(event, ToolStart) and len(told.tools) < MOST_TOOLS:
-            told.tools[event.call_id] = kept
-        elif isinstance(event, ToolStop):
-            told.tools.pop(event.call_id, None)
-        if not delivered and not isinstance(event, Heartbeat):
-            told.undelivered = [*told.undelivered[-MOST_KEPT + 1 :], kept]
+            told.undelivered = [one for one in told.undelivered if one not in kept]
+            heard.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
+            if told.missed == missed:
+                told.place = place
 
-    def _spelt_out(self, tenant: str, event: AnyEvent, raw: msgspec.Raw, url: str) -> msgspec.Raw:
+        said.add_done_callback(heard_it)
+        return said
+
+    def _has(self, heard: set[str], key: Key, kept: Kept) -> bool:
+        """Whether an engine knows a graph, or cannot be told it."""
+        event = kept.event
+        return not isinstance(event, AegReport) or (
+            event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
+        )
+
+    def _graphs_told_to(self, url: str, replica_id: str) -> set[str]:
+        instance = self._place(replica_id)[1]
+        life, told = self._graphs_told.get(url, ("", set()))
+        if url not in self._graphs_told or life != instance or len(told) >= MOST_GRAPHS_TOLD:
+            told = set()
+            self._graphs_told[url] = (instance, told)
+        return told
+
+    def _spelt_out(self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _Onwards) -> msgspec.Raw:
         """A client tells a graph in full once, and then by its hash; each engine has to be told once."""
         if not isinstance(event, AegReport):
             return raw
-        told = self._graphs_told.setdefault(url, set())
-        graph = self._graphs.get((tenant, event.graph_hash))
-        if event.graph_hash in told or graph is None:
+        if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
+            to.spelt.add(event.graph_hash)
             return raw
-        if len(told) >= MOST_GRAPHS:
-            told.clear()
-        told.add(event.graph_hash)
-        return (
-            raw
-            if event.graph is not None
-            else msgspec.Raw(encode(msgspec.structs.replace(event, graph=graph)))
-        )
+        graph = self.known.graph(tenant, event.graph_hash)
+        if graph is None:
+            return raw
+        to.spelt.add(event.graph_hash)
+        return _with_graph(msgspec.to_builtins(event), graph)
 
-    def _aged(self, tenant: str, kept: _Kept) -> dict[str, Any]:
+    def _aged(self, tenant: str, kept: Kept) -> msgspec.Raw:
         """An event as it is said again: it is older by now, and its graph is spelt out."""
-        said = kept.event
-        if isinstance(said, AegReport) and said.graph is None:
-            said = msgspec.structs.replace(said, graph=self._graphs.get((tenant, said.graph_hash)))
-        event: dict[str, Any] = msgspec.to_builtins(said)
+        event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
-        return event
+        if isinstance(kept.event, AegReport):
+            graph = self.known.graph(tenant, kept.event.graph_hash)
+            return self._numbered(event if graph is None else {**event, "graph": graph})
+        return self._numbered(event)
 
-    def _say_soon(self, replica_id: str, authorization: str | None, events: Iterable[dict[str, Any]]) -> None:
-        numbered = []
-        for event in events:
-            # In the gateway's own name: a number that an engine has heard from an emitter is a double to it.
-            numbered.append(msgspec.Raw(encode({**event, "seq": self._seq})))
-            self._seq += 1
-        address = self._replicas.get(replica_id)
-        if address is None:
-            return
-        batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=numbered)
-        task = asyncio.ensure_future(self._post(address.url, batch, authorization))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _numbered(self, event: dict[str, Any]) -> msgspec.Raw:
+        # In the gateway's own name: a number that an engine has heard from an emitter is a double to it.
+        self._seq += 1
+        return msgspec.Raw(encode({**event, "seq": self._seq - 1}))
+
+    def _speaker(self, url: str) -> Speaker:
+        speaker = self._speakers.get(url)
+        if speaker is None:
+            self._speakers = {known: one for known, one in self._speakers.items() if not one.idle}
+            speaker = self._speakers[url] = Speaker(url, self._emitter, self._post, self._clock)
+        return speaker
 
     async def _pass_on(
         self,
         url: str,
         batch: EventBatch,
-        events: Sequence[tuple[int, msgspec.Raw]],
+        tenant: str,
+        to: _Onwards,
         outcomes: list[EventOutcome | None],
         authorization: str | None,
     ) -> None:
-        part = EventBatch(
-            v=batch.v, emitter=batch.emitter, events=[raw for _, raw in events], dropped=batch.dropped
+        speaker = self._speakers.get(url)
+        if speaker is not None:
+            await speaker.silence()  # what was said of these programs before is heard before
+        onwards = EventBatch(
+            v=batch.v, emitter=batch.emitter, events=[raw for _, _, raw in to.events], dropped=batch.dropped
         )
-        answered = await self._post(url, part, authorization)
-        if answered is None or len(answered) != len(events):
-            missing = EventOutcome(outcome=Outcome.MISSING, reason="its replica did not answer")
-            answered = [missing] * len(events)
-        for (place, _), outcome in zip(events, answered, strict=True):
+        answered = await post_all(self._post, url, onwards, authorization)
+        for (place, event, _), outcome in zip(to.events, answered, strict=True):
+            if outcome is None:
+                outcomes[place] = EventOutcome(outcome=Outcome.MISSING, reason="its replica did not answer")
+                told = self.known.get((tenant, event.program_id))
+                if told is not None and not isinstance(event, ToolStop):
+                    told.unheard()
+                continue
             outcomes[place] = outcome
+            if isinstance(event, AegReport) and event.graph_hash in to.spelt:
+                if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
+                    to.heard.add(event.graph_hash)
+                elif outcome.outcome is Outcome.MISSING:
+                    to.heard.discard(event.graph_hash)  # it has forgotten it
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
@@ -278,13 +343,33 @@ class ProgramNews:
                 url + EVENTS_PATH,
                 data=encode(batch),
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=ENGINE_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S),
             ) as answer:
                 body = await answer.read()
                 return decode_outcomes(body).outcomes if answer.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, WireError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, WireError, ValueError) as error:
             logger.debug("events for %s are lost: %s", url, error)
             return None
+
+
+class _Onwards:
+    """Events of one batch for one engine."""
+
+    def __init__(self, heard: set[str]) -> None:
+        self.heard = heard
+        """Hashes of the graphs that it has taken in full."""
+        self.spelt: set[str] = set()
+        """Of those that it is told now."""
+        self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
+        """Each with its place in the client's batch."""
+
+    def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
+        """One more."""
+        self.events.append((place, event, raw))
+
+
+def _with_graph(event: dict[str, Any], graph: msgspec.Raw) -> msgspec.Raw:
+    return msgspec.Raw(encode({**event, "graph": graph}))
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

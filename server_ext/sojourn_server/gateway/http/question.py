@@ -24,7 +24,7 @@ class BadQuestion(ValueError):
 
 
 class _Body(msgspec.Struct):
-    stream: bool | None = None
+    stream: Any = None
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
@@ -40,7 +40,6 @@ class _Body(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Body)
-_ids = msgspec.json.Decoder(list[int | list[int]])
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -103,7 +102,7 @@ def read_question(api: Api, body: bytes, session: str | None) -> Question:
     expected = identity.context.expected_output_length if identity.context is not None else None
     told = (expected, read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
     return Question(
-        read.stream is True,
+        read.stream in (True, "true", "True", "1"),
         read.model,
         identity.program_id,
         identity.context,
@@ -128,10 +127,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _count_ids(prompt: bytes) -> int | None:
-    if not prompt.startswith(b"["):
-        return None
-    try:
-        ids = _ids.decode(prompt)
-    except msgspec.DecodeError:
-        return None  # a list of texts
-    return sum(len(part) if isinstance(part, list) else 1 for part in ids)
+    # It is valid JSON. Numbers are not read one by one: there may be millions, and clients wait meanwhile.
+    if not prompt.startswith(b"[") or b'"' in prompt:
+        return None  # one text, or several
+    return prompt.count(b",") + 1 if any(48 <= byte <= 57 for byte in prompt[:64]) else 0

@@ -25,6 +25,7 @@ from .moving import Mover
 from .news import ProgramNews
 from .question import BadQuestion, Question, read_question, without_identity
 from .replicas import Replicas
+from .riding import Riding
 from .sizes import PromptSizes
 from .tenants import Tenants
 from .ticket import ClientGone, Ticket
@@ -37,8 +38,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 20
 BODY_TIMEOUT_S = 60.0
+LARGE_BODY_BYTES = 1 << 20
+"""Read in a thread: other clients' answers go on meanwhile."""
+SILENT_S = 5.0
+"""After so long without a byte an answer of a replica that is taken for dead is given up."""
 MOST_RESPONSES = 100_000
 """Answers remembered whose conversation may be gone on with by their id."""
+
+
+_SESSION = headers.SESSION.lower().encode()
 
 
 class _Refused(Exception):
@@ -107,7 +115,8 @@ class Relay:
             body = await self._read_body(raw, receive)
             if body is None:
                 return
-            exchange = _Exchange(self, api, scope, send, tenant, body)
+            question, prefix = await self._read(api, body, headers.one(raw, _SESSION))
+            exchange = _Exchange(self, api, scope, send, tenant, body, question, prefix)
         except _Refused as refused:
             await _answer(send, api, refused)
             return
@@ -116,6 +125,16 @@ class Relay:
             await exchange.run()
         finally:
             watch.cancel()
+
+    async def _read(self, api: Api, body: bytes, session: str | None) -> tuple[Question, tuple[int, ...]]:
+        def read() -> tuple[Question, tuple[int, ...]]:
+            question = read_question(api, body, session)
+            return question, question.prefix() if self._reads_prefixes else ()
+
+        try:
+            return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
+        except BadQuestion as error:
+            raise _Refused(400, "bad_request", str(error)) from None
 
     async def _read_body(self, raw: Raw, receive: Receive) -> bytes | None:
         """``None``: the client went away."""
@@ -142,7 +161,17 @@ class Relay:
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, relay: Relay, api: Api, scope: Scope, send: Send, tenant: str, body: bytes) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        api: Api,
+        scope: Scope,
+        send: Send,
+        tenant: str,
+        body: bytes,
+        question: Question,
+        prefix: tuple[int, ...],
+    ) -> None:
         self._relay = relay
         self._api = api
         self._scope = scope
@@ -150,14 +179,12 @@ class _Exchange:
         self._tenant = tenant
         self._body = body
         raw: Raw = scope["headers"]
-        session = headers.one(raw, headers.SESSION.lower().encode())
-        try:
-            question = read_question(api, body, session)
-        except BadQuestion as error:
-            raise _Refused(400, "bad_request", str(error)) from None
+        session = headers.one(raw, _SESSION)
         program_id = question.program_id
-        if program_id is None and question.previous_response_id is not None:
-            program_id = relay._conversations.get(f"{tenant}/{question.previous_response_id}")
+        if program_id is None and api is Api.RESPONSES:
+            # A conversation that its client does not name is one all the same: its engine has what was said.
+            known = relay._conversations.get(f"{tenant}/{question.previous_response_id}")
+            program_id = known or f"conversation-{secrets.token_hex(8)}"
         if program_id is not None and relay._decider.is_anothers(tenant, program_id):
             # Served all the same, but as of no program: the engine would take the two for one.
             relay._books.forged(tenant)
@@ -179,14 +206,16 @@ class _Exchange:
                 agent_type=question.agent_type,
                 output_tokens=question.output_tokens,
                 deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
-                prefix=question.prefix() if relay._reads_prefixes else (),
+                prefix=prefix,
+                exact=question.prompt_tokens is not None,
             )
         )
-        if program_id is not None and context is not None and context.sojourn is not None:
-            authorization = headers.one(raw, b"authorization")
-            relay._news.rode((tenant, program_id), context.sojourn.events, authorization)
+        self._riding: Riding | None = None
+        if context is not None and context.sojourn is not None and self._body is body:
+            shown = headers.one(raw, b"authorization")
+            self._riding = Riding(relay._news, tenant, program_id, context, shown)
         self._meter = AnswerMeter(stream=question.stream)
-        self._began = False
+        self._is_answered = False
         self._sent_to: str | None = None
 
     async def run(self) -> None:
@@ -205,13 +234,14 @@ class _Exchange:
             where = None if self.ticket.superseded or self.ticket.has_news else self._sent_to
             decider.tell(facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=where))
             decider.close(self.ticket)
-        if self._program_id is not None and self.question.is_last:
+        if self._program_id is not None and self.question.is_last and self._is_answered:
             self._relay._news.forget((self._tenant, self._program_id))
             decider.tell(facts.ProgramEnded(self._program_id, self._tenant))
 
     async def _until_answered(self) -> None:
         while True:
-            decision = await self.ticket.next()
+            with self._waits():
+                decision = await self.ticket.next()
             if isinstance(decision, facts.Refuse):
                 raise _Refused(decision.status, decision.code, decision.message, decision.retry_after_s)
             if isinstance(decision, facts.Cut):
@@ -221,37 +251,43 @@ class _Exchange:
             if await self._at(decision):
                 return
 
+    def _waits(self) -> contextlib.AbstractContextManager[None]:
+        if self._program_id is None:
+            return contextlib.nullcontext()
+        return self._relay._mover.waits((self._tenant, self._program_id))
+
     async def _at(self, decision: facts.Send) -> bool:
         """Be answered by the replica that was decided on; False: it will be another one."""
         relay = self._relay
         self._sent_to = decision.replica_id
         address = relay._replicas.get(decision.replica_id)
         if address is None:
-            self._lost(decision.replica_id, "its address is not known")
+            self._lost(decision.replica_id, "its address is not known", computing=False)
             return False
         waited_s = relay._clock() - self._asked_s
         passed = headers.onwards(
             self._scope["headers"], key=relay._engine_key, rank=address.rank, session=self._session_header
         )
-        if decision.moved_from is not None and self._program_id is not None:
-            await relay._mover.moved(
+        if self._program_id is not None:
+            await relay._mover.goes(
                 (self._tenant, self._program_id),
-                decision.moved_from,
                 decision.replica_id,
+                decision.moved_from,
                 decision.reason,
                 passed.get("Authorization"),
+                self._riding,
             )
             if self.ticket.has_news:
                 return False
-        elif self._program_id is not None:
-            relay._news.settled((self._tenant, self._program_id), decision.replica_id)
+        if self._riding is not None:
+            self._body = self._riding.towards(decision.replica_id, self._body)
         asking = asyncio.ensure_future(self._ask(address, passed))
         if not await self.ticket.while_unchanged(asking):
             return False
         try:
             answer = asking.result()
         except ReplicaLost as error:
-            self._lost(decision.replica_id, str(error))
+            self._lost(decision.replica_id, str(error), computing=error.computing)
             return False
         relay._books.sent(decision.reason, waited_s)
         await self._pass_back(answer, decision.replica_id)
@@ -263,9 +299,9 @@ class _Exchange:
         target = path.decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
         return await ask_engine(self._relay._session(), address, "POST", target, passed, self._body)
 
-    def _lost(self, replica_id: str, why: str) -> None:
+    def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
-        self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id))
+        self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id, computing=computing))
 
     async def _pass_back(self, answer: Answer, replica_id: str) -> None:
         """From the first byte on there is no other replica for this request."""
@@ -282,6 +318,7 @@ class _Exchange:
                 await self._pass_stream(answer, replica_id)
             else:
                 await self._to_client({"type": "http.response.body", "body": answer.first})
+            self._is_answered = response.status == 200
             self._learn(response.status)
         finally:
             # Of an answer that was not read to its end the connection is of no more use; the engine sees it
@@ -291,12 +328,17 @@ class _Exchange:
     async def _pass_stream(self, answer: Answer, replica_id: str) -> None:
         events = WholeEvents()
         ticket, response = self.ticket, answer.response
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
 
-        def changed() -> None:
-            if ticket.has_news:
+        def look_again() -> None:
+            # A replica that is taken for dead while it still answers may end what it has begun.
+            if ticket.client_gone or loop.time() - heard_s >= SILENT_S:
                 response.close()  # then reading fails, as if the replica had closed it
+            else:
+                loop.call_later(SILENT_S, look_again)
 
-        ticket.on_change = changed
+        ticket.on_change = look_again
         chunk = answer.first
         ended_well = False
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
@@ -304,12 +346,13 @@ class _Exchange:
                 whole = events.through(chunk)
                 if whole:
                     await self._write(whole)
-                chunk = await answer.response.content.readany()
+                chunk = await response.content.readany()
+                heard_s = loop.time()
                 self._meter.saw(chunk)
-            ended_well = answer.response.content.at_eof() and answer.response.content.exception() is None
+            ended_well = response.content.at_eof() and response.content.exception() is None
         if ticket.client_gone:
             raise ClientGone
-        if ended_well and not ticket.has_news:
+        if ended_well:
             await self._to_client({"type": "http.response.body", "body": events.rest()})
             return
         logger.warning("replica %s broke off an answer after its first byte", replica_id)

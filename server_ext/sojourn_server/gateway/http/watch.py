@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,9 @@ ANSWER_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 10.0
 """A replica that is slow but alive must be believed for so long."""
 MOST_PROBES_LOST = 3
+MOST_ILL = 2
+MOST_LOOKS = 3
+"""After so many an engine is taken as it describes itself, though not all of it was answered."""
 DESCRIBE_EVERY = 15
 """Polls between two looks at what an engine can hold."""
 UNKNOWN_CAPACITY_TOKENS = 1 << 20
@@ -54,6 +56,12 @@ class _Watched:
     url: str
     description: Description | None = None
     polls: int = 0
+    ill: int = 0
+    """Health checks in a row that were answered with an error."""
+    looks: int = 0
+    """Descriptions in a row that were not whole."""
+    noted: bool = False
+    """It has been said in the log that nobody is there, or that a key is missing."""
     probes_lost: int = 0
     life: int = 0
     """Counted up each time it was gone: an engine that tells no start is another one afterwards."""
@@ -130,17 +138,22 @@ class Watch:
 
     async def _look_after(self, watched: _Watched) -> None:
         while True:
-            with contextlib.suppress(Exception):
+            try:
                 await self._check(watched)
+            except Exception:
+                logger.exception("looking after %s failed; please report this", watched.url)
             await asyncio.sleep(self._poll_s)
 
     async def _check(self, watched: _Watched) -> None:
         async with watched.checking:
-            alive = await self._lives(watched.url, ANSWER_TIMEOUT_S)
+            alive = await self._lives(watched, ANSWER_TIMEOUT_S)
             if alive is None:
                 return  # no answer yet: the core notices its silence and has it probed
             if not alive:
                 self._gone(watched, "refused")
+                if not watched.noted:
+                    logger.warning("no engine answers at %s yet", watched.url)
+                    watched.noted = True
                 return
             watched.probes_lost = 0
             if watched.description is None or watched.polls % DESCRIBE_EVERY == 0:
@@ -152,7 +165,7 @@ class Watch:
 
     async def _probe(self, watched: _Watched) -> None:
         async with watched.checking:
-            alive = await self._lives(watched.url, PROBE_TIMEOUT_S)
+            alive = await self._lives(watched, PROBE_TIMEOUT_S)
             if alive:
                 watched.probes_lost = 0
                 # It may be another one by now, under the same address.
@@ -165,14 +178,21 @@ class Watch:
             if alive is False or watched.probes_lost >= MOST_PROBES_LOST:
                 self._gone(watched, "refused" if alive is False else "silent")
 
-    async def _lives(self, url: str, timeout_s: float) -> bool | None:
-        """``None``: it does not say. A connection that is refused, or a 503, says no."""
+    async def _lives(self, watched: _Watched, timeout_s: float) -> bool | None:
+        """``None``: it does not say. A connection that is refused says no, and so do two errors in a row."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session().get(
-                f"{url}/health", headers=self._headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                f"{watched.url}/health", headers=self._headers, timeout=timeout
             ) as answer:
                 await answer.read()
-                return answer.status not in (500, 503)
+                if answer.status < 300:
+                    watched.ill = 0
+                    return True
+                if answer.status not in (500, 503):
+                    return None  # somebody between us and it
+                watched.ill += 1
+                return False if watched.ill >= MOST_ILL else None
         except aiohttp.ClientConnectorError as error:
             # Nobody listens there. A name that cannot be resolved, or no route, may be our own trouble.
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
@@ -180,30 +200,33 @@ class Watch:
             return None
 
     async def _describe(self, watched: _Watched) -> Description | None:
-        capabilities, metrics, models = await asyncio.gather(
-            self._json(watched.url + CAPABILITIES_PATH),
-            self._text(f"{watched.url}/metrics"),
-            self._json(f"{watched.url}/v1/models"),
-        )
-        if capabilities is None and metrics is None and models is None:
-            return None
-        return describe(capabilities or {}, metrics or "", models or {}, watched.life)
+        """``None``: not now. An engine that is known is never described anew by half an answer: what is
+        missing would look like another engine."""
+        paths = (CAPABILITIES_PATH, "/metrics", "/v1/models")
+        found = await asyncio.gather(*(self._text(watched.url + path) for path in paths))
+        statuses = {status for status, _ in found}
+        if 401 in statuses and not watched.noted:
+            logger.warning("%s asks for a key: without --engine-key little is known of it", watched.url)
+            watched.noted = True
+        if 0 in statuses:
+            watched.looks += 1
+            if watched.description is not None or watched.looks < MOST_LOOKS:
+                return None
+        watched.looks = 0
+        capabilities, metrics, models = (text for _, text in found)
+        return describe(_table(capabilities), metrics, _table(models), watched.life)
 
-    async def _json(self, url: str) -> dict[str, Any] | None:
-        text = await self._text(url)
-        try:
-            found = msgspec.json.decode(text) if text is not None else None
-        except msgspec.DecodeError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    async def _text(self, url: str) -> str | None:
+    async def _text(self, url: str) -> tuple[int, str]:
+        """Status and text of an answer; 0: there was none, or the engine was not up to it."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         try:
             async with self._session().get(url, headers=self._headers, timeout=timeout) as answer:
-                return await answer.text() if answer.status == 200 else None
+                text = await answer.text()
+                if answer.status == 200:
+                    return 200, text
+                return (0 if answer.status >= 500 else answer.status), ""
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
-            return None
+            return 0, ""
 
     def _described(self, watched: _Watched, described: Description) -> None:
         known = watched.description
@@ -213,6 +236,7 @@ class Watch:
             self._forget(watched, "described_anew")
             watched.places = addresses(watched.url, described.ranks)
         watched.description = described
+        watched.noted = False
 
     def _seen(self, watched: _Watched) -> None:
         told = watched.description
@@ -279,6 +303,14 @@ def describe(
         shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
     )
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(text) if text else {}
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _whole(value: object) -> int | None:

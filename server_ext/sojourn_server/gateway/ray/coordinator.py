@@ -494,7 +494,8 @@ class Coordinator:
         fleet = self.core.fleet
         engines = sum(1 for places in self._engines.values() if places)
         homed = sum(replica.homed_tokens for replica in fleet)
-        waiting = sum(max(one.needs_tokens, one.size_tokens) for one in self.core.requests.anywhere)
+        lines = (self.core.requests.anywhere, self.core.requests.failed)
+        waiting = sum(max(one.needs_tokens, one.size_tokens) for line in lines for one in line)
         return Need(homed + waiting, fleet.room_tokens // engines if engines else 0)
 
     async def _keep_checkpoints(self) -> None:

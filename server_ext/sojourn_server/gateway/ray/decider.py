@@ -45,8 +45,8 @@ LISTEN_TIMEOUT_S = 20.0
 RETRY_S = 0.2
 SWEEP_S = 0.25
 
-_OF_NO_REQUEST = (facts.ProgramEnded, facts.KvDropped, facts.ReplicaDrains)
-_URGENT = (facts.Asked, facts.Failed, facts.ReplicaDrains)
+_OF_NO_REQUEST = (facts.ProgramEnded, facts.KvDropped, facts.ReplicaDrains, facts.ReplicaStays)
+_URGENT = (facts.Asked, facts.Failed, facts.ReplicaDrains, facts.ReplicaStays)
 
 
 @dataclass(slots=True)

@@ -81,6 +81,7 @@ class Gateway:
                 agent_type=agent_type,
                 deadline_s=deadline_s,
                 prefix=prefix,
+                exact=True,
             ),
             now,
         )
