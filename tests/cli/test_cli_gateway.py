@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_what_cannot_work_is_refused_with_the_way_out(flags: list[str], told: st
     assert done.returncode == 2
     assert told in done.stderr
     assert "next:" in done.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "cannot be listened at" in done.stderr
+    assert "--port" in done.stderr
 
 
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ def gateway(
     needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CliError(f"not installed: {', '.join(missing)}", "pip install 'sojourn[gateway]'")
+        raise CliError(f"not installed: {', '.join(missing)}", "pip install '.[gateway]' from a checkout")
     if ray is not None:
         _serve_on_ray(ray, _given(context, "ray"))
         return
@@ -116,7 +117,9 @@ def _serve(
         reads_prefixes=preset.routing.reads_prefixes,
     )
     _, app = build(urls, preset, known, options, limits=limits, state=state)
-    console.print(f"policy {preset.name}: {len(urls)} engines behind http://{host}:{port}", highlight=False)
+    _check_port(host, port)
+    many = "engine" if len(urls) == 1 else "engines"
+    console.print(f"policy {preset.name}: {len(urls)} {many} behind http://{host}:{port}", highlight=False)
     uvicorn.run(
         app,
         host=host,
@@ -129,6 +132,19 @@ def _serve(
         timeout_graceful_shutdown=60,
         server_header=False,
     )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before anything is begun: uvicorn says it late and without a way out."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CliError(
+                f"{host}:{port} cannot be listened at: {error.strerror}", "choose another --port"
+            ) from None
 
 
 def _given(context: typer.Context, but: str) -> list[str]:
@@ -151,7 +167,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         )
     # Not ray.serve: to look for that imports Ray, which reads the environment only then.
     if importlib.util.find_spec("ray") is None:
-        raise CliError("not installed: ray", "pip install 'sojourn[gateway,ray]'")
+        raise CliError("not installed: ray", "pip install '.[gateway,ray]' from a checkout")
     from sojourn_server.gateway.ray.config import ConfigError, read_config
     from sojourn_server.gateway.ray.environment import set_environment
 
@@ -192,7 +208,9 @@ def _tenants(path: Path | None, api_key: str | None) -> Tenants:
     try:
         return read_tenants(path)
     except TenantsError as error:
-        raise CliError(str(error), 'write [tenants] and under it lines NAME = ["KEY", ...]') from None
+        unset = "the environment has no" in str(error)
+        how = 'write [tenants] and under it lines NAME = ["KEY", ...]'
+        raise CliError(str(error), "export it, or take the line out" if unset else how) from None
 
 
 def _is_loopback(host: str) -> bool:

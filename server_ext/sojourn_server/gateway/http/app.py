@@ -346,6 +346,7 @@ class Gateway:
             raise Failure(403, "only operators drain replicas", "send the gateway's admin key")
         replica = self._replica(request.path_params["replica"])
         self.decider.tell(fact(replica.replica_id))
+        logger.info("%s: %s", replica.replica_id, fact.__name__)
         return _json(_state_of(await self.decider.replicas(), replica.replica_id))
 
     def _replica(self, name: str | None) -> Address:

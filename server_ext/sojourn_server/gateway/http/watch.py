@@ -232,6 +232,13 @@ class Watch:
         known = watched.description
         if known is not None and known.instance != described.instance:
             logger.warning("%s was started anew: nothing that it held is left", watched.url)
+        if known is None:
+            logger.info(
+                "%s is up: KV for %d tokens on the device, %d in host memory",
+                watched.url,
+                described.capacity_tokens,
+                described.host_tokens,
+            )
         if known is None or known.ranks != described.ranks:
             self._forget(watched, "described_anew")
             watched.places = addresses(watched.url, described.ranks)

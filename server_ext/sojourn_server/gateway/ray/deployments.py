@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 ENGINE = "Engine"
 GATEWAY = "Gateway"
 WANTED = "wanted_engines"
+GATEWAY_CPUS = 0.1
+"""What Ray reserves for a gateway."""
 MOST_ONGOING = 100_000
 """Of a gateway: what waits is bounded by the coordinator."""
 STREAM_GRACE_S = 60.0
@@ -191,7 +193,7 @@ def application(config: RayConfig) -> Any:
         name=GATEWAY,
         num_replicas=config.gateways,
         max_ongoing_requests=MOST_ONGOING,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": GATEWAY_CPUS},
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=STREAM_GRACE_S,
