@@ -92,9 +92,8 @@ async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[fl
     from sojourn_server.gateway.ray.actor import ActorCalls
 
     calls = ActorCalls(config)
-    for number in range(REPLICAS):
-        description = Description(1, "1", 100_000, 0, 64, 32_000, False, True)
-        await calls.register(m.Registration(f"e{number}", f"http://h:{number + 1}", description))
+    await register(calls)
+    living = asyncio.ensure_future(live(calls))
     decider = RayDecider(calls, Replicas())
     running = asyncio.ensure_future(decider.run())
     while not decider.joined or decider.place("h:1") is None:
@@ -108,7 +107,22 @@ async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[fl
         for batch in BATCHES:
             found.setdefault(f"facts/{batch}", []).append(round(await told(calls, batch, seconds)))
     running.cancel()
+    living.cancel()
     return found
+
+
+async def register(calls: Any) -> None:
+    """All replicas say that they are there."""
+    description = Description(1, "1", 100_000, 0, 64, 32_000, False, True)
+    for number in range(REPLICAS):
+        await calls.register(m.Registration(f"e{number}", f"http://h:{number + 1}", description))
+
+
+async def live(calls: Any) -> None:
+    """And say it again: one that is silent for ten seconds is looked for."""
+    while True:
+        await asyncio.sleep(3.0)
+        await register(calls)
 
 
 def lines(found: dict[str, list[float]]) -> list[list[str]]:

@@ -103,7 +103,7 @@ def test_commands_and_their_options_exist(line: str) -> None:
     known = {
         option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    known |= {"--port"} if words[1] == "serve" else set()  # vLLM's own
+    known |= {"--host", "--port"} if words[1] == "serve" else set()  # vLLM's own
     mine = words[2 : words.index("--")] if "--" in words else words[2:]
     given = {word.partition("=")[0] for word in mine if word.startswith("-")}
     assert given <= known
