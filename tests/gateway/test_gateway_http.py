@@ -587,6 +587,17 @@ async def test_the_end_of_a_program_is_passed_on_and_its_home_forgotten() -> Non
         assert await it.home("p") is None
 
 
+async def test_where_engines_check_keys_a_wrong_one_ends_nobodys_program() -> None:
+    async with engines(1, key="right") as fakes, world(fakes) as it:
+        assert (await it.chat("p", key="right")).status == 200
+        end = {"type": "program_end", "program_id": "p", "seq": 1}
+        outcomes = await it.events(end, key="wrong")
+        assert outcomes[0]["outcome"] == "rejected"
+        assert await it.home("p") is not None
+        assert (await it.events({**end, "seq": 2}, key="right"))[0]["outcome"] == "applied"
+        assert await it.home("p") is None
+
+
 async def test_a_graph_told_once_is_told_to_each_engine() -> None:
     graph = {"nodes": [{"id": "act"}], "edges": [{"source": "__start__", "target": "act"}]}
     full = {"type": "aeg", "graph_hash": "h", "graph": graph}

@@ -178,9 +178,8 @@ async def test_a_graph_is_told_in_full_until_an_engine_has_taken_it() -> None:
         homes = [of(fakes, (await it.chat(name)).headers["X-Sojourn-Replica"]) for name in ("p", "q")]
         await it.events({**report, "program_id": "p", "seq": 1, "graph": small})
         homes[1].key = "it takes nothing"
-        assert [one["outcome"] for one in await it.events({**report, "program_id": "q", "seq": 2})] == [
-            "missing"
-        ]
+        refused = await it.events({**report, "program_id": "q", "seq": 2})
+        assert [one["outcome"] for one in refused] == ["rejected"]
         homes[1].key = None
         await it.events({**report, "program_id": "q", "seq": 3})
         assert homes[1].events[-1]["graph"] == small

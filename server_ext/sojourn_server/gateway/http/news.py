@@ -79,7 +79,7 @@ class ProgramNews:
         """A batch from a client; one outcome for each event, in its order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _Onwards] = {}
-        over: list[ProgramEnd] = []
+        over: list[tuple[int, ProgramEnd]] = []
         for place, raw in enumerate(batch.events):
             try:
                 event = decode_event(raw)
@@ -92,7 +92,7 @@ class ProgramNews:
                 continue
             home = self._replicas.get(self._decider.home(*key))
             if isinstance(event, ProgramEnd):
-                over.append(event)
+                over.append((place, event))
                 if home is None and self.known.forget(key):
                     outcomes[place] = _outcome(event, Outcome.APPLIED)
                     continue
@@ -111,8 +111,11 @@ class ProgramNews:
         await asyncio.gather(
             *(self._pass_on(url, batch, tenant, to, outcomes, authorization) for url, to in onwards.items())
         )
-        for event in over:
-            self._end((tenant, event.program_id))
+        for place, event in over:
+            outcome = outcomes[place]
+            # Whom the engine does not know it would not have believed either.
+            if outcome is None or outcome.outcome is not Outcome.REJECTED:
+                self._end((tenant, event.program_id))
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
 
     # -- what rides with requests ------------------------------------------------------
@@ -346,6 +349,9 @@ class ProgramNews:
                 timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S),
             ) as answer:
                 body = await answer.read()
+                if answer.status in (401, 403):
+                    refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
+                    return [refused] * len(batch.events)
                 return decode_outcomes(body).outcomes if answer.status == 200 else None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, WireError, ValueError) as error:
             logger.debug("events for %s are lost: %s", url, error)

@@ -9,7 +9,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, EventOutcome, encode
+from sojourn.wire import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    WIRE_VERSION,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    encode,
+)
 
 ANSWER_TIMEOUT_S = 5.0
 MOST_WORDS = 4096
@@ -104,7 +112,9 @@ class Speaker:
                     if self._clock() - word.at_s < STALE_S:
                         batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=word.events)
                         outcomes = await post_all(self._post, self._url, batch, word.authorization)
-                        heard = None not in outcomes
+                        heard = all(
+                            one is not None and one.outcome is not Outcome.REJECTED for one in outcomes
+                        )
                 finally:
                     if not word.said.done():
                         word.said.set_result(heard)
