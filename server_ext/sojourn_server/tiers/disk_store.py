@@ -39,6 +39,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,7 @@ from .full_block import (
     TierError,
     byte_views,
     read_block,
+    read_parent,
     sync_folder,
     write_block,
 )
@@ -232,9 +234,10 @@ class DiskStore:
     ) -> None:
         self.close()
 
-    def put(self, key: bytes, buffers: Sequence[Buffer]) -> Outcome:
+    def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> Outcome:
         """Store ``buffers``, one after the other, as the block of ``key``; to be put again is a use.
 
+        ``parent`` is the key of the block before it in its context, kept for ``parent_of``; empty: none.
         Together they must have ``identity.block_bytes`` bytes, and not change until the call returns.
         Raises ``StoreError``, after which nothing is left of the block, and ``ValueError``.
         """
@@ -248,7 +251,7 @@ class DiskStore:
             if not self._reserve():
                 return Outcome.FULL
             try:
-                self._write(key, path, payload)
+                self._write(key, path, payload, parent)
             except BaseException as error:
                 self._erase(key)
                 if not isinstance(error, OSError):
@@ -312,6 +315,18 @@ class DiskStore:
         with self._changed:
             return key in self._index
 
+    def parent_of(self, key: bytes) -> bytes | None:
+        """Leading bytes of the key of the block before ``key``'s in its context, as its file says; not a use.
+
+        ``None`` where it does not say, or cannot be read: who evicts is told nothing wrong by that.
+        """
+        path = self._path(key)
+        with self._turn(key):
+            try:
+                return read_parent(self._files, path, key, self._digest)
+            except (BlockCorrupt, OSError):
+                return None
+
     def oldest(self, count: int) -> list[bytes]:
         """Up to ``count`` keys, the least recently used first."""
         with self._changed:
@@ -350,15 +365,25 @@ class DiskStore:
                 self._busy.discard(key)
                 self._changed.notify_all()
 
-    def _write(self, key: bytes, path: Path, payload: list[memoryview]) -> None:
-        partial = path.with_suffix(".partial")
+    def _write(self, key: bytes, path: Path, payload: list[memoryview], parent: bytes) -> None:
+        write = partial(
+            write_block,
+            self._files,
+            path,
+            path.with_suffix(".partial"),
+            key,
+            self._digest,
+            payload,
+            parent=parent,
+            durable=self._durable,
+        )
         try:
-            write_block(self._files, path, partial, key, self._digest, payload, durable=self._durable)
+            write()
         except FileNotFoundError:  # the first block of its folder
             self._files.mkdir(path.parent, parents=False)
             if self._durable:
                 sync_folder(self._files, self.path)
-            write_block(self._files, path, partial, key, self._digest, payload, durable=self._durable)
+            write()
 
     def _touch(self, key: bytes) -> None:
         """Make it the last used, also for the next who opens the store."""

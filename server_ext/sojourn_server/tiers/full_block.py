@@ -11,11 +11,13 @@ A header of 128 bytes, little-endian, then the payload: the layers' bytes, one a
      16    8  bytes of payload
      24   16  digest of the ``KvIdentity``
      40   64  key, padded with zeros
-    104   20  zeros
+    104   16  the first 16 bytes of the parent's key: of the block before it in its context; zeros: none said
+    120    4  zeros
     124    4  CRC-32 of all of the above
 
 Chain hashes say which tokens, not which model made KV of them. So the identity's digest is in every
-header too: a file that was copied in from another model's store is refused by itself.
+header too: a file that was copied in from another model's store is refused by itself. The parent is of no
+use to a reader; it tells who deletes blocks which of them are worth nothing without which (``lineage``).
 
 The file is written under a temporary name and renamed, so a process that dies leaves a whole file or
 none. A machine that dies may leave one that was renamed before its bytes were on the disk; length and
@@ -40,12 +42,14 @@ from typing import NamedTuple, Protocol
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+PARENT_BYTES = 16
+"""Of a parent's key, so many leading bytes are kept; of a key that names a parent, as many count."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a full disk, or a quota, answers."""
 
 _MAGIC = b"sjrnKV\r\n"  # a transfer that mends line ends would break it
-_FIELDS = struct.Struct("<8sHHIQ16s64s20x")
+_FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
 _CHECKSUM = struct.Struct("<I")
 _MAX_BUFFERS = 1024
 """Buffers that one ``readv`` or ``writev`` takes: Linux's IOV_MAX."""
@@ -230,14 +234,16 @@ def write_block(
     identity: bytes,
     payload: Sequence[memoryview],
     *,
+    parent: bytes = b"",
     durable: bool = False,
 ) -> None:
-    """Write ``payload`` to ``partial`` and rename that to ``path``; ``identity`` is the digest.
+    """Write ``payload`` to ``partial`` and rename that to ``path``; ``identity`` is the digest, ``parent``
+    the key of the block before it, empty where there is none.
 
     ``durable``: returns when both are on the disk. A payload that somebody changes meanwhile will fail
     its checksum. Raises ``OSError``; either name may then exist, and both are for the caller to remove.
     """
-    header = _header(key, identity, payload)
+    header = _header(key, identity, parent[:PARENT_BYTES], payload)
     write_file(files, partial, [memoryview(header), *payload], fsync=durable)
     files.replace(partial, path)
     if durable:
@@ -257,13 +263,27 @@ def read_block(
     try:
         if files.size(fd) != HEADER_BYTES + _length(payload):
             raise BlockCorrupt(path, Flaw.LENGTH)
-        if not _read_all(files, fd, [memoryview(header), *payload]):
+        if not read_all(files, fd, [memoryview(header), *payload]):
             raise BlockCorrupt(path, Flaw.LENGTH)  # it shrank meanwhile
     finally:
         files.close(fd)
     flaw = _flaw(bytes(header), key, identity, payload)
     if flaw is not None:
         raise BlockCorrupt(path, flaw)
+
+
+def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
+    """The first bytes of the key of the block before it, ``None`` where none was said.
+
+    Reads the header alone. Raises ``BlockCorrupt`` for a header that is damaged or of something else, and
+    ``OSError``.
+    """
+    header = read_file(files, path, HEADER_BYTES)
+    flaw = Flaw.LENGTH if len(header) < HEADER_BYTES else _header_flaw(header, key, identity)
+    if flaw is not None:
+        raise BlockCorrupt(path, flaw)
+    parent = bytes(_FIELDS.unpack_from(header)[-1])
+    return parent if any(parent) else None
 
 
 def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
@@ -290,7 +310,7 @@ def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
     fd = files.open(path, os.O_RDONLY)
     try:
         content = bytearray(min(files.size(fd), max_bytes))
-        _read_all(files, fd, byte_views([content], writable=True))
+        read_all(files, fd, byte_views([content], writable=True))
         return bytes(content)
     finally:
         files.close(fd)
@@ -305,16 +325,28 @@ def sync_folder(files: FileSystem, path: Path) -> None:
         files.close(fd)
 
 
-def _header(key: bytes, identity: bytes, payload: Sequence[memoryview]) -> bytes:
+def _header(key: bytes, identity: bytes, parent: bytes, payload: Sequence[memoryview]) -> bytes:
     fields = _FIELDS.pack(
-        _MAGIC, FORMAT_VERSION, len(key), _payload_checksum(payload), _length(payload), identity, key
+        _MAGIC, FORMAT_VERSION, len(key), _payload_checksum(payload), _length(payload), identity, key, parent
     )
     return fields + _CHECKSUM.pack(_checksum(fields))
 
 
 def _flaw(header: bytes, key: bytes, identity: bytes, payload: Sequence[memoryview]) -> Flaw | None:
+    flaw = _header_flaw(header, key, identity)
+    if flaw is not None:
+        return flaw
+    _, _, _, payload_checksum, length, *_ = _FIELDS.unpack_from(header)
+    if length != _length(payload):
+        return Flaw.LENGTH
+    if payload_checksum != _payload_checksum(payload):
+        return Flaw.CHECKSUM
+    return None
+
+
+def _header_flaw(header: bytes, key: bytes, identity: bytes) -> Flaw | None:
     fields = header[: _FIELDS.size]
-    magic, version, key_bytes, payload_checksum, length, found_identity, found_key = _FIELDS.unpack(fields)
+    magic, version, key_bytes, _, _, found_identity, found_key, _ = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         return Flaw.MAGIC
     if version != FORMAT_VERSION:
@@ -325,10 +357,6 @@ def _flaw(header: bytes, key: bytes, identity: bytes, payload: Sequence[memoryvi
         return Flaw.IDENTITY
     if found_key[:key_bytes] != key:
         return Flaw.KEY
-    if length != _length(payload):
-        return Flaw.LENGTH
-    if payload_checksum != _payload_checksum(payload):
-        return Flaw.CHECKSUM
     return None
 
 
@@ -343,7 +371,7 @@ def _length(payload: Sequence[memoryview]) -> int:
     return sum(view.nbytes for view in payload)
 
 
-def _read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
+def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
     """Fill ``buffers``; whether the file was long enough for that."""
     rest = list(buffers)
     while rest:

@@ -42,6 +42,11 @@ class Lane:
         self._work.put(None)
         self._thread.join(timeout_s)
 
+    @property
+    def is_alive(self) -> bool:
+        """Its thread has not ended."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             began = time.perf_counter()

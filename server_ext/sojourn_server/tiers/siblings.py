@@ -49,10 +49,10 @@ class Siblings:
 
         Nothing of a block is read but its size. What cannot be looked at is not there.
         """
-        self._look()
+        self.look()
         found = 0
         for key in keys:
-            if not self._has(key):
+            if not self.has(key):
                 break
             found += 1
         return Probed(found, len(self._stores))
@@ -80,7 +80,8 @@ class Siblings:
                 return
         raise failed or BlockMissing(key)
 
-    def _look(self) -> None:
+    def look(self) -> int:
+        """See which stores there are; how many."""
         try:
             there = stores_of(self._files, self.own.parent, self.identity)
         except OSError:
@@ -89,8 +90,10 @@ class Siblings:
         with self._lock:
             known = [store for store in self._stores if store in there]
             self._stores = known + [store for store in there if store not in known]
+            return len(self._stores)
 
-    def _has(self, key: bytes) -> bool:
+    def has(self, key: bytes) -> bool:
+        """Whether one of the stores last seen has a block of ``key``; opens a file in each until one has."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)

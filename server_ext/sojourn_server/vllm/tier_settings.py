@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..launch.machine_memory import read_memory
-from ..launch.weights import fingerprint
 from ..tiers.disk_store import DiskStore
 from ..tiers.full_block import KvIdentity
 from ..tiers.limits import TierLimits
 from ..tiers.siblings import Siblings
 from ..tiers.store_folder import is_name
+from .kv_words import dtype_words, hash_words, model_words
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ class TierSettings:
         disk = given.get("disk")
         if disk is not None and not isinstance(disk, str):
             raise SettingsError(f"disk is {disk!r}; expected a directory")
-        cache = vllm_config.cache_config
         seed = os.environ.get("PYTHONHASHSEED")
         if disk is not None and seed in (None, "random"):
             raise SettingsError(
@@ -108,10 +106,6 @@ class TierSettings:
         wait_s = given.get("max_stage_wait_s", TierLimits.__dataclass_fields__["max_stage_wait_s"].default)
         if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
             raise SettingsError(f"max_stage_wait_s is {wait_s!r}; expected seconds, at least 0")
-        model = vllm_config.model_config
-        shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
-        load = vllm_config.load_config.load_format
-        how = f"{model.quantization} {f'{load} seed={model.seed}' if load == 'dummy' else load}"
         return cls(
             blocks=blocks,
             block_tokens=block_tokens,
@@ -121,9 +115,9 @@ class TierSettings:
             disk_bytes=disk_bytes,
             disk_name=name,
             max_stage_wait_s=float(wait_s),
-            model=f"{fingerprint(model.model, model.revision)} {model.dtype} {shape} {how}",
-            kv_dtype=str(cache.cache_dtype if cache.cache_dtype != "auto" else model.dtype),
-            hash_scheme=f"{cache.prefix_caching_hash_algo}/seed={seed}/{block_tokens}",
+            model=model_words(vllm_config),
+            kv_dtype=dtype_words(vllm_config),
+            hash_scheme=hash_words(vllm_config, block_tokens),
         )
 
     @property
