@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sojourn_server.policy.fair_share import AgentFairShare, InOrder, TaskView, TenantView, TurnOf
 from sojourn_server.policy.replica_views import NOBODY, ReplicaView, Route, RouteView
 from sojourn_server.policy.routing import AnyReplica, RoundRobin, SessionAffinity
+from sojourn_server.policy.routing_delay import LeastDelay
 from sojourn_server.policy.routing_prefix import PrefixAffinity
 from sojourn_server.policy.routing_room import RoomForAll
 from sojourn_server.policy.stealing import NoStealing, Steal, StealView, WorkStealing
@@ -29,7 +30,7 @@ def request(**more: Any) -> RouteView:
 EVERY = (
     AnyReplica(), RoundRobin(), SessionAffinity(), SessionAffinity(leaves_for=0.5), PrefixAffinity(),
     RoomForAll(),
-    RoomForAll(size_by="context", fit="least-room"),
+    RoomForAll(size_by="context", fit="least-room"), LeastDelay(),
 )  # fmt: skip
 replicas_of = st.lists(
     st.builds(

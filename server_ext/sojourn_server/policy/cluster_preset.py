@@ -20,6 +20,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "prefix-affinity": "routing_prefix:PrefixAffinity",
         "session-affinity": "routing:SessionAffinity",
         "room-for-all": "routing_room:RoomForAll",
+        "least-delay": "routing_delay:LeastDelay",
     },
     "stealing": {"none": "stealing:NoStealing", "work-stealing": "stealing:WorkStealing"},
     "sharing": {"in-order": "fair_share:InOrder", "agent-fair-share": "fair_share:AgentFairShare"},

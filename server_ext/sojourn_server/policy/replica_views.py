@@ -5,7 +5,7 @@ A replica is one engine, or one data-parallel rank of one: what has KV memory of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -27,6 +27,21 @@ class ReplicaView(NamedTuple):
     """Programs may move in: it is well, and not being drained."""
     queued: int = 0
     """Requests that wait for it at the gateway."""
+    memory_tokens: int = 0
+    """KV that all its tiers hold."""
+
+
+class Resident(NamedTuple):
+    """A program that is at home at a replica, and has a request or is taken to come back."""
+
+    context_tokens: int
+    """Of its longest turn so far."""
+    size_tokens: int
+    """What it is expected to need at its longest; at least its context."""
+    turns: int
+    """Answered so far."""
+    turns_left: float
+    """Expected after these; where nothing is known of its kind, as many as it has had. At least 1."""
 
 
 class RouteView(NamedTuple):
@@ -47,6 +62,10 @@ class RouteView(NamedTuple):
     """Its parent's replica, where its program is new and begins as its parent did."""
     prefix_tokens: Mapping[str, int] = {}
     """Of its prompt, how much each replica has computed lately; replicas that have nothing are left out."""
+    turns_left: float = 1.0
+    """Of its program, this one among them, as ``Resident`` has it."""
+    residents: Mapping[str, Sequence[Resident]] = {}
+    """Other programs by the replica that they are at home at; replicas without any are left out."""
 
 
 class Route(NamedTuple):
@@ -57,6 +76,8 @@ class Route(NamedTuple):
     needs_tokens: int = 0
     """It waits until a replica that takes new programs has so much room, or nobody at home; until then
     whoever needs as much, and has its KV nowhere, would wait too. 0: nobody else could be placed either."""
+    passes: bool = False
+    """It goes past those who wait for room: nothing says that it will stay."""
 
 
 NOBODY = Route(None, "no_replica")

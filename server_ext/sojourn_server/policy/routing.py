@@ -14,7 +14,9 @@ class RoutingPolicy(Protocol):
     """Where a request goes.
 
     ``replicas`` are those that are up, in a fixed order; one that ``takes_new`` nobody goes on with the
-    programs that are at home there.
+    programs that are at home there. A policy that ``reads_residents``, an attribute that is true, is told of
+    ``RouteView.residents`` and ``turns_left`` where a program's KV is nowhere yet, and then of many replicas
+    only the few with the most room are shown.
     """
 
     reads_prefixes: bool

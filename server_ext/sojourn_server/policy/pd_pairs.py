@@ -1,0 +1,198 @@
+"""From requests to the pairs of engines that serve them: D4, D5 and D6 as one object (DualPath §6.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from .pd_decode import HIGH_TOKENS_RATIO, DecodeEngines
+from .pd_prefill import PrefillEngines, PrefillLimits
+from .pd_read_queues import ReadQueues
+from .pd_read_side import ReadSidePolicy, ShorterQueue
+from .pd_views import Pair, PdRequest, ReadSplit, ReadView
+
+_NOTHING = ReadSplit(0, 0)
+
+
+class _Flight:
+    """What is known of a request on its way; ``None``: not chosen yet."""
+
+    __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
+
+    def __init__(self, request: PdRequest) -> None:
+        self.request = request
+        self.prefill: int | None = None
+        self.decode: int | None = None
+        self.prefilled = False
+        self.prefill_node = self.decode_node = -1
+
+
+class Fleet(NamedTuple):
+    """How many wait for what."""
+
+    for_prefill: int
+    for_decode: int
+    in_flight: int
+    """Requests that were submitted and have not ended, waiting ones included."""
+
+
+class PairScheduler:
+    """The books of a fleet of prefill and decode engines: facts in, pairs out; no clock and no I/O.
+
+    A request waits in one line for a prefill engine, first come first served, and in its group's line for a
+    decode engine; when it has both, its read is given out. The paper's engines fetch from time to time, here
+    every fact may make room: ``dispatch`` is to be called after facts and says who may start. It costs a few
+    microseconds a request however many engines there are.
+
+    Where nothing is waited for, and the nodes tell the truth, a router and a simulator that report the same
+    facts get the same pairs.
+    """
+
+    def __init__(
+        self,
+        limits: PrefillLimits | None = None,
+        side: ReadSidePolicy | None = None,
+        high_tokens_ratio: float = HIGH_TOKENS_RATIO,
+    ) -> None:
+        self._queues = ReadQueues()
+        self._prefill = PrefillEngines(limits or PrefillLimits(), self._queues)
+        self._decode = DecodeEngines(high_tokens_ratio)
+        self._side = side or ShorterQueue()
+        self._line: deque[_Flight] = deque()
+        """Who waits for a prefill engine."""
+        self._homeless: deque[PdRequest] = deque()
+        """Who came while there was no decode engine."""
+        self._flights: dict[int | str, _Flight] = {}
+
+    # -- the fleet ---------------------------------------------------------------------
+
+    def add_node(self, node: int, block_s: float) -> None:
+        """A node, whose storage NIC takes ``block_s`` seconds for a Full Block. Raises ``ValueError``."""
+        self._queues.add(node, block_s)
+
+    def add_prefill(self, number: int, node: int) -> None:
+        """A prefill engine. Raises ``ValueError`` for a number taken, ``KeyError`` for an unknown node."""
+        self._prefill.add(number, node)
+
+    def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
+        """A decode engine that holds ``kv_tokens``. Raises as ``add_prefill``."""
+        self._queues.block_s(node)
+        self._decode.add(number, node, group, kv_tokens)
+
+    def remove_prefill(self, number: int) -> None:
+        """Nothing more goes there; what is there ends by itself, or is given up by ``end``."""
+        self._prefill.remove(number)
+
+    def remove_decode(self, number: int) -> None:
+        """As ``remove_prefill``. Who waited for its group alone goes to another one."""
+        self._homeless.extend(self._decode.remove(number))
+
+    # -- facts -------------------------------------------------------------------------
+
+    def submit(self, request: PdRequest) -> None:
+        """A request has arrived. Raises ``ValueError`` for one that is here already, that has no tokens, or
+        that no decode engine could ever hold."""
+        if request.request_id in self._flights:
+            raise ValueError(f"request {request.request_id!r} is here already")
+        if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
+            raise ValueError(f"{request}; expected at least one token, and nothing below 0")
+        if not self._decode.queue(request):
+            self._homeless.append(request)
+        flight = self._flights[request.request_id] = _Flight(request)
+        self._line.append(flight)
+
+    def prefilled(self, request_id: int | str) -> None:
+        """Its prompt is computed: the prefill engine is done with it. Raises ``KeyError`` for a stranger."""
+        flight = self._flights[request_id]
+        if flight.prefill is not None and not flight.prefilled:
+            flight.prefilled = True
+            self._prefill.finish(flight.prefill, flight.request.tokens)
+
+    def end(self, request_id: int | str) -> None:
+        """It has its answer, or was given up wherever it was. Raises ``KeyError`` for a stranger."""
+        flight = self._flights.pop(request_id)
+        if flight.prefill is None:
+            self._line.remove(flight)
+        elif not flight.prefilled:
+            self._prefill.finish(flight.prefill, flight.request.tokens)
+        if flight.decode is not None:
+            self._decode.finish(flight.decode, flight.request)
+        elif not self._decode.withdraw(request_id):
+            self._homeless.remove(flight.request)
+
+    def report(self, node: int, queue_s: float, now: float) -> None:
+        """A node says how many seconds of reading wait for its storage NIC. Raises ``ValueError``."""
+        self._queues.report(node, queue_s, now)
+        self._prefill.recheck(node)
+
+    # -- decisions ---------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> list[Pair]:
+        """Everybody who may start by now, in the order in which that was found."""
+        ready: list[_Flight] = []
+        line = self._line
+        while line:
+            number = self._prefill.choose(now)
+            if number is None:
+                break
+            flight = line.popleft()
+            self._prefill.assign(number, flight.request.tokens)
+            flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
+            if flight.decode is not None:
+                ready.append(flight)
+        while self._homeless and self._decode.queue(self._homeless[0]):
+            self._homeless.popleft()
+        for request, chosen in self._decode.fetch():
+            flight = self._flights[request.request_id]
+            flight.decode, flight.decode_node = chosen, self._decode.node_of(chosen)
+            if flight.prefill is not None:
+                ready.append(flight)
+        return [self._pair(flight, now) for flight in ready]
+
+    def _pair(self, flight: _Flight, now: float) -> Pair:
+        request, prefill, decode = flight.request, flight.prefill, flight.decode
+        assert prefill is not None
+        assert decode is not None
+        blocks = request.hit_blocks
+        if not blocks:
+            return Pair(request, prefill, decode, _NOTHING)
+        queues = self._queues
+        one, other = flight.prefill_node, flight.decode_node
+        split = self._side.split(
+            ReadView(
+                blocks,
+                queues.queue_s(one, now),
+                queues.queue_s(other, now),
+                queues.block_s(one),
+                queues.block_s(other),
+                one == other,
+            )
+        )
+        if split.prefill_blocks:
+            queues.read(one, split.prefill_blocks, now)
+        if split.decode_blocks:
+            queues.read(other, split.decode_blocks, now)
+        return Pair(request, prefill, decode, split)
+
+    # -- for whoever looks -------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """How many wait."""
+        paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
+        return Fleet(len(self._line), len(self._flights) - paired, len(self._flights))
+
+    @property
+    def prefill(self) -> PrefillEngines:
+        """The prefill engines' books."""
+        return self._prefill
+
+    @property
+    def decode(self) -> DecodeEngines:
+        """The decode engines' books."""
+        return self._decode
+
+    @property
+    def queues(self) -> ReadQueues:
+        """The storage NICs' books."""
+        return self._queues

@@ -1,0 +1,140 @@
+"""Which decode engine: DualPath's two phases by hand, and what holds for any story."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn_server.policy.pd_decode import (
+    DecodeEngines,
+    choose_decode,
+    group_for,
+    high_tokens,
+)
+from sojourn_server.policy.pd_views import DecodeView, PdRequest
+
+
+def request(name: int, tokens: int, kv_tokens: int | None = None) -> PdRequest:
+    return PdRequest(name, tokens, kv_tokens=tokens if kv_tokens is None else kv_tokens)
+
+
+def test_phase_1_takes_the_group_with_the_fewest_tokens() -> None:
+    assert group_for([(2, 50), (1, 40), (0, 60)]) == 1
+    assert group_for([(2, 40), (1, 40)]) == 1
+    assert group_for([]) is None
+
+
+def test_z_is_an_even_share_and_a_bit() -> None:
+    engines = [DecodeView(0, 0, 0, 30, tokens=100), DecodeView(1, 0, 0, 30, tokens=50)]
+    assert high_tokens(engines, [request(0, 50)], 1.05) == pytest.approx(105.0)
+
+
+def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
+    engines = [DecodeView(0, 0, 0, free_kv_tokens=30), DecodeView(1, 0, 0, free_kv_tokens=30)]
+    queue = [request(0, 25), request(1, 25), request(2, 25), request(3, 1)]
+    assert high_tokens(engines, queue, 1.0) == 25.0  # the first two; the fourth is behind the third
+
+
+@pytest.mark.parametrize(
+    ("case", "engines", "chosen"),
+    [
+        # (free, tokens, requests); the request: 10 tokens, 10 of KV; Z = 100
+        ("fewest requests of those below Z", [(99, 50, 5), (99, 80, 2), (99, 10, 9)], 1),
+        ("who would pass Z comes after who would not", [(99, 95, 0), (99, 90, 8)], 1),
+        ("all pass Z: fewest tokens", [(99, 120, 0), (99, 99, 7), (99, 105, 1)], 1),
+        ("memory comes first", [(9, 0, 0), (10, 200, 9)], 1),
+        ("nobody has the memory", [(9, 0, 0), (5, 0, 0)], None),
+        ("ties: fewer tokens, then the lowest number", [(99, 30, 2), (99, 20, 2), (99, 20, 2)], 1),
+    ],
+)
+def test_phase_2(case: str, engines: list[tuple[int, int, int]], chosen: int | None) -> None:
+    views = [DecodeView(n, 0, 0, *told) for n, told in enumerate(engines)]
+    assert choose_decode(views, request(0, 10), most_tokens=100) == chosen, case
+
+
+def test_who_finds_no_memory_waits_in_line_and_nobody_passes() -> None:
+    engines = DecodeEngines()
+    engines.add(0, 0, 0, kv_tokens=100)
+    first, second, third = request(1, 80), request(2, 50), request(3, 10)
+    for each in (first, second, third):
+        assert engines.queue(each)
+    assert [(r.request_id, number) for r, number in engines.fetch()] == [(1, 0)]
+    assert list(engines.fetch()) == []  # the third would fit, but does not go past the second
+    assert engines.waiting(0) == 2
+    engines.finish(0, first)
+    assert [r.request_id for r, _ in engines.fetch()] == [2, 3]
+
+
+def test_a_request_that_nobody_can_hold_is_refused() -> None:
+    engines = DecodeEngines()
+    assert not engines.queue(request(1, 10))  # nobody is there
+    engines.add(0, 0, 0, kv_tokens=100)
+    engines.add(1, 1, 1, kv_tokens=300)
+    with pytest.raises(ValueError, match=r"needs 301 tokens of KV; expected at most 300"):
+        engines.queue(request(1, 301))
+    engines.queue(request(2, 250))  # past the emptier group that could never hold it
+    assert [number for _, number in engines.fetch()] == [1]
+
+
+def test_who_waits_for_a_group_that_goes_is_handed_back() -> None:
+    engines = DecodeEngines()
+    engines.add(0, 0, 0, kv_tokens=10)
+    engines.queue(request(1, 10))
+    engines.queue(request(2, 10))
+    assert len(list(engines.fetch())) == 1
+    assert [r.request_id for r in engines.remove(0)] == [2]
+    assert list(engines.fetch()) == []
+    engines.finish(0, request(1, 10))  # it ends on its own
+
+
+stories = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(1, 40), st.integers(0, 30)),
+        st.tuples(st.just("end"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("withdraw"), st.integers(0, 20), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200)
+@given(stories)
+def test_books_add_up_and_memory_is_never_given_twice(story: list[tuple[str, int, int]]) -> None:
+    engines = DecodeEngines()
+    for number in range(6):
+        engines.add(number, number // 2, number // 3, kv_tokens=70)
+    running: dict[int | str, tuple[PdRequest, int]] = {}
+    waiting: dict[int | str, PdRequest] = {}
+    for name, (what, amount, more) in enumerate(story):
+        if what == "come":
+            waiting[name] = request(name, amount, amount + more)
+            assert engines.queue(waiting[name])
+        elif what == "end" and running:
+            mine, number = running.pop(sorted(running)[amount % len(running)])
+            engines.finish(number, mine)
+        elif what == "withdraw" and waiting:
+            assert engines.withdraw(waiting.popitem()[0])
+        for mine, number in engines.fetch():
+            assert waiting.pop(mine.request_id) is mine
+            running[mine.request_id] = (mine, number)
+        for view in engines.views():
+            held = [mine for mine, number in running.values() if number == view.number]
+            assert view.tokens == sum(mine.tokens for mine in held)
+            assert view.requests == len(held)
+            assert view.free_kv_tokens == 70 - sum(mine.kv_tokens for mine in held) >= 0
+        assert sum(engines.waiting(group) for group in (0, 1)) == len(waiting)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
+def test_phase_1_levels_groups(sizes: list[int]) -> None:
+    engines = DecodeEngines()
+    for number in range(4):
+        engines.add(number, number, number, kv_tokens=10**6)
+    loads = dict.fromkeys(range(4), 0)
+    for name, tokens in enumerate(sizes):
+        expected = group_for(loads.items())
+        engines.queue(request(name, tokens))
+        ((_, number),) = engines.fetch()
+        assert number == expected
+        loads[number] += tokens
+    assert max(loads.values()) - min(loads.values()) <= max(sizes)

@@ -1,0 +1,197 @@
+"""Pairs of engines: who waits for what, what is freed when, and books that add up after any story."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn_server.policy.pd_pairs import PairScheduler
+from sojourn_server.policy.pd_prefill import PrefillLimits
+from sojourn_server.policy.pd_read_side import WaterFilled
+from sojourn_server.policy.pd_views import Pair, PdRequest
+
+BLOCK_S = 0.1
+
+
+def fleet(
+    prefill_nodes: int = 1, decode_nodes: int = 1, engines: int = 2, most_tokens: float = 100.0, kv: int = 200
+) -> PairScheduler:
+    pairs = PairScheduler(PrefillLimits(most_tokens=most_tokens))
+    number = 0
+    for node in range(prefill_nodes + decode_nodes):
+        pairs.add_node(node, BLOCK_S)
+        for _ in range(engines):
+            if node < prefill_nodes:
+                pairs.add_prefill(number, node)
+            else:
+                pairs.add_decode(number, node, node, kv)
+            number += 1
+    return pairs
+
+
+def ask(name: int, tokens: int = 50, blocks: int = 4) -> PdRequest:
+    return PdRequest(name, tokens, blocks, kv_tokens=tokens)
+
+
+def test_a_request_gets_a_pair_and_a_side() -> None:
+    pairs = fleet()
+    pairs.submit(ask(1))
+    assert pairs.dispatch(0.0) == [Pair(ask(1), 0, 2, (4, 0))]
+    pairs.submit(ask(2))  # the first one is being read at the prefill side
+    assert pairs.dispatch(0.0) == [Pair(ask(2), 1, 3, (0, 4))]
+    assert pairs.queues.queue_s(0, 0.1) == pytest.approx(0.3)
+    assert pairs.queues.queue_s(1, 0.1) == pytest.approx(0.3)
+
+
+def test_reads_are_split_where_the_policy_says_so() -> None:
+    pairs = PairScheduler(side=WaterFilled())
+    for node in (0, 1):
+        pairs.add_node(node, BLOCK_S)
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, 1, 0, 500)
+    pairs.submit(ask(1, blocks=5))
+    assert pairs.dispatch(0.0)[0].split == (3, 2)
+    pairs.submit(ask(2, blocks=0))
+    assert pairs.dispatch(0.0)[0].split == (0, 0)
+
+
+def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> None:
+    pairs = fleet(engines=1, most_tokens=60.0, kv=10_000)
+    for name in range(4):
+        pairs.submit(ask(name))
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0, 1]  # 50 is not over 60, 100 is
+    assert pairs.fleet == (2, 0, 4)
+    pairs.prefilled(0)
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [2]
+    pairs.end(0)
+    assert pairs.dispatch(0.0) == []
+    pairs.end(1)  # given up while it was prefilled
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [3]
+
+
+def test_memory_is_free_when_the_answer_is_there() -> None:
+    pairs = fleet(engines=1, kv=60)
+    pairs.submit(ask(0))
+    pairs.submit(ask(1))
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0]
+    assert pairs.fleet == (0, 1, 2)
+    pairs.prefilled(0)
+    assert pairs.dispatch(0.0) == []
+    pairs.end(0)
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [1]
+
+
+def test_who_gives_up_while_waiting_leaves_nothing_behind() -> None:
+    pairs = fleet(engines=1, most_tokens=10.0, kv=60)
+    for name in range(3):
+        pairs.submit(ask(name))
+    pairs.dispatch(0.0)
+    for name in (2, 1, 0):
+        pairs.end(name)
+    assert pairs.fleet == (0, 0, 0)
+    assert [view.tokens for view in pairs.prefill.views()] == [0]
+    assert [view[3:] for view in pairs.decode.views()] == [(60, 0, 0)]
+    with pytest.raises(KeyError):
+        pairs.end(0)
+
+
+def test_engines_come_and_go() -> None:
+    pairs = PairScheduler()
+    pairs.add_node(0, BLOCK_S)
+    pairs.submit(ask(1))
+    assert pairs.dispatch(0.0) == []
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, 0, 0, 60)
+    assert len(pairs.dispatch(0.0)) == 1
+    pairs.submit(ask(2))
+    assert pairs.dispatch(0.0) == []
+    pairs.remove_decode(1)
+    pairs.remove_prefill(0)
+    pairs.add_prefill(2, 0)
+    pairs.add_decode(3, 0, 0, 60)
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [
+        (0, 3)
+    ]  # its prefill engine was told before it went
+    pairs.prefilled(2)
+    pairs.end(1)
+    pairs.end(2)
+    assert [view.tokens for view in pairs.prefill.views()] == [0]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    pairs = fleet()
+    pairs.submit(ask(1))
+    with pytest.raises(ValueError, match="is here already"):
+        pairs.submit(ask(1))
+    with pytest.raises(ValueError, match="at least one token"):
+        pairs.submit(ask(2, tokens=0))
+    with pytest.raises(ValueError, match="needs 201 tokens"):
+        pairs.submit(ask(3, tokens=201))
+    assert pairs.fleet.in_flight == 1
+    with pytest.raises(KeyError):
+        pairs.add_decode(9, 77, 0, 100)
+
+
+story = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(1, 150), st.integers(0, 9)),
+        st.tuples(st.just("prefilled"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("end"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("report"), st.integers(0, 3), st.integers(0, 9)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200)
+@given(story)
+def test_nobody_is_lost_or_served_twice_and_the_books_add_up(told: list[tuple[str, int, int]]) -> None:
+    pairs = fleet(prefill_nodes=2, decode_nodes=2)
+    open_, paired, done = {}, {}, set()
+    for name, (what, amount, more) in enumerate(told):
+        now = float(name)
+        if what == "come":
+            open_[name] = PdRequest(name, amount, more, kv_tokens=amount + more)
+            pairs.submit(open_[name])
+        elif what == "prefilled" and paired:
+            mine = sorted(paired)[amount % len(paired)]
+            pairs.prefilled(mine)
+            done.add(mine)
+        elif what == "end" and open_:
+            mine = sorted(open_)[amount % len(open_)]
+            pairs.end(mine)
+            del open_[mine]
+            paired.pop(mine, None)
+        elif what == "report":
+            pairs.report(amount, float(more), now)
+        for pair in pairs.dispatch(now):
+            mine = pair.request.request_id
+            assert pair.request is open_[mine]
+            assert mine not in paired
+            assert sum(pair.split) == pair.request.hit_blocks
+            paired[mine] = pair
+        # Who has a prefill engine and waits for memory counts there too.
+        assert sum(view.tokens for view in pairs.prefill.views()) >= sum(
+            pair.request.tokens for mine, pair in paired.items() if mine not in done
+        )
+        assert all(view.free_kv_tokens >= 0 for view in pairs.decode.views())
+        assert pairs.fleet.in_flight == len(open_)
+    for mine in list(open_):
+        pairs.end(mine)
+    assert all(view.tokens == 0 for view in pairs.prefill.views())
+    assert all(view[3:] == (200, 0, 0) for view in pairs.decode.views())
+
+
+def test_the_same_story_gives_the_same_pairs() -> None:
+    def played() -> list[Pair]:
+        pairs = fleet(3, 5, engines=8, most_tokens=1000.0, kv=4000)
+        found = []
+        for name in range(400):
+            pairs.submit(ask(name, tokens=1 + name * 37 % 500, blocks=name % 7))
+            found += pairs.dispatch(name * 0.01)
+            if name % 2:
+                pairs.prefilled(name // 2)
+                pairs.end(name // 2)
+        return found
+
+    assert played() == played()

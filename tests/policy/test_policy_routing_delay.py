@@ -1,0 +1,129 @@
+"""Programs move in where delays are least and memory lasts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policy.replica_views import NOBODY, ReplicaView, Resident, Route, RouteView
+from sojourn_server.policy.routing_delay import LeastDelay, delay, most_tokens
+
+POOL = 1000
+
+
+def replica(name: str, *there: Resident, load: float = 0.0, takes_new: bool = True) -> ReplicaView:
+    return ReplicaView(name, load, 1, 0, homed=len(there), takes_new=takes_new, memory_tokens=POOL)
+
+
+def request(turns_left: float = 10.0, size_tokens: int = 200, **residents: tuple[Resident, ...]) -> RouteView:
+    return RouteView("r", 0, 100, size_tokens, turns_left=turns_left, residents=residents)
+
+
+def to(view: RouteView, policy: LeastDelay | None = None) -> Route:
+    replicas = [replica(name, *view.residents.get(name, ())) for name in "ab"]
+    return (policy or LeastDelay()).route(view, replicas, 0.0)
+
+
+ENDS_SOON = Resident(400, 400, 99, 2.0)
+STAYS = Resident(300, 300, 20, 100.0)
+
+
+def test_a_program_of_few_turns_and_one_of_many_choose_differently() -> None:
+    there = {"a": (ENDS_SOON,), "b": (STAYS,)}
+    assert to(request(2.0, 100, **there)) == Route("b", "least_delay"), "the other is there as long as it"
+    assert to(request(50.0, 100, **there)) == Route("a", "least_delay"), "the other is gone soon"
+
+
+def test_a_request_that_is_alone_goes_where_the_load_is_least() -> None:
+    view = request(1.0, 100, b=(STAYS,))
+    replicas = [replica("a", load=0.3), replica("b", STAYS, load=0.1)]
+    assert LeastDelay().route(view, replicas, 0.0).replica_id == "b"
+    assert LeastDelay().route(view._replace(turns_left=1.5), replicas, 0.0).replica_id == "a"
+
+
+def test_a_request_that_is_alone_waits_for_nobody() -> None:
+    full = (Resident(950, 950, 1, 10.0),)
+    assert to(request(1.0, 500, a=full, b=full)) == Route("a", "least_loaded", passes=True)
+    assert to(request(1.5, 500, a=full, b=full)) == Route(None, "no_room")
+
+
+def test_a_replica_with_nothing_to_do_takes_one_in() -> None:
+    full = (Resident(950, 950, 1, 10.0),)
+    view = request(10.0, 500, a=full, b=full)
+    for changed in ({"in_flight": 0, "queued": 1}, {"in_flight": 1}):
+        replicas = [replica("a", *full), replica("b", *full)._replace(**changed)]
+        assert LeastDelay().route(view, replicas, 0.0).replica_id is None
+    replicas = [replica("a", *full), replica("b", *full)._replace(in_flight=0)]
+    assert LeastDelay().route(view, replicas, 0.0).replica_id == "b"
+
+
+def test_whom_it_would_slow_counts_as_much_as_who_would_slow_it() -> None:
+    # Alike for the newcomer, but of these one has nearly done all its turns and the other none.
+    nearly_done, begins = Resident(200, 200, 990, 10.0), Resident(200, 200, 0, 10.0)
+    assert to(request(10.0, 100, a=(begins,), b=(nearly_done,))).replica_id == "b"
+
+
+def test_memory_lasts_where_programs_end_at_different_times() -> None:
+    # Sizes come to 1,200 of 1,000, but the one there has ended before the newcomer has grown.
+    there = {"a": (Resident(690, 700, 9, 1.0),), "b": (Resident(300, 700, 9, 10.0),)}
+    view = request(10.0, 500, **there)
+    assert to(view) == Route("a", "least_delay")
+    both = request(10.0, 500, a=there["b"], b=there["b"])
+    assert to(both) == Route(None, "no_room")
+    assert to(both).needs_tokens == 0, "nobody else is to be asked about before it"
+    assert to(both, LeastDelay(most_full=1.0)).replica_id is None
+    assert to(request(10.0, 290, a=there["b"], b=there["b"]), LeastDelay(most_full=1.0)).replica_id == "a"
+
+
+def test_one_that_no_memory_holds_goes_where_nobody_is() -> None:
+    assert to(request(10.0, 5000, a=(STAYS,))).replica_id == "b"
+
+
+def test_it_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:
+    full = replica("a", *(STAYS,) * 4, load=1.5)
+    replicas = [full, replica("b")]
+    at_home = request()._replace(home=full, cached=True)
+    assert LeastDelay().route(at_home, replicas, 0.0) == Route("a", "home")
+    assert LeastDelay().route(at_home._replace(cached=False), replicas, 0.0) == Route("b", "returns")
+    child = request()._replace(parent_home=full)
+    assert LeastDelay().route(child, replicas, 0.0) == Route("a", "near_parent")
+    shut = full._replace(takes_new=False)
+    assert LeastDelay().route(child._replace(parent_home=shut), [shut, replicas[1]], 0.0).replica_id == "b"
+    assert LeastDelay().route(request(), [shut], 0.0) == NOBODY
+
+
+@pytest.mark.parametrize("most_full", [0.0, -1.0, 1.01])
+def test_a_share_of_memory_is_one(most_full: float) -> None:
+    with pytest.raises(ValueError, match="expected above 0"):
+        LeastDelay(most_full=most_full)
+
+
+residents = st.lists(
+    st.builds(
+        lambda context, more, turns, left: Resident(context, context + more, turns, float(left)),
+        st.integers(1, 500),
+        st.integers(0, 500),
+        st.integers(0, 50),
+        st.integers(1, 50),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(programs=residents)
+def test_the_most_is_what_turn_after_turn_comes_to(programs: list[Resident]) -> None:
+    def tokens(one: Resident, turn: int) -> float:
+        return one.context_tokens + (one.size_tokens - one.context_tokens) * turn / one.turns_left
+
+    turns = range(1, 51)
+    most = max(sum(tokens(one, at) for one in programs if one.turns_left >= at) for at in turns)
+    assert most_tokens(programs) == pytest.approx(most)
+    assert most_tokens(programs) <= sum(one.size_tokens for one in programs) + 1e-6
+
+
+@given(programs=residents, newcomer=residents.map(lambda some: some[0]))
+def test_beside_one_more_nobody_is_delayed_less(programs: list[Resident], newcomer: Resident) -> None:
+    assert delay(newcomer, ()) == 0.0
+    assert delay(newcomer, programs) >= delay(newcomer, programs[1:]) > -1e-9
+    assert delay(newcomer, programs) == pytest.approx(delay(newcomer, programs[::-1]))
