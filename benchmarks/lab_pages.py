@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from sojourn_server.cli.console import write_json
 
 FIRST_WORDS = "Nothing has been written yet."
 BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
@@ -36,6 +38,17 @@ def write_page(path: Path, generated: str, first_words: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(generated.replace("{by hand}", f"{BEGIN}\n{words.strip()}\n{END}"), encoding="utf-8")
     partial.replace(path)
+
+
+def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any], page: str) -> None:
+    """``NAME.json``, with the command, machine and versions before ``document``, and ``NAME.md``."""
+    told = {
+        "command": f"python benchmarks/{made.command}",
+        "machine": made.machine,
+        "versions": made.versions,
+    }
+    write_json({**told, **document}, str(folder / f"{name}.json"))
+    write_page(folder / f"{name}.md", page, FIRST_WORDS)
 
 
 def made_by(made: Any, wall_s: float) -> str:

@@ -32,7 +32,7 @@ class Server:
         self.asked.append(request)
         if request.url.path != "/health" and self.key and request.headers.get("Authorization") != self.key:
             return httpx.Response(401, json={"error": "Unauthorized"})
-        status, document = self.answers[request.url.path]
+        status, document = self.answers.get(request.url.path, (404, {}))
         return httpx.Response(status, json=document)
 
     def examine(self, **headers) -> dict[str, doctor.Check]:
@@ -192,6 +192,21 @@ def test_the_exit_code_and_the_json(monkeypatch):
     assert json.loads(result.stdout)["checks"][1]["next_step"] == "mend it"
     assert "broken [x]" in result.stderr
     assert "mend it" in result.stderr
+
+
+def test_the_report_is_on_stdout_and_makes_way_for_its_json(monkeypatch, tmp_path):
+    checks = [doctor.Check("a", True, "ok"), doctor.Check("b", False, "broken", "mend it")]
+    result = invoke(monkeypatch, checks)
+    assert [line for line in result.stdout.splitlines() if "mend it" in line]
+    assert "1 to fix" in result.stdout
+    assert result.stderr == ""
+    out = tmp_path / "out.json"
+    result = invoke(monkeypatch, checks, "--json", str(out))
+    assert "1 to fix" in result.stdout
+    assert json.loads(out.read_text())["ok"] is False
+    result = invoke(monkeypatch, checks, "--json", "-")
+    assert "1 to fix" in result.stderr
+    assert "1 to fix" not in result.stdout
 
 
 def test_a_url_that_is_none(monkeypatch):

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sojourn.instruments import FRAMEWORKS
 from sojourn.testing import FakeServer
-from sojourn_server.cli.run import autostart_directory, child_environment
+from sojourn_server.cli.run import autostart_directory, child_environment, named_for_openai
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 UNUSED = "http://127.0.0.1:9"
@@ -48,6 +50,65 @@ def test_says_when_nobody_answers() -> None:
     result = sojourn_run("true")
     assert result.returncode == 0
     assert f"no sojourn server answers at {UNUSED}" in result.stderr
+
+
+PRINT_URL = ("sh", "-c", 'echo "$SOJOURN_URL"')
+
+
+def run_with(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Without ``--url``."""
+    names = ("PYTHONPATH", "SOJOURN_URL", "OPENAI_BASE_URL")
+    env = {key: value for key, value in os.environ.items() if key not in names}
+    line = [*SOJOURN, "run", "--", *command]
+    return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("ending", ["/v1", "/v1/", ""])
+def test_the_agents_own_server_is_taken_where_it_is_ours(ending: str) -> None:
+    with FakeServer() as server:
+        result = run_with(*PRINT_URL, OPENAI_BASE_URL=server.url + ending)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{server.url}\n", "")
+
+
+def test_a_url_that_was_given_goes_before_the_agents() -> None:
+    with FakeServer() as server:
+        given = run_with(*PRINT_URL, OPENAI_BASE_URL=f"{server.url}/v1", SOJOURN_URL=UNUSED)
+    assert given.stdout == f"{UNUSED}\n"
+    assert "OPENAI_BASE_URL" not in given.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (200, b'{"name": "other"}', "HTTP 200"),
+        (200, b"[]", "HTTP 200"),
+        (200, b"<html>", "no JSON"),
+        (401, b'{"name": "sojourn"}', "HTTP 401"),
+        (404, b"", "HTTP 404"),
+    ],
+)
+def test_a_providers_server_is_not_taken_for_ours(
+    status: int, answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def get(url: str, **how: Any) -> httpx.Response:
+        asked.append({"url": url, **how})
+        return httpx.Response(status, content=answer)
+
+    monkeypatch.setattr(httpx, "get", get)
+    environment = {"OPENAI_BASE_URL": "https://provider.example/v1", "OPENAI_API_KEY": "secret"}
+    assert named_for_openai(environment) is None
+    assert "secret" not in str(asked)
+    assert [one["url"] for one in asked] == ["https://provider.example/sojourn/v1/capabilities"]
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"OPENAI_BASE_URL is not taken: no sojourn server answers there without a key ({said})" in told
+    assert "--url" in told
+
+
+@pytest.mark.parametrize("named", ["", "  ", "http://[", "ftp://x", "nonsense", UNUSED])
+def test_a_base_url_that_is_of_no_use_leaves_the_usual_one(named: str) -> None:
+    assert named_for_openai({"OPENAI_BASE_URL": named}) is None
 
 
 def test_a_signal_ends_it_as_it_would_end_the_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lab_small_world import BLOCK, FlatLatency, SmallLoop
@@ -31,6 +32,7 @@ class SmallCluster:
         until_s: float | None = None,
         call_s: float = 0.0,
         max_num_seqs: int = 8,
+        seen: Iterable[Any] = (),
     ) -> None:
         chosen = find_cluster_policy(policy) if isinstance(policy, str) else policy
         engine = chosen.engine
@@ -70,6 +72,7 @@ class SmallCluster:
             front=self.front,
             with_hints=settings is not None,
         )
+        self.simulation.saw(seen)
         self.simulation.run()
 
     @property

@@ -28,6 +28,7 @@ POLICIES = (
     "round-robin",
     "prefix-affinity",
     "saga",
+    "sojourn",
     "mori",
     "mori-paper",
     "thunderagent",

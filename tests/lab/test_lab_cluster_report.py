@@ -216,7 +216,8 @@ def test_the_benchmarks_page_has_a_line_a_policy(monkeypatch: pytest.MonkeyPatch
     assert [spec.programs for spec in specs] == [6] * 4 + [15] * 4
     check(specs)
     check([cluster_lab.scale_spec(options)])
-    check([cluster_lab.tenant_spec(options, policy, 0.5) for policy in cluster_lab.TENANT_POLICIES])
+    tenants = {*cluster_lab.AT_MOST_POLICIES, *cluster_lab.TENANT_POLICIES, *cluster_lab.ENGINE_POLICIES}
+    check([cluster_lab.tenant_spec(options, policy, 0.5) for policy in sorted(tenants)])
 
     runs = {
         policy: log(
@@ -234,9 +235,21 @@ def test_the_benchmarks_page_has_a_line_a_policy(monkeypatch: pytest.MonkeyPatch
     assert "20.0%, 65.0%" not in lines[2]
     assert "50.0%, 65.0%" in lines[2]
     assert "50.0%; 1.00" in lines[2]
-    text = "\n".join(cluster_lab.tenant_section(rows, rows, 0.8, 0.25))
-    assert "| 50.0% | 100.0% | – | 0.0% |" in text
+    text = "\n".join(cluster_lab.tenant_section(rows, 0.8, 0.25))
+    assert text.count("| 50.0% | 100.0% | – | 0.0% |") == len(rows)
     assert "0.25 programs a second" in text
+    whole_text = "\n".join(cluster_lab.at_most_section(rows))
+    assert whole_text.count("| +0% |") == len(rows)
+    assert cluster_lab.rate_of(rows, 0.5) == pytest.approx(
+        (rows[0].programs_per_hour or 0.0) / 7200, abs=1e-6
+    )
+    whole, part = "saga/saga", "saga-no-shares/saga"
+    means = {whole: 10.0, part: 12.0}
+    ablation = [msgspec.structs.replace(rows[0], policy=name) for name in (whole, part)]
+    assert cluster_lab._against_whole(part, means) == "+20%"
+    assert cluster_lab._against_whole(whole, means) == ""
+    assert cluster_lab._against_whole("saga/saga-no-ttl", means) == "", "its whole was not run"
+    assert "| +0% |" in "\n".join(cluster_lab.tenant_section(ablation, 0.8, 0.25))
     assert "2 replicas, 2 programs at once" in "\n".join(
         cluster_lab.scale_section(msgspec.structs.replace(rows[0], wall_s=2.0))
     )

@@ -10,6 +10,8 @@ from lab_report_runs import made_up_run
 from sojourn_server.lab.lives import ProgramLife, RunLog, TurnLife
 from sojourn_server.lab.report.measure import (
     CUT_OFF_NOTE,
+    NONE_ARRIVED_NOTE,
+    NONE_FINISHED_NOTE,
     SURVIVORS_NOTE,
     cascades,
     censored_figures,
@@ -159,6 +161,29 @@ def test_a_run_in_which_all_finished_needs_no_note_and_no_bound() -> None:
     row = measure(run)
     assert row.completion_s.at_least == () == row.notes
     assert row.completion_s.mean == row.completion_estimate_s.mean == 30.0
+
+
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_run_in_which_none_finished_says_so(loop: str) -> None:
+    run = small_run(loop)
+    del run.programs[0]
+    row = measure(run)
+    assert row.programs_finished == row.programs_per_hour == 0
+    assert row.output_tok_per_s == 0.85
+    if loop == "closed":
+        assert row.completion_s.mean is row.completion_s.p50 is row.completion_s.p95 is None
+        assert row.notes == (NONE_FINISHED_NOTE,)
+    else:
+        assert row.completion_s.at_least == ("mean", "p50", "p90", "p95", "p99")
+        assert row.notes == (NONE_FINISHED_NOTE, CUT_OFF_NOTE)
+
+
+def test_a_run_in_which_nobody_arrived_says_so() -> None:
+    run = small_run("open")
+    run.programs.clear()
+    row = measure(run)
+    assert row.notes == (NONE_ARRIVED_NOTE,)
+    assert row.completion_s.mean is row.ttft_s.mean is row.completion_estimate_s.mean is None
 
 
 def test_a_turn_without_blocks_counts_as_waiting_only() -> None:

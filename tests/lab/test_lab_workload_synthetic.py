@@ -128,6 +128,7 @@ def test_ten_tenants_come_as_often_and_run_as_long_as_said() -> None:
         mine = [p for p in programs if (p.tenant or "").startswith(kind)]
         assert len({p.tenant for p in mine}) == count
         assert {len(p.turns) for p in mine} == {steps}
+        assert {p.agent_type for p in mine} == {f"{steps}-step-agent"}
         assert len(mine) / minutes == pytest.approx(count * per_minute, rel=0.12)
     arrivals = [p.arrival_s or 0.0 for p in programs]
     assert arrivals == sorted(arrivals)

@@ -8,7 +8,10 @@ import typer
 
 from .console import fail_loudly
 
-COMMANDS = ("serve", "gateway", "demo", "replay", "simulate", "parity", "profile", "trace", "doctor", "run")
+COMMANDS = (
+    "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
+    "doctor", "run",
+)  # fmt: skip
 
 
 def build_app() -> typer.Typer:
@@ -21,7 +24,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name in COMMANDS:
-        import_module(f"{__name__}.{name}").register(app)
+        import_module(f"{__name__}.{name.replace('-', '_')}").register(app)
     return app
 
 

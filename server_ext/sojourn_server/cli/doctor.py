@@ -12,12 +12,16 @@ from typing import Any
 
 import httpx
 import typer
+from rich.console import Console
 
 from .console import console, write_json
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
 _ENTRY_POINTS = (("vllm.general_plugins", "sojourn"), ("vllm.endpoint_plugins", "sojourn"))
+_GATEWAY = "X-Sojourn-Gateway"
+"""In what a gateway says itself, its list of models too (docs/gateway.md)."""
+_REPLICAS_PATH = "/sojourn/v1/replicas"
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
@@ -40,16 +44,26 @@ def doctor(
     url: str | None = typer.Option(None, help="A server to check, for example http://127.0.0.1:8000"),
     api_key: str | None = typer.Option(None, envvar="VLLM_API_KEY", help="The server's API key"),
     json_output: str | None = typer.Option(None, "--json", help="Write the report to this file; - is stdout"),
+    fabric: bool = typer.Option(
+        False, "--fabric", help="Only print settings that keep KV apart on InfiniBand or RoCE; not verified"
+    ),
 ) -> None:
     """Report; exit 0 where nothing is wrong, 1 otherwise. With --url one token is generated."""
+    if fabric:
+        from ..paths.fabric import infiniband, roce
+
+        typer.echo(f"{infiniband()}\n\n{roce()}")
+        return
+    # The report is the result, so it goes to stdout, unless its JSON does.
+    report = console if json_output == "-" else Console()
     checks: list[Check] = []
     for check in _all(url, api_key):
         checks.append(check)
-        _print(check)
+        _print(check, report)
     failed = [check for check in checks if check.ok is False]
     if url is None:
-        console.print("[dim]no server was checked; pass --url to check one[/]")
-    console.print(f"[bold red]{len(failed)} to fix[/]" if failed else "[bold green]nothing to fix[/]")
+        report.print("[dim]no server was checked; pass --url to check one[/]")
+    report.print(f"[bold red]{len(failed)} to fix[/]" if failed else "[bold green]nothing to fix[/]")
     if json_output is not None:
         write_json({"ok": not failed, "checks": [asdict(check) for check in checks]}, json_output)
     raise typer.Exit(1 if failed else 0)
@@ -69,12 +83,12 @@ def _all(url: str | None, api_key: str | None) -> Iterator[Check]:
             yield from server_checks(client)
 
 
-def _print(check: Check) -> None:
+def _print(check: Check, report: Console) -> None:
     mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[dim]–[/]"}[check.ok]
-    console.print(mark, end=" ")
-    console.print(f"{check.name}: {check.detail}", highlight=False, markup=False, soft_wrap=True)
+    report.print(mark, end=" ")
+    report.print(f"{check.name}: {check.detail}", highlight=False, markup=False, soft_wrap=True)
     if check.next_step:
-        console.print(f"    next: {check.next_step}", highlight=False, markup=False, soft_wrap=True)
+        report.print(f"    next: {check.next_step}", highlight=False, markup=False, soft_wrap=True)
 
 
 # --- this environment ---------------------------------------------------------------------------
@@ -204,6 +218,11 @@ def server_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("server", False, f"{base} does not answer: {health}", "start one: sojourn serve tiny")
         return
     if health.status_code != 200:
+        gateway = gateway_check(client)
+        if gateway is not None and gateway.ok is False:
+            yield Check("server", True, f"{base} is up")
+            yield gateway
+            return
         yield Check(
             "server",
             False,
@@ -214,18 +233,66 @@ def server_checks(client: httpx.Client) -> Iterator[Check]:
     yield Check("server", True, f"{base} is up")
 
     models = _get(client, "/v1/models")
+    gateway = gateway_check(client) if _is_gateways(models) else None
+    if gateway is not None:
+        yield gateway
     served = _model_ids(models)
     if not isinstance(models, str) and models.status_code in (401, 403):
         yield _key_check(client)
         return
     if not served:
-        yield Check("models", False, f"/v1/models: {_said(models)}", "is this an OpenAI-compatible server?")
+        what = "see the replicas' logs" if gateway is not None else "is this an OpenAI-compatible server?"
+        yield Check("models", False, f"/v1/models: {_said(models)}", what)
         return
     with_key = "Authorization" in client.headers
     yield Check("API key", True, "accepted, or none needed" if with_key else "none needed")
     yield Check("models", True, ", ".join(served))
     yield from _plugin_checks(client)
     yield _cached_tokens_check(client, served[0])
+
+
+def gateway_check(client: httpx.Client) -> Check | None:
+    """What a gateway says of itself and its replicas; ``None``: this is none, or an older one."""
+    from sojourn.wire import CAPABILITIES_PATH
+
+    answer = _get(client, _REPLICAS_PATH)
+    if not _is_gateways(answer):
+        return None
+    assert isinstance(answer, httpx.Response)
+    if answer.status_code != 200:
+        return Check("gateway", None, f"it is one, and says nothing of its replicas: {_said(answer)}")
+    document = _json(answer)
+    states = [state for state in _list(document.get("replicas")) if isinstance(state, dict)]
+    missing = _texts(document.get("missing"))
+    health = {str(state.get("replica")): str(state.get("health")) for state in states}
+    doubted = [name for name, how in health.items() if how == "suspect"]
+    leaving = [name for name, how in health.items() if how == "draining"]
+    known, up = len(states) + len(missing), len(states) - len(doubted)
+    capabilities = _get(client, CAPABILITIES_PATH)
+    policy = None if isinstance(capabilities, str) else _json(capabilities).get("cluster_policy")
+    detail = f"policy {policy or 'unknown'}, {up} of {known} replicas up"
+    if leaving:
+        detail += f", {len(leaving)} of them draining"
+    if missing or doubted:
+        detail += f"; without an answer: {', '.join([*doubted, *missing])}"
+    if up:
+        detail += "; what follows is said by its replicas"
+    if up == known and known:
+        return Check("gateway", True, detail)
+    return Check("gateway", False, detail, "wait until they have loaded, start them, or look into their logs")
+
+
+def _is_gateways(answer: httpx.Response | str) -> bool:
+    """Whether it is a gateway's own word."""
+    return not isinstance(answer, str) and _GATEWAY in answer.headers
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _texts(value: object) -> list[str]:
+    return [str(one) for one in _list(value)]
 
 
 def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
@@ -244,6 +311,13 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use one release on both ends",
     )
+    if silent := _texts(document.get("silent")):  # a gateway's engines
+        yield Check(
+            "plugin of each replica",
+            False,
+            f"{', '.join(silent)}: no answer from it",
+            "start these with sojourn serve, or look into their logs",
+        )
     if "tiers" in document:  # an older server does not say
         yield _tiers_check(document["tiers"])
     try:

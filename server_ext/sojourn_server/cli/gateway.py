@@ -131,6 +131,7 @@ def _serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=60,
         server_header=False,
+        proxy_headers=False,
     )
 
 
@@ -183,7 +184,10 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
     console.print(f"policy {known.name} on Ray, engines run {known.engine}", highlight=False)
     try:
-        serve_until_stopped(config, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        # What failed may say anything, brackets too.
+        serve_until_stopped(
+            config, lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
+        )
     except (RuntimeError, ConnectionError) as error:
         raise CliError(str(error).strip().splitlines()[-1], "docs/ray.md says where the logs are") from None
 

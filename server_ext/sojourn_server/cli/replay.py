@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    trace: Path = typer.Argument(help="A .jsonl or .jsonl.gz trace: one program a line"),
+    trace: str = typer.Argument(
+        help="A .jsonl or .jsonl.gz trace, one program a line, or synthetic:NAME as for simulate"
+    ),
     url: str = typer.Option(..., help="The server's root, e.g. http://127.0.0.1:8000"),
     model: str | None = typer.Option(None, help="Served model; without it the server's first"),
     programs: int | None = typer.Option(
@@ -56,9 +58,10 @@ def replay(
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
 ) -> None:
     """Run the replay; exit code 1 where no program finished."""
+    from sojourn_server.lab.workloads.choose import load_programs
+    from sojourn_server.lab.workloads.synthetic import PREFIX
     from sojourn_server.replay.client import ServerError
     from sojourn_server.replay.driver import ReplayOptions, take_programs
-    from sojourn_server.traces.reader import read_trace
     from sojourn_server.traces.schema import TraceError
 
     if dialect not in ("auto", "sojourn", "vllm"):
@@ -78,11 +81,12 @@ def replay(
     except ValueError as error:
         raise CliError(str(error), "see sojourn replay --help") from None
     try:
-        chosen = take_programs(list(read_trace(trace)), programs)
+        chosen = take_programs(load_programs(trace), programs)
     except TraceError as error:
-        raise CliError(
-            str(error), "check the file; a trace has one JSON object a line, one program each"
-        ) from None
+        step = "check the file; a trace has one JSON object a line, one program each"
+        if trace.startswith(PREFIX):
+            step = "docs/traces.md lists the synthetic workloads"
+        raise CliError(str(error), step) from None
     # httpx logs every request at INFO where somebody has set up logging; thousands of lines help nobody.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
@@ -94,7 +98,7 @@ def replay(
         raise CliError(
             "interrupted", "run it again; a replay has no state to resume", exit_code=130
         ) from None
-    document = {"trace": trace.name, **about, **tally.document()}
+    document = {"trace": Path(trace).name, **about, **tally.document()}
     console.print(tally.table())
     for note in tally.notes():
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)

@@ -20,6 +20,8 @@ import typer
 from .console import CliError, console
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+OPENAI_BASE_URL = "OPENAI_BASE_URL"
+"""Where agents send their requests; that a sojourn server is there, it does not say."""
 NOT_FOUND = 127
 """Exit code of a shell for a command that does not exist."""
 
@@ -45,7 +47,13 @@ def register(app: typer.Typer) -> None:
 
 def run(
     command: list[str] = typer.Argument(..., metavar="-- COMMAND...", help="The command and its arguments."),
-    url: str = typer.Option(DEFAULT_URL, "--url", envvar="SOJOURN_URL", help="Root of the sojourn server."),
+    url: str | None = typer.Option(
+        None,
+        "--url",
+        envvar="SOJOURN_URL",
+        help="Root of the sojourn server; else OPENAI_BASE_URL, where that is one without a key, "
+        f"else {DEFAULT_URL}.",
+    ),
     children: bool = typer.Option(
         False,
         "--children",
@@ -54,6 +62,8 @@ def run(
 ) -> None:
     """Become ``command``. Raises ``CliError`` where there is no such command."""
     program = find_command(command[0])
+    if url is None:
+        url = named_for_openai(os.environ) or DEFAULT_URL
     _warn_unless_served(url)
     environment = child_environment(os.environ, url, children=children)
     sys.stdout.flush()
@@ -92,6 +102,40 @@ def child_environment(environment: Mapping[str, str], url: str, *, children: boo
     if children:
         fresh[CHILDREN] = "1"
     return {**fresh, "SOJOURN_URL": url, "PYTHONPATH": os.pathsep.join([folder, *entries])}
+
+
+def named_for_openai(environment: Mapping[str, str]) -> str | None:
+    """The root of ``OPENAI_BASE_URL`` where a sojourn server answers there, else ``None`` and a note.
+
+    It may name any provider's server. That one is shown no key and, unless it says that it is ours, is told
+    of no program; one that wants a key is to be named.
+    """
+    import httpx
+    from sojourn.wire import CAPABILITIES_PATH
+
+    named = environment.get(OPENAI_BASE_URL, "").strip()
+    if not named:
+        return None
+    root = named.rstrip("/").removesuffix("/v1")
+    try:
+        answer = httpx.get(root + CAPABILITIES_PATH, timeout=1.0, trust_env=False)
+        document = answer.json() if answer.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        problem = type(error).__name__
+    except (ValueError, RecursionError):
+        problem = "no JSON"
+    else:
+        if isinstance(document, dict) and document.get("name") == "sojourn":
+            return root
+        problem = f"HTTP {answer.status_code}"
+    if root != DEFAULT_URL:
+        console.print(
+            f"[yellow]note:[/] {OPENAI_BASE_URL} is not taken: no sojourn server answers there without a key "
+            f"({problem}); where there is one, name it with --url",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return None
 
 
 def autostart_directory() -> str:

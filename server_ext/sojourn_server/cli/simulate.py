@@ -100,7 +100,7 @@ def simulate(
         None, metavar="PROGRAM", help="Print one program's life, turn by turn"
     ),
 ) -> None:
-    """Run the simulations and show them; exit code 1 where no program finished under any policy."""
+    """Run the simulations and show them; where no program finished, what there is."""
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
@@ -202,7 +202,7 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
-    """Whether the workload has the program, as far as the trace tells before anything is run."""
+    """Whether the program can be in the run, as far as that is known before anything is run."""
     from sojourn_server.lab.run import LabError, program_ids
     from sojourn_server.traces.schema import TraceError
 
@@ -211,13 +211,34 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
     except (LabError, TraceError) as error:
         raise CliError(str(error), NEXT_TRACE) from None
     wanted, at, copy = name.rpartition("@")
-    if name in known or (at and wanted in known and copy.isdecimal()):
+    if name in known or not (at and copy.isdecimal()):
+        wanted = name
+    if wanted in known and any(spec.rate_per_s is None for spec in specs):
+        return  # a closed loop goes on for as long as it is simulated
+    coming = _coming(specs)
+    if wanted in coming or (wanted in known and not coming):
         return
-    near = difflib.get_close_matches(wanted or name, known, n=3, cutoff=0.5) or known[:3]
+    near = difflib.get_close_matches(wanted, coming or known, n=3, cutoff=0.5) or (coming or known)[:3]
+    if wanted in known:
+        raise CliError(
+            f"--explain {name}: it is not among the {len(coming)} of {specs[0].workload} that arrive",
+            f"let more arrive: --programs {len(known)}; or name one of these, such as {', '.join(near)}",
+        )
     raise CliError(
         f"--explain {name}: {specs[0].workload} has no such program",
         f"name one of its {len(known)}, such as {', '.join(near)}",
     )
+
+
+def _coming(specs: Sequence[RunSpec]) -> list[str]:
+    """Programs that surely come in one of the runs; none where that cannot be told."""
+    from sojourn_server.lab.run import first_program_ids
+
+    loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}
+    try:
+        return list(dict.fromkeys(name for spec in loads.values() for name in first_program_ids(spec)))
+    except ValueError:
+        return []  # what is wrong is said when the runs are planned
 
 
 def _simulated(

@@ -7,7 +7,7 @@ adapter knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +238,18 @@ def _take_back(life: TurnLife, cause: str, tokens: int) -> None:
             del life.regenerated[cause]
 
 
-def explain_losses(life: TurnLife, record: Any, names: Callable[[Any], str]) -> None:
+def ask_steward(life: TurnLife, steward: Any) -> None:
+    """Of a finished turn, what only an adapter's steward knows: whether its program goes on, and why what was
+    lost is gone."""
+    program = steward.table.get(life.program_id)
+    life.goes_on = None if program is None else program.goes_on
+    if life.regenerated.get("evicted"):
+        records = steward.ledger.of_program(life.program_id)
+        if records:
+            _explain_losses(life, records[-1])
+
+
+def _explain_losses(life: TurnLife, record: Any) -> None:
     """Split a turn's ``evicted`` tokens by the causes an adapter's ledger gives, as far as they go, and note
     who took them."""
     life.evictor = getattr(record, "evictor", None)
@@ -249,7 +260,7 @@ def explain_losses(life: TurnLife, record: Any, names: Callable[[Any], str]) -> 
     for cause, tokens in lost.items():
         mine = min(evicted, tokens)
         if mine > 0:
-            name = names(cause)
+            name = str(cause.value)
             life.regenerated[name] = life.regenerated.get(name, 0) + mine
             evicted -= mine
     if evicted:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ENDLESS_HOST_TOKENS = 40_000_000
 """Host memory of ``free-io``, in tokens of KV: what 500 long contexts take. A run that fills it says so."""
 
+SEEN_SEED = 1_000_003
+"""Between the seeds of a run and of the programs seen before it."""
+
 LOOKS = 200
 """Looks at the occupancy of a run."""
 LOOKS_AT_ENDLESS = 20
@@ -82,6 +85,9 @@ class RunSpec:
     max_context_tokens: int | None = None
     """Programs end before a turn that needs more; ``None``: at the engine's longest context."""
     record_accesses: bool = False
+    seen: int = 0
+    """Programs of a synthetic workload, made with another seed, that the gateway before ``replicas`` and its
+    clients have seen end before the run: how long agents of each type run, and how far they grow."""
 
     @property
     def label(self) -> str:
@@ -148,6 +154,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
     for spec in specs:
         if spec.replicas is not None and spec.replicas < 1:
             raise LabError(f"replicas is {spec.replicas}; expected at least 1")
+        _check_seen(spec)
         policy, name = engine_policy(spec), policy_name(spec)
         if sources.setdefault(name, spec.policy) != spec.policy:
             instead = "files of different names" if spec.replicas is None else "one of them"
@@ -163,6 +170,7 @@ def check(specs: Sequence[RunSpec]) -> list[str]:
             programs=0,
             rate_per_s=None,
             record_accesses=False,
+            seen=0,
         )
         if key in seen:
             continue
@@ -183,6 +191,20 @@ def program_ids(spec: RunSpec) -> list[str]:
     from .workloads.choose import load_programs
 
     return [program.program_id for program in load_programs(spec.workload, spec.seed)]
+
+
+def first_program_ids(spec: RunSpec) -> list[str]:
+    """Ids, in the trace, of the programs that come whatever the policy does: of an open loop all there will
+    be, of a closed loop those that begin it. Sub-agents stand behind their parents. Raises as ``run``.
+    """
+    _, shape = device_of(spec, cpu_ratio=0.0)
+    coming = [plan for _, plan in _loop(spec, _fitted(shape)).initial()][::-1]
+    found: dict[str, None] = {}
+    while coming:
+        plan = coming.pop()
+        found[plan.trace_id] = None
+        coming += reversed(plan.children)
+    return list(found)
 
 
 def _repertoire(spec: RunSpec, options: PlayOptions) -> Repertoire:
@@ -242,6 +264,18 @@ def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
         raise LabError(
             f"disk_ratio is {asked:g}, and nobody among {named} has a disk; "
             f"expected a policy with {WITH_A_DISK}"
+        )
+
+
+def _check_seen(spec: RunSpec) -> None:
+    from .workloads.synthetic import PREFIX
+
+    if spec.seen < 0:
+        raise LabError(f"seen is {spec.seen}; expected a number of programs")
+    if spec.seen and (spec.replicas is None or not spec.workload.startswith(PREFIX)):
+        raise LabError(
+            f"seen is {spec.seen} with the workload {spec.workload}; expected {PREFIX}NAME and replicas: of "
+            "a recorded trace the programs seen would be those that are still to come"
         )
 
 
@@ -440,6 +474,10 @@ def _simulate_cluster(
         with_hints=policy.settings is not None,
         on_progress=_progress(spec, on_progress),
     )
+    if spec.seen:
+        _check_seen(spec)
+        before = replace(spec, seed=spec.seed + SEEN_SEED, programs=spec.seen, rate_per_s=1.0)
+        simulation.saw(plan for _, plan in _loop(before, shape).initial())
     simulation.run()
     _note_filled(log, policy)
     return RunResult(spec, log)

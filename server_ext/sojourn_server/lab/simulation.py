@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .access_recorder import AccessRecorder
-from .account import Account, explain_losses
+from .account import Account, ask_steward
 from .agenda import Agenda
-from .bare_engine import STOP_TOKEN, BareEngine
+from .bare_engine import BareEngine
 from .clients import Clients
 from .clock import VirtualClock
 from .door import Door
@@ -25,7 +25,7 @@ from .host_cache import HostCache
 from .latency.work import LatencyModel
 from .lives import RunLog
 from .occupancy import look
-from .predictors import Erring, Oracle
+from .script import follow_script
 from .workloads.loops import Loop
 
 if TYPE_CHECKING:  # of ours, and the stock scheduler's process has nothing of ours in it
@@ -84,7 +84,6 @@ class Simulation:
         self._recorder = recorder
         self._on_progress = on_progress
         self._account = Account(engine.options.block_size)
-        engine.tokens = self._next_token
         self._agenda = Agenda()
         self._clients = Clients(
             engine,
@@ -97,15 +96,7 @@ class Simulation:
             with_hints=with_hints,
         )
         self._adapter = getattr(engine.scheduler, "sojourn", None)
-        if self._adapter is not None and options.outputs_name_tools:
-            self._adapter.reader = self._clients.outputs
-        if self._adapter is not None and options.oracle:
-            self._adapter.steward.prospects.predictor = Oracle(length=self._output_tokens)
-        elif self._adapter is not None and options.erring is not None:
-            prospects = self._adapter.steward.prospects
-            prospects.predictor = Erring(
-                length=self._output_tokens, error=options.erring, unseen=prospects.predictor
-            )
+        follow_script(engine, self._account, self._clients.outputs, options)
 
     # -- the loop -----------------------------------------------------------------
 
@@ -193,23 +184,8 @@ class Simulation:
         if self._recorder is not None:
             self._recorder.finished(turn.request)
         if self._adapter is not None:
-            steward = self._adapter.steward
-            program = steward.table.get(turn.life.program_id)
-            turn.life.goes_on = None if program is None else program.goes_on
-            if turn.life.regenerated.get("evicted"):
-                records = steward.ledger.of_program(turn.life.program_id)
-                if records:
-                    explain_losses(turn.life, records[-1], lambda cause: str(cause.value))
+            ask_steward(turn.life, self._adapter.steward)
         self._clients.answered(turn)
-
-    def _next_token(self, request: Any) -> int:
-        output = self._account.live[request.request_id].output
-        index = request.num_output_tokens
-        # The last token is never computed, hence in no block: it may be another one than the prompt's.
-        return output[index] if index + 1 < len(output) else STOP_TOKEN
-
-    def _output_tokens(self, request_id: str) -> int:
-        return self._account.live[request_id].life.output_tokens
 
     def _wake_up_s(self) -> float:
         """When to look again where nothing can run: when something happens, or soon, for a lease may end."""

@@ -70,6 +70,12 @@ class ClusterClients(Clients):
     def first_token(self, turn: LiveTurn) -> None:
         """An answer has begun."""
 
+    def saw(self, plan: ProgramPlan) -> str:
+        """A program has ended before the run begins; returns what kind of agent it was."""
+        kind = agent_type_of(plan)
+        self._history.over(kind, len(plan.plans))
+        return kind
+
     # -- programs -------------------------------------------------------------------
 
     def _opened(self, playing: Playing) -> None:
@@ -244,7 +250,7 @@ class GatewayClients(ClusterClients):
             self._gateway.asked(
                 request,
                 parent_id=life.parent,
-                agent_type=plan.agent_type or ("agent" if life.parent is None else "sub-agent"),
+                agent_type=agent_type_of(plan, is_child=life.parent is not None),
                 tenant=plan.tenant,
                 deadline_s=deadline_s,
                 prefix=prefix,
@@ -280,6 +286,11 @@ class GatewayClients(ClusterClients):
         sent = self._submitted.pop(refusal.request_id)
         self._log.notes.append(f"{refusal.request_id} was refused: {refusal.message}")
         self._gone(sent.playing)
+
+
+def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
+    """What a client says its program is, where the trace does not."""
+    return plan.agent_type or ("sub-agent" if is_child else "agent")
 
 
 def _name(request_id: str, attempt: int) -> str:

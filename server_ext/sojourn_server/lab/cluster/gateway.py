@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...gateway.core import facts
-from ...gateway.core.core import CoreLimits, RoutingCore
 from ...gateway.core.facts import AnyAction
-from ...gateway.core.programs import Expectations
+from ...gateway.core.from_preset import core_of
+from ...gateway.core.limits import CoreLimits
+from ...gateway.core.programs import Program
 from ...policy.cluster_preset import ClusterPreset
 from ..bare_engine import BareEngineOptions
 from ..door import DoorRequest
@@ -26,23 +27,20 @@ class Gateway:
     """One routing core. Nobody is refused for want of room or patience, as no baseline refuses anybody."""
 
     def __init__(self, preset: ClusterPreset) -> None:
-        self.core = RoutingCore(
-            preset.routing,
-            preset.stealing,
-            preset.sharing,
-            CoreLimits(
-                send_below_load=preset.send_below_load,
-                most_waiting=MOST_WAITING,
-                wait_s=NEVER_S,
-                lease_s=NEVER_S,
-                silent_program_s=NEVER_S,
-            ),
-            yielding=preset.yielding,
-            expected=Expectations(preset.size_quantile),
+        self.core = core_of(
+            preset,
+            CoreLimits(most_waiting=MOST_WAITING, wait_s=NEVER_S, lease_s=NEVER_S, silent_program_s=NEVER_S),
         )
         needs_time = preset.stealing.steals or preset.sharing.shares_out or preset.yielding.yields
         self.tick_s = EPOCH_S if needs_time else float("inf")
         self.reads_prefixes = preset.routing.reads_prefixes
+
+    def saw(self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float) -> None:
+        """A program has ended before the run begins: its turns, its longest context, and the seconds that it
+        took, with its tools and these alone."""
+        program = Program((TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns)
+        self.core.expected.turn_took(program, (took_s - tools_s) / turns)
+        self.core.expected.ended(program, took_s)
 
     def seen(self, replica: str, options: BareEngineOptions, now: float) -> list[AnyAction]:
         """An engine says that it is there."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..account import Account, LiveTurn, explain_losses
+from ..account import Account, LiveTurn, ask_steward
 from ..agenda import Agenda
-from ..bare_engine import STOP_TOKEN, BareEngine
+from ..bare_engine import BareEngine
 from ..clock import VirtualClock
 from ..latency.work import LatencyModel
 from ..lives import STEPS_APART, OccupancySample, ReplicaLife, RunLog
 from ..occupancy import look
-from ..predictors import Erring, Oracle
+from ..script import follow_script
 from ..simulation import STUCK_S, SimulationOptions
 from ..workloads.loops import Loop
+from ..workloads.players import ProgramPlan
 from .clients import ClusterClients, GatewayClients, RoutedClients, Router
 from .expected import alone_s
 from .gateway import Gateway
@@ -66,8 +67,9 @@ class ClusterSimulation:
         ]
         self._numbers = {stepper.replica: number for number, stepper in enumerate(self._steppers)}
         batched = self._steppers[0].engine.options.max_num_batched_tokens
+        self._expected_s: Callable[[ProgramPlan], float] = lambda plan: alone_s(plan, latency, batched)
         more: dict[str, Any] = {
-            "expected_s": lambda plan: alone_s(plan, latency, batched),
+            "expected_s": self._expected_s,
             "call_s": latency.call_s,
             "with_hints": with_hints,
         }
@@ -82,7 +84,18 @@ class ClusterSimulation:
         self._stepped_s = 0.0
         """When a step was last over."""
         for stepper in self._steppers:
-            self._set_up(stepper)
+            follow_script(stepper.engine, stepper.account, self._clients.outputs, options)
+
+    def saw(self, programs: Iterable[ProgramPlan]) -> None:
+        """These have ended before the run begins, each as if it had been alone: what clients and the gateway
+        have learned of their types is known from the start. To be called before ``run``."""
+        for plan in programs:
+            kind = self._clients.saw(plan)
+            if isinstance(self._front, Gateway):
+                last = plan.plans[-1]
+                tokens = last.prompt_tokens + last.output_tokens
+                tools_s = sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
+                self._front.saw(kind, len(plan.plans), tokens, self._expected_s(plan), tools_s)
 
     # -- the loop -----------------------------------------------------------------
 
@@ -182,43 +195,13 @@ class ClusterSimulation:
 
     # -- what engines do ------------------------------------------------------------
 
-    def _set_up(self, stepper: Stepper) -> None:
-        account, adapter, options = stepper.account, stepper.adapter, self._options
-
-        def next_token(request: Any) -> int:
-            output = account.live[request.request_id].output
-            index = request.num_output_tokens
-            return output[index] if index + 1 < len(output) else STOP_TOKEN
-
-        def output_tokens(request_id: str) -> int:
-            return account.live[request_id].life.output_tokens
-
-        stepper.engine.tokens = next_token
-        if adapter is None:
-            return
-        if options.outputs_name_tools:
-            adapter.reader = self._clients.outputs
-        prospects = adapter.steward.prospects
-        if options.oracle:
-            prospects.predictor = Oracle(length=output_tokens)
-        elif options.erring is not None:
-            prospects.predictor = Erring(
-                length=output_tokens, error=options.erring, unseen=prospects.predictor
-            )
-
     def _first_token(self, stepper: Stepper, turn: LiveTurn) -> None:
         self._clients.first_token(turn)
 
     def _finished(self, stepper: Stepper, turn: LiveTurn) -> None:
         self._clients.outputs.forget(turn.request.output_token_ids)
         if stepper.adapter is not None:
-            steward = stepper.adapter.steward
-            program = steward.table.get(turn.life.program_id)
-            turn.life.goes_on = None if program is None else program.goes_on
-            if turn.life.regenerated.get("evicted"):
-                records = steward.ledger.of_program(turn.life.program_id)
-                if records:
-                    explain_losses(turn.life, records[-1], lambda cause: str(cause.value))
+            ask_steward(turn.life, stepper.adapter.steward)
         self._clients.answered(turn)
 
     # -- looking --------------------------------------------------------------------

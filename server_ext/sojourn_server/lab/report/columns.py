@@ -109,6 +109,10 @@ def _some_unfinished(row: RunRow) -> bool:
     return row.programs_unfinished > 0
 
 
+def _none_finished(row: RunRow) -> bool:
+    return not row.programs_finished and not row.limit
+
+
 def _estimate(row: RunRow) -> Figures:
     return row.completion_estimate_s
 
@@ -134,6 +138,7 @@ MORE, LESS = Better.MORE, Better.LESS
 SERVICE: tuple[Column, ...] = (
     Column("finished", "", _of_run(lambda r: r.programs_finished), decimals=0),
     Column("unfinished", "", _of_run(lambda r: r.programs_unfinished), decimals=0),
+    Column("turns", "done", _of_run(lambda r: r.turns_finished), when=_none_finished, decimals=0),
     Column("programs", "/h", _plain(lambda r: r.programs_per_hour), MORE, against_stock=True),
     Column("completion", "mean s", _completion("mean"), LESS, against_stock=True),
     Column("completion", "P95 s", _completion("p95"), LESS, against_stock=True),

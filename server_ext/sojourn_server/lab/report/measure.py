@@ -27,6 +27,11 @@ SURVIVORS_NOTE = (
     "looks better than it is (survivor bias), and is compared by 'est. of all' instead: there the unfinished "
     "count for as long as they were seen (Kaplan-Meier); ≥ means that the run was too short to tell"
 )
+NONE_FINISHED_NOTE = (
+    "no program finished in this time: of completion lower bounds are known at most, and the other figures "
+    "are of the turns so far. Simulate longer, or with fewer programs"
+)
+NONE_ARRIVED_NOTE = "no program arrived in this time, so nothing can be said. Simulate longer"
 _TRACE_ENDINGS = (".jsonl.gz", ".json.gz", ".jsonl", ".json")
 
 CUT_OFF_NOTE = (
@@ -275,8 +280,15 @@ def _rate(amount: float, seconds: float) -> float | None:
 
 def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
     notes = []
-    if unfinished:
-        notes.append(SURVIVORS_NOTE if run.loop == "closed" else CUT_OFF_NOTE)
+    if not run.programs:
+        notes.append(NONE_ARRIVED_NOTE)
+    none_finished = not _finished_since(run.programs, since_s)
+    if run.programs and none_finished:
+        notes.append(NONE_FINISHED_NOTE)
+    if unfinished and run.loop != "closed":
+        notes.append(CUT_OFF_NOTE)
+    elif unfinished and not none_finished:
+        notes.append(SURVIVORS_NOTE)
     if since_s > 0:
         notes.append(
             f"without programs that arrived, and turns that were sent, in the first {since_s:g} s; "

@@ -38,7 +38,7 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
     Contexts grow by the same a step for all, so that 100 steps end at 128K tokens; ten then end at
     15.5K, which is the paper's lower figure. BurstGPT's own lengths are not in the paper. Every
-    step's tool is one of Table 1's four, each as likely.
+    step's tool is one of Table 1's four, each as likely. Agents of so many steps are of one type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -52,7 +52,8 @@ def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
         at_s += rng.expovariate(sum(rates) / 60.0)
         tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
         kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
-        yield _steps(steps, 100, [(kind, TOOL_LATENCIES[kind]) for kind in kinds], rng, at_s, tenant)
+        tools: list[tuple[str, Draw]] = [(kind, TOOL_LATENCIES[kind]) for kind in kinds]
+        yield _steps(steps, 100, tools, rng, at_s, tenant, agent_type=f"{steps}-step-agent")
 
 
 def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
@@ -78,6 +79,7 @@ def _steps(
     arrival_s: float | None = None,
     tenant: str | None = None,
     times: random.Random | None = None,
+    agent_type: str | None = None,
 ) -> TraceProgram:
     """A task whose context grows so that ``most_steps`` would end at the longest."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
@@ -87,4 +89,6 @@ def _steps(
     left = max(steps, round(growth * steps) - sum(outputs))
     appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
     runs = [ToolRun(name=name, s=round(draw(times or rng), 6)) for name, draw in tools]
-    return append_only(appends, outputs, runs, None, rng, arrival_s=arrival_s, tenant=tenant)
+    return append_only(
+        appends, outputs, runs, None, rng, arrival_s=arrival_s, tenant=tenant, agent_type=agent_type
+    )

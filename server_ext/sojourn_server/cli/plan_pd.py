@@ -1,0 +1,160 @@
+"""``sojourn plan-pd``: how many nodes should prefill and how many decode, and what two paths bring."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sojourn_server.policy.pd_gain import TurnSizes
+    from sojourn_server.policy.pd_range import NodeLinks, PdRange
+
+_GBIT = 1e9 / 8
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        "plan-pd", help="Ratios of prefill to decode nodes for which no link but storage is the bottleneck."
+    )(plan_pd)
+
+
+def plan_pd(
+    nodes: int = typer.Option(6, min=2, help="Nodes in all; every way to divide them is shown"),
+    devices: int = typer.Option(8, min=1, help="Devices a node, each with a compute NIC of its own"),
+    compute_nic_gbit: float = typer.Option(400.0, help="A device's compute NIC, Gbit/s each way"),
+    storage_nic_gbit: float = typer.Option(400.0, help="A node's storage NIC, Gbit/s"),
+    dram_gbyte: float = typer.Option(500.0, help="A node's memory, GB/s of reads and writes together"),
+    hit_tokens: float = typer.Option(33_147.0, help="Tokens a turn whose KV is read from storage"),
+    new_tokens: float = typer.Option(292.0, help="Tokens a turn that are computed"),
+    kv_bytes: float = typer.Option(48_068.0, help="KV bytes a token; the default is DeepSeek-V3.2's in FP8"),
+    new_tokens_per_s: float = typer.Option(
+        2_160.0, help="What a device prefills behind contexts of this length"
+    ),
+    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the plan as JSON, - for stdout"),
+) -> None:
+    """Show the range, each link's bound, and what each division of the nodes is good for."""
+    from sojourn_server.policy.pd_gain import TurnSizes
+    from sojourn_server.policy.pd_range import NodeLinks, pd_range
+
+    given = {
+        "--compute-nic-gbit": compute_nic_gbit, "--storage-nic-gbit": storage_nic_gbit,
+        "--dram-gbyte": dram_gbyte, "--hit-tokens": hit_tokens, "--new-tokens": new_tokens,
+        "--kv-bytes": kv_bytes, "--new-tokens-per-s": new_tokens_per_s,
+    }  # fmt: skip
+    for option, value in given.items():
+        if not 0 < value < math.inf:
+            raise CliError(
+                f"{option} is {value:g}; expected a finite number above 0", f"for example {option} 400"
+            )
+    links = NodeLinks(
+        devices=devices,
+        compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
+        storage_nic_bytes_per_s=storage_nic_gbit * _GBIT,
+        dram_bytes_per_s=dram_gbyte * 1e9,
+    )
+    turn = TurnSizes(
+        hit_tokens=hit_tokens,
+        new_tokens=new_tokens,
+        kv_bytes_per_token=kv_bytes,
+        new_tokens_per_s=new_tokens_per_s,
+    )
+    found = pd_range(links)
+    divisions = [_division(links, turn, found, count, nodes - count) for count in range(1, nodes)]
+    if json != "-":
+        console.print(_range_text(found), highlight=False)
+        console.print(_bounds(found))
+        console.print(_divisions(divisions))
+    if json is not None:
+        bounds = {
+            bound.link: {"least": _finite(bound.least), "most": _finite(bound.most)} for bound in found.bounds
+        }
+        write_json(
+            {
+                "least": _finite(found.least),
+                "most": _finite(found.most),
+                "possible": found.possible,
+                "bounds": bounds,
+                "divisions": divisions,
+            },
+            json,
+        )
+
+
+def _division(links: NodeLinks, turn: TurnSizes, found: PdRange, prefill: int, decode: int) -> dict[str, Any]:
+    from sojourn_server.policy.pd_gain import pd_gain
+    from sojourn_server.policy.pd_range import link_loads
+
+    loads = link_loads(links, prefill, decode)
+    fullest = max(loads, key=lambda link: loads[link])
+    gain = pd_gain(links, turn, prefill, decode)
+    return {
+        "prefill_nodes": prefill,
+        "decode_nodes": decode,
+        "in_range": found.possible and found.holds(prefill / decode),
+        "fullest_link": fullest,
+        "fullest_load": round(loads[fullest], 4),
+        "turns_per_s": {
+            "one_path": round(gain.one_path, 3),
+            "two_paths": round(gain.two_paths, 3),
+            "compute": round(gain.compute, 3),
+        },
+        "gain_at_most": round(gain.most, 4),
+    }
+
+
+def _range_text(found: PdRange) -> str:
+    if not found.possible:
+        return "[bold]No ratio:[/] whatever it is, another link is full before all storage NICs are."
+    return (
+        f"[bold]P/D from {found.least:.3g} to {found.most:.3g}[/]: prefill nodes for each decode node with "
+        "which all storage NICs can read at once"
+    )
+
+
+def _bounds(found: PdRange) -> Table:
+    from rich.table import Table
+
+    table = Table("link", "bound on P/D", box=None, title="What each link says", title_justify="left")
+    for bound in found.bounds:
+        if math.isinf(bound.least) or bound.most < 0:
+            text = "too slow at any ratio"
+        elif bound.least:
+            text = f"≥ {bound.least:.3g}"
+        else:
+            text = "none" if math.isinf(bound.most) else f"≤ {bound.most:.3g}"
+        table.add_row(bound.link, text)
+    return table
+
+
+def _divisions(divisions: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "nodes", "in range", "fullest link", "load", "one path", "two paths", "prefill", "gain at most",
+        box=None, title="Turns a second that each resource allows", title_justify="left",
+    )  # fmt: skip
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for each in divisions:
+        turns = each["turns_per_s"]
+        table.add_row(
+            f"{each['prefill_nodes']}P{each['decode_nodes']}D",
+            "yes" if each["in_range"] else "no",
+            each["fullest_link"],
+            f"{each['fullest_load']:.0%}",
+            *(f"{turns[name]:,.1f}" for name in ("one_path", "two_paths", "compute")),
+            f"{each['gain_at_most']:.2f}×",
+        )
+    return table
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,201 @@
+"""``sojourn simulate-pd``: separated prefill and decode nodes, with one path to storage and with two."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from sojourn_server.lab.pd.outcome import PdOutcome
+    from sojourn_server.lab.pd.run import PdSpec
+
+_HOUR_S = 3600.0
+NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        "simulate-pd",
+        help="Simulate prefill and decode nodes that read KV from storage, to a thousand devices and more.",
+    )(simulate_pd)
+
+
+def simulate_pd(
+    workload: str = typer.Argument(
+        "synthetic:dualpath-64k", help="A .jsonl or .jsonl.gz trace, or synthetic:NAME"
+    ),
+    system: str = typer.Option(
+        "basic,layerwise,dual-path,scheduling,oracle",
+        help="Names with commas between: basic, layerwise, dual-path, scheduling (DualPath as published), "
+        "split (both sides read), oracle (reads and copies are free)",
+    ),
+    model: str = typer.Option("ds-660b", help="ds-660b, ds-27b or qwen2.5-32b"),
+    prefill_nodes: int = typer.Option(2, min=1, help="Nodes that prefill"),
+    decode_nodes: int = typer.Option(4, min=1, help="Nodes that decode"),
+    programs: int = typer.Option(200, min=1, help="Agents, all there at the start"),
+    rate: float | None = typer.Option(
+        None, help="Agents that arrive each second instead (Poisson), for --hours"
+    ),
+    hours: float = typer.Option(1.0, help="With --rate: virtual hours; the second half is measured"),
+    seed: int = typer.Option(0, help="Trajectories, who plays which, and times of arrival"),
+    append_scale: float = typer.Option(1.0, help="Times what each turn appends"),
+    output_scale: float = typer.Option(1.0, help="Times what each turn writes"),
+    max_context: int | None = typer.Option(
+        None, min=2, help="Agents end before a turn that needs more tokens; else where the workload's do"
+    ),
+    max_gap_s: float | None = typer.Option(None, min=0.0, help="Cut longer idle times to this"),
+    storage_nic_gbit: float = typer.Option(400.0, help="A node's storage NIC, Gbit/s"),
+    compute_nic_gbit: float = typer.Option(400.0, help="A device's compute NIC, Gbit/s"),
+    device_memory_gb: float = typer.Option(141.0, help="Memory of a device"),
+    efficiency: float | None = typer.Option(
+        None, help="Share of its FLOP peak that prefill achieves; else what was fitted to the paper"
+    ),
+    step_tokens: int | None = typer.Option(
+        None, min=1, help="New tokens of a device in a prefill step, instead of the quota of attention"
+    ),
+    shared_lane: bool = typer.Option(
+        False, help="No traffic classes: KV and the model's messages share the compute network"
+    ),
+    jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
+    json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
+) -> None:
+    """Run the systems and show them beside each other."""
+    from sojourn_server.lab.pd.machine import CALIBRATED_EFFICIENCY, PdMachine
+    from sojourn_server.lab.pd.run import PdSpec
+    from sojourn_server.lab.pd.trajectories import load_trajectories
+    from sojourn_server.traces.schema import TraceError
+
+    _check_plot(plot)
+    if not 0 < hours < math.inf:
+        raise CliError(f"--hours is {hours:g}; expected a finite number above 0", "for example --hours 0.5")
+    names = [name.strip() for name in system.split(",") if name.strip()]
+    if not names:
+        raise CliError("--system names no system", "for example --system basic,scheduling")
+    until_s = None if rate is None else hours * _HOUR_S
+    try:
+        machine = PdMachine(
+            storage_nic_bytes_per_s=storage_nic_gbit * 1e9 / 8,
+            compute_nic_bytes_per_s=compute_nic_gbit * 1e9 / 8,
+            device_memory_bytes=device_memory_gb * 1e9,
+            efficiency=CALIBRATED_EFFICIENCY if efficiency is None else efficiency,
+        )
+        specs = [
+            PdSpec(
+                system=name, model=model, workload=workload, prefill_nodes=prefill_nodes,
+                decode_nodes=decode_nodes, agents=programs if rate is None else 10**9, rate_per_s=rate,
+                until_s=until_s, warm_up_s=0.0 if until_s is None else until_s / 2, seed=seed,
+                append_scale=append_scale, output_scale=output_scale, max_context_tokens=max_context,
+                max_gap_s=max_gap_s, isolated=not shared_lane, step_tokens=step_tokens, machine=machine,
+            )
+            for name in dict.fromkeys(names)
+        ]  # fmt: skip
+        cluster = specs[0].cluster
+        longest = max(
+            turn.prompt_tokens + turn.output_tokens
+            for trajectory in load_trajectories(workload, specs[0].shaping, seed)
+            for turn in trajectory
+        )
+        room = machine.decode_kv_tokens(cluster.model)
+        if longest > room:
+            raise CliError(
+                f"a turn needs {longest:,} tokens of KV, and a device of {device_memory_gb:g} GB holds "
+                f"{room:,} of {model}",
+                "cut contexts with --max-context, or give more --device-memory-gb",
+            )
+    except TraceError as error:
+        raise CliError(str(error), NEXT_TRACE) from None
+    except ValueError as error:
+        raise CliError(str(error), _next_step(str(error), names, model)) from None
+    outcomes = _run(specs, jobs)
+    _show(outcomes, json, plot)
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if plot.suffix not in (".svg", ".png"):
+        raise CliError(f"--plot {plot}: the name ends in neither .svg nor .png", "name it pd.svg")
+    if not plot.absolute().parent.is_dir():
+        raise CliError(f"--plot {plot}: {plot.absolute().parent} is no folder", "make it first")
+    if find_spec("matplotlib") is None:
+        raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
+
+
+def _next_step(message: str, names: Sequence[str], model: str) -> str:
+    from sojourn_server.lab.pd.models import MODELS
+    from sojourn_server.lab.pd.systems import SYSTEMS
+
+    if message.startswith("unknown"):
+        wrong = next((name for name in names if name not in SYSTEMS), None)
+        near = difflib.get_close_matches(wrong or model, [*SYSTEMS] if wrong else [*MODELS], n=1)
+        return f"did you mean {near[0]}?" if near else "docs/dualpath.md says what each is"
+    return "see docs/dualpath.md"
+
+
+def _run(specs: Sequence[PdSpec], jobs: int | None) -> list[PdOutcome]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sojourn_server.lab.pd.run import run_all
+    from sojourn_server.lab.workers import WorkerDied
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}% {task.fields[now]:>8,.0f} virtual s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars = [progress.add_task(spec.label, total=1.0, now=0.0, start=False) for spec in specs]
+
+        def move(number: int, now: float, finished: int) -> None:
+            spec = specs[number]
+            part = finished / spec.agents if spec.until_s is None else now / spec.until_s
+            progress.update(bars[number], completed=min(1.0, part), now=now)
+
+        def end(number: int, outcome: PdOutcome) -> None:
+            progress.update(bars[number], completed=1.0, now=outcome.virtual_s)
+
+        try:
+            return run_all(
+                specs,
+                processes=jobs,
+                on_start=lambda number, spec: progress.start_task(bars[number]),
+                on_progress=move,
+                on_done=end,
+            )
+        except KeyboardInterrupt:
+            raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
+        except WorkerDied as error:
+            raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
+
+
+def _show(outcomes: Sequence[PdOutcome], json: str | None, plot: Path | None) -> None:
+    from sojourn_server.lab.pd.report import document, draw, table
+    from sojourn_server.lab.report.results import made_with
+
+    console.print(table(outcomes))
+    try:
+        if json is not None:
+            write_json(document(outcomes, made_with(sys.argv)), json)
+        if plot is not None:
+            draw(outcomes, plot)
+    except OSError as error:
+        raise CliError(
+            f"{error.filename or 'the output'}: {error.strerror or error}",
+            "make room or name another place, and run it again",
+            exit_code=1,
+        ) from None
+    for path in (json, plot):
+        if path is not None and str(path) != "-":
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)

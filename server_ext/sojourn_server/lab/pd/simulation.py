@@ -1,0 +1,446 @@
+"""A cluster of prefill and decode nodes, event by event (DualPath §4, §6, §7).
+
+A turn's life: submitted → a pair of devices and who reads (the router's own ``PairScheduler``) → its reads
+stand in the storage NICs' queues, once its nodes have the memory → ready on the prefill device → computed in
+one or more steps → its KV goes to the decode device → written token by token → the agent's next turn.
+
+What is simulated and what not:
+
+- Storage NICs are queues, whole requests one after the other. A node's DRAM buffer bounds what its own NIC
+  reads ahead for prefill; what is on its way to a decode device counts against that device's memory and its
+  share of the node's buffer.
+- Layer by layer, a request takes no memory of the prefill device before it is computed, and copies lie behind
+  compute. Without, it takes room for all its KV from before its read until its KV has left, and copies come
+  before and after.
+- Compute NICs are times added, not queues; only copies without layers stand in line at their device.
+- Decode devices do not wait for one another; storage behind the NICs and the scheduler's time cost nothing.
+- Writes use the other direction of the storage NICs and are only counted.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from sojourn_server.policy.compute_quota import AttentionCosts, ComputeQuota
+from sojourn_server.policy.pd_pairs import PairScheduler
+from sojourn_server.policy.pd_prefill import PrefillLimits
+from sojourn_server.policy.pd_views import FULL_BLOCK_TOKENS, PdRequest
+
+from .decode import DecodeDevice
+from .flight import Flight
+from .machine import PdMachine
+from .models import PdModel
+from .prefill import PrefillDevice, PrefillGroup, StepCost
+from .round_robin import RoundRobinPairs
+from .space import Space
+from .storage_nic import WINDOW_S, StorageNic
+from .systems import System
+from .trajectories import Trajectory, means
+
+HIGH_PRIORITY_SHARE = 0.99
+"""What model traffic gets of a compute NIC that KV contends for, by traffic classes (§5.1)."""
+
+_ARRIVE, _READ, _STEP, _DECODE, _LOADED, _PUSHED = range(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How many nodes of which machine serve which model. Raises ``ValueError``."""
+
+    prefill_nodes: int
+    decode_nodes: int
+    model: PdModel
+    machine: PdMachine = field(default_factory=PdMachine)
+    isolated: bool = True
+    """Traffic classes: KV takes what the model leaves of the compute network. False: they share a lane."""
+    short_queue_s: float = 3.0
+    """α."""
+    most_tokens_s: float = 5.0
+    """β, as seconds of what a prefill device works off of this load."""
+    quota_s: float = 0.3
+    """Of attention in a prefill step, for all systems alike."""
+    step_tokens: int | None = None
+    """New tokens of a prefill device in a step instead; ``None``: the quota bounds it."""
+
+    def __post_init__(self) -> None:
+        if self.prefill_nodes < 1 or self.decode_nodes < 1:
+            raise ValueError(
+                f"{self.prefill_nodes} prefill and {self.decode_nodes} decode nodes; expected one at least"
+            )
+        if self.step_tokens is not None and self.step_tokens < 1:
+            raise ValueError(f"step_tokens is {self.step_tokens}; expected at least 1")
+        for name in ("short_queue_s", "most_tokens_s", "quota_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected finite and above 0")
+        self.machine.prefill_kv_tokens(self.model)
+        self.machine.decode_kv_tokens(self.model)
+
+    @property
+    def name(self) -> str:
+        """As the paper has it: 2P4D."""
+        return f"{self.prefill_nodes}P{self.decode_nodes}D"
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return (self.prefill_nodes + self.decode_nodes) * self.machine.devices
+
+
+class Latencies:
+    """Of each turn that was submitted from ``from_s`` on and has more than one token, in seconds."""
+
+    __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
+
+    def __init__(self, from_s: float) -> None:
+        self.from_s = from_s
+        self.first_token_s = array("d")
+        """From the request to its first token."""
+        self.second_token_s = array("d")
+        """From the first token to the second."""
+        self.per_token_s = array("d")
+        """Between the tokens after that, on average."""
+
+
+class Simulation:
+    """One system on one cluster, with agents that are all there at the start or arrive one by one."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        system: System,
+        agents: Sequence[Trajectory],
+        arrivals_s: Sequence[float] | None = None,
+        *,
+        latencies_from_s: float | None = None,
+    ) -> None:
+        """``arrivals_s``: when each agent comes; ``None``: all at once. ``latencies_from_s``: keep those of
+        turns submitted from then on; ``None``: of nobody. Raises ``ValueError`` for no agents, and when one
+        comes that no decode device could hold."""
+        if not agents:
+            raise ValueError("no agents to simulate")
+        if arrivals_s is not None and len(arrivals_s) != len(agents):
+            raise ValueError(f"{len(arrivals_s)} arrivals for {len(agents)} agents; expected as many")
+        self.cluster = cluster
+        self.system = system
+        self.now = 0.0
+        self.agents = agents
+        self._next_turn = [0] * len(agents)
+        self._flights: dict[int, Flight] = {}
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._count = 0
+        self.events = 0
+        self.turns = 0
+        self.finished_agents = 0
+        self.finished_s: list[float] = []
+        """When agents ended, in order."""
+        self.prompt_tokens = self.output_tokens = self.hit_blocks = 0
+        """Of turns that have ended."""
+        self.submitted = 0
+        self.attention_in: list[list[float]] = []
+        """By window of time: seconds of the longest attention in each step, and of the mean, added up."""
+        self.latencies = None if latencies_from_s is None else Latencies(latencies_from_s)
+        self._build(cluster, system, agents)
+        for agent, at_s in enumerate(arrivals_s if arrivals_s is not None else [0.0] * len(agents)):
+            self._at(at_s, _ARRIVE, agent)
+
+    # -- what there is -----------------------------------------------------------------
+
+    def _build(self, cluster: Cluster, system: System, agents: Sequence[Trajectory]) -> None:
+        machine, model = cluster.machine, cluster.model
+        block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
+        blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
+        flops_per_s = machine.flops_per_s
+        # Beside the model's own messages, where those go first.
+        share = machine.collective_share
+        lane = machine.compute_nic_bytes_per_s * (
+            1.0 - HIGH_PRIORITY_SHARE * share if cluster.isolated else 1
+        )
+        self._block_copy_s = block_bytes / lane
+        self._token_copy_s = model.kv_bytes_per_token / lane
+        self._stall = 0.0 if cluster.isolated else share
+        if system.free_io:
+            self._block_copy_s = self._token_copy_s = self._stall = 0.0
+        costs = AttentionCosts(
+            pair_s=model.pair_flops / flops_per_s, token_s=model.local_token_flops / flops_per_s
+        )
+        self.attention_costs = costs
+        cost = StepCost(
+            model.prefill_step_s,
+            model.spread_token_flops / flops_per_s,
+            self._block_copy_s,
+            self._token_copy_s,
+            model.layers,
+            self._stall,
+        )
+        quota = ComputeQuota(
+            costs=costs,
+            quota_s=cluster.quota_s if cluster.step_tokens is None else 1e12,
+            block_tokens=FULL_BLOCK_TOKENS,
+        )
+        load = means(agents)
+        turn_s = model.turn_flops(load.hit_tokens, load.new_tokens) / flops_per_s
+        limits = PrefillLimits(
+            short_queue_s=cluster.short_queue_s,
+            most_tokens=cluster.most_tokens_s * load.prompt_tokens / turn_s,
+        )
+        self.limits = limits
+        self.pairs: PairScheduler | RoundRobinPairs = (
+            PairScheduler(limits, system.side()) if system.scheduled else RoundRobinPairs(system.side())
+        )
+        nodes = cluster.prefill_nodes + cluster.decode_nodes
+        self.nics = [StorageNic(node, blocks_per_s) for node in range(nodes)]
+        self.prefill_devices: list[PrefillDevice] = []
+        self.decode_devices: list[DecodeDevice] = []
+        for node in range(nodes):
+            self.pairs.add_node(node, 1.0 / blocks_per_s)
+        for node in range(cluster.prefill_nodes):
+            for _ in range(machine.devices):
+                number = len(self.prefill_devices)
+                self.prefill_devices.append(PrefillDevice(number, node))
+                self.pairs.add_prefill(number, node)
+        memory = machine.decode_kv_tokens(model)
+        on_the_way = machine.buffer_tokens(model) // machine.devices
+        for node in range(cluster.prefill_nodes, nodes):
+            for _ in range(machine.devices):
+                number = len(self.decode_devices)
+                self.decode_devices.append(
+                    DecodeDevice(
+                        number,
+                        node,
+                        memory,
+                        model.decode_step_s,
+                        model.decode_request_s,
+                        model.decode_bytes_per_token / (machine.device_bytes_per_s * machine.read_efficiency),
+                    )
+                )
+                self.pairs.add_decode(number, node, node, memory + on_the_way)
+        together = max(1, min(cluster.prefill_nodes, model.group_nodes) * machine.devices)
+        devices = self.prefill_devices
+        self.groups = [
+            PrefillGroup(
+                devices[first : first + together],
+                quota,
+                math.inf if cluster.step_tokens is None else cluster.step_tokens,
+                cost,
+                system.layerwise and not system.free_io,
+            )
+            for first in range(0, len(devices), together)
+        ]
+        self._group_of = [self.groups[number // together] for number in range(len(devices))]
+        self._buffers: list[Space[Flight]] = [
+            Space(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
+        ]
+        self._copies_first = not system.layerwise and not system.free_io
+        """Copies come before and after computing, and KV lies on the device all the while."""
+        self._on_device: list[Space[Flight]] = (
+            [Space(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
+        )
+        self._copying_in_s = [0.0] * len(devices)
+        self._copying_out_s = [0.0] * len(devices)
+
+    # -- time --------------------------------------------------------------------------
+
+    def run(self, until_s: float = math.inf, on_progress: Callable[[float, int], None] | None = None) -> None:
+        """Until all agents have ended, or the clock says ``until_s``. ``on_progress(now, agents ended)``
+        is called every so often."""
+        events = self._events
+        handlers: tuple[Callable[[Any], None], ...] = (
+            self._submit_next, self._read, self._stepped, self._decoded, self._loaded, self._pushed,
+        )  # fmt: skip
+        while events and events[0][0] <= until_s:
+            now, _, kind, what = heappop(events)
+            self.now = now
+            self.events += 1
+            handlers[kind](what)
+            if on_progress is not None and not self.events & 0xFFFF:
+                on_progress(now, self.finished_agents)
+        if on_progress is not None:
+            on_progress(self.now, self.finished_agents)
+
+    def _at(self, at_s: float, kind: int, what: Any) -> None:
+        self._count += 1
+        heappush(self._events, (at_s, self._count, kind, what))
+
+    # -- a turn's life -----------------------------------------------------------------
+
+    def _submit_next(self, agent: int) -> None:
+        self._submit(agent)
+        self._dispatch()
+
+    def _submit(self, agent: int) -> None:
+        turn = self.agents[agent][self._next_turn[agent]]
+        request = PdRequest(
+            agent,
+            turn.prompt_tokens,
+            0 if self.system.free_io else turn.hit_blocks,
+            turn.prompt_tokens + turn.output_tokens,
+        )
+        cached = turn.hit_blocks * FULL_BLOCK_TOKENS
+        self._flights[agent] = Flight(agent, request, turn.output_tokens, cached, self.now)
+        self.pairs.submit(request)
+        self.submitted += 1
+
+    def _dispatch(self) -> None:
+        for pair in self.pairs.dispatch(self.now):
+            flight = self._flights[pair.request.request_id]  # type: ignore[index]
+            flight.paired(pair)
+            # Without layers all of its KV lies on the device, from before it is read.
+            if not self._copies_first or self._on_device[pair.prefill].take(pair.request.tokens, flight):
+                self._start_reads(flight)
+
+    def _start_reads(self, flight: Flight) -> None:
+        now = self.now
+        own, other = flight.prefill_blocks, flight.decode_blocks
+        flight.parts = (own > 0) + (other > 0)
+        if not flight.parts:
+            self._at_hand(flight)
+            return
+        if other:
+            nic = self.nics[self.decode_devices[flight.decode].node]
+            self._at(nic.read(other, now), _READ, (flight, nic))
+        if own:
+            node = self.prefill_devices[flight.worker].node
+            if self._buffers[node].take(own, flight):
+                nic = self.nics[node]
+                self._at(nic.read(own, now), _READ, (flight, nic))
+
+    def _read(self, what: tuple[Flight, StorageNic]) -> None:
+        flight, nic = what
+        flight.parts -= 1
+        if not flight.parts:
+            self._at_hand(flight)
+        if nic.node < len(self._buffers):
+            waiting = self._buffers[nic.node].waiting
+            if waiting:
+                # The books know nothing of reads that wait for memory.
+                queue_s = max(0.0, nic.busy_until_s - self.now) + waiting / nic.rate_blocks_per_s
+                self.pairs.report(nic.node, queue_s, self.now)
+
+    def _at_hand(self, flight: Flight) -> None:
+        """All of its hit is in DRAM."""
+        if self._copies_first and flight.cached:
+            worker = flight.worker
+            begin = max(self.now, self._copying_in_s[worker])
+            self._copying_in_s[worker] = end = begin + flight.cached * self._token_copy_s
+            self._at(end, _LOADED, flight)
+        else:
+            self._loaded(flight)
+
+    def _loaded(self, flight: Flight) -> None:
+        """It can be computed."""
+        self.prefill_devices[flight.worker].ready(flight)
+        group = self._group_of[flight.worker]
+        if not group.busy:
+            self._begin(group)
+
+    def _begin(self, group: PrefillGroup) -> None:
+        step_s = group.begin()
+        if step_s:
+            self._at(self.now + step_s, _STEP, group)
+            window = int(self.now / WINDOW_S)
+            counted = self.attention_in
+            if len(counted) <= window:
+                counted.extend([[0.0, 0.0] for _ in range(window + 1 - len(counted))])
+            longest_s, mean_s = group.last_attention_s
+            counted[window][0] += longest_s
+            counted[window][1] += mean_s
+
+    def _stepped(self, group: PrefillGroup) -> None:
+        done = group.end()
+        now = self.now
+        for flight in done:
+            flight.first_token_s = now
+            self.pairs.prefilled(flight.agent)
+            if flight.prefill_blocks:
+                self._leave_buffer(self.prefill_devices[flight.worker].node, flight.prefill_blocks)
+            if self._copies_first:
+                worker = flight.worker
+                begin = max(now, self._copying_out_s[worker])
+                self._copying_out_s[worker] = end = begin + flight.request.tokens * self._token_copy_s
+                self._at(end, _PUSHED, flight)
+            else:
+                self._hand_over(flight)
+        self._begin(group)
+        if done:
+            self._dispatch()
+
+    def _leave_buffer(self, node: int, blocks: int) -> None:
+        nic = self.nics[node]
+        for other in self._buffers[node].leave(blocks):
+            self._at(nic.read(other.prefill_blocks, self.now), _READ, (other, nic))
+
+    def _pushed(self, flight: Flight) -> None:
+        """Its KV has left the prefill device."""
+        for other in self._on_device[flight.worker].leave(flight.request.tokens):
+            self._start_reads(other)
+        self._hand_over(flight)
+
+    def _hand_over(self, flight: Flight) -> None:
+        """Its KV is in the decode node's DRAM."""
+        device = self.decode_devices[flight.decode]
+        self.nics[device.node].written_tokens += flight.request.kv_tokens - flight.cached_before
+        if flight.output_tokens < 2:
+            self._end([flight])
+            return
+        if device.line or not device.fits(flight):
+            device.line.append(flight)
+            return
+        self._enter(device, flight)
+        due_s = device.next_s(self.now)
+        if due_s < device.due_s:
+            device.due_s = due_s
+            self._at(due_s, _DECODE, (device, due_s))
+
+    def _enter(self, device: DecodeDevice, flight: Flight) -> None:
+        load_s = flight.request.tokens * self._token_copy_s
+        device.enter(flight, load_s, self._stall * load_s, self.now)
+
+    def _decoded(self, what: tuple[DecodeDevice, float]) -> None:
+        device, due_s = what
+        if due_s != device.due_s:
+            return  # it was asked sooner
+        done = device.finished(self.now)
+        while device.line and device.fits(device.line[0]):
+            self._enter(device, device.line.popleft())
+        device.due_s = device.next_s(self.now)
+        if device.due_s < math.inf:
+            self._at(device.due_s, _DECODE, (device, device.due_s))
+        if done:
+            self._end(done)
+
+    def _end(self, done: list[Flight]) -> None:
+        now = self.now
+        for flight in done:
+            agent = flight.agent
+            del self._flights[agent]
+            self.pairs.end(agent)
+            self.turns += 1
+            self.prompt_tokens += flight.request.tokens
+            self.output_tokens += flight.output_tokens
+            self.hit_blocks += flight.cached_before // FULL_BLOCK_TOKENS
+            if self.latencies is not None:
+                self._note(flight)
+            trajectory = self.agents[agent]
+            turn = self._next_turn[agent]
+            self._next_turn[agent] = turn + 1
+            if turn + 1 == len(trajectory):
+                self.finished_agents += 1
+                self.finished_s.append(now)
+            elif trajectory[turn].gap_s:
+                self._at(now + trajectory[turn].gap_s, _ARRIVE, agent)
+            else:
+                self._submit(agent)
+        self._dispatch()
+
+    def _note(self, flight: Flight) -> None:
+        kept = self.latencies
+        assert kept is not None
+        if flight.output_tokens > 1 and flight.submitted_s >= kept.from_s:
+            kept.first_token_s.append(flight.first_token_s - flight.submitted_s)
+            kept.second_token_s.append(flight.second_token_s - flight.first_token_s)
+            kept.per_token_s.append((self.now - flight.decoded_from_s) / (flight.output_tokens - 1))

@@ -1,0 +1,52 @@
+"""``sojourn plan-pd``: the paper's example, what JSON says, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer.testing
+from sojourn_server.cli import build_app
+from sojourn_server.cli.console import CliError
+
+
+def plan(*arguments: str) -> typer.testing.Result:
+    return typer.testing.CliRunner().invoke(build_app(), ["plan-pd", *arguments])
+
+
+def test_the_papers_example() -> None:
+    result = plan("--json", "-")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["least"], told["most"]) == pytest.approx((1 / 7, 3.5))
+    by_name = {(each["prefill_nodes"], each["decode_nodes"]): each for each in told["divisions"]}
+    assert [each["in_range"] for each in told["divisions"]] == [True, True, True, True, False]
+    assert by_name[5, 1]["fullest_load"] > 1
+    assert 1 < by_name[2, 4]["gain_at_most"] <= 3
+
+
+def test_a_table_and_a_file(tmp_path: object) -> None:
+    target = f"{tmp_path}/plan.json"
+    result = plan("--nodes", "3", "--json", target)
+    assert result.exit_code == 0, result.output
+    assert "P/D from 0.143 to 3.5" in result.output
+    assert "1P2D" in result.output
+    with open(target, encoding="utf-8") as file:
+        assert len(json.load(file)["divisions"]) == 2
+
+
+def test_links_that_can_never_keep_up_are_said_to_be() -> None:
+    result = plan("--devices", "1", "--json", "-")
+    told = json.loads(result.stdout)
+    assert not told["possible"]
+    assert told["least"] is None
+    assert not any(each["in_range"] for each in told["divisions"])
+    assert "No ratio" in plan("--devices", "1").output
+
+
+@pytest.mark.parametrize("option", ["--storage-nic-gbit", "--dram-gbyte", "--kv-bytes", "--new-tokens-per-s"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_what_makes_no_sense_is_refused(option: str, value: str) -> None:
+    result = plan(option, value)
+    assert isinstance(result.exception, CliError)
+    assert f"{option} is" in result.exception.message
