@@ -38,6 +38,8 @@ class FakeEngine:
         self.shared_disk = shared_disk
         self.requests: list[dict[str, Any]] = []
         """Bodies of the requests that generate."""
+        self.bodies: list[bytes] = []
+        """The same as they came, and those that cannot be read."""
         self.headers: list[dict[str, str]] = []
         self.raw_headers: list[list[tuple[bytes, bytes]]] = []
         self.events: list[dict[str, Any]] = []
@@ -190,7 +192,11 @@ class FakeEngine:
     async def _generate(self, request: Request) -> Response:
         if not self._allowed(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
-        body = await request.json()
+        self.bodies.append(await request.body())
+        try:
+            body = await request.json()
+        except ValueError:
+            return JSONResponse({"error": {"message": "no JSON that can be read", "code": 400}}, 400)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         self.raw_headers.append(list(request.scope["headers"]))

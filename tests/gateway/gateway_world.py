@@ -19,6 +19,7 @@ from sojourn_server.gateway.http.app import Gateway, GatewayOptions
 from sojourn_server.gateway.http.standalone import build
 from sojourn_server.gateway.http.tenants import Tenants
 from sojourn_server.policy.cluster_preset import parse_cluster_preset
+from starlette.applications import Starlette
 
 DEADLINE_S = 60.0
 
@@ -95,6 +96,18 @@ async def world(
         poll_s=poll_s,
         state=state,
     )
+    async with served(gateway, app) as made:
+
+        async def all_known() -> bool:
+            return len(await gateway.decider.replicas()) >= len(fakes)
+
+        await until(all_known)
+        yield made
+
+
+@asynccontextmanager
+async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
+    """A gateway that listens."""
     bound = socket.socket(proto=socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
@@ -105,13 +118,7 @@ async def world(
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
-            made = World(gateway, url, http)
-
-            async def all_known() -> bool:
-                return len(await gateway.decider.replicas()) >= len(fakes)
-
-            await until(all_known)
-            yield made
+            yield World(gateway, url, http)
     finally:
         server.should_exit = True
         await task

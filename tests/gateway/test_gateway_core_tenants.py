@@ -250,7 +250,8 @@ def test_programs_make_way_for_one_that_needs_room() -> None:
     assert sends(it.take(facts.ProgramEnded("u", "urgent"), 3.0)) == [("c1", "a")]
 
 
-def test_no_kv_is_thrown_away_to_make_room() -> None:
+def three_at_a_and_room_at_b() -> RoutingCore:
+    """Each in its second turn, of 300 tokens, not yet begun to be answered; ``b`` is new, and for 400."""
     it = core(RoomForAll())
     it.take(seen("a"), 0.0)
     for at, name in enumerate(("c0", "c1", "c2")):
@@ -258,6 +259,11 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
         it.take(facts.Ended(name, 1, "a"), 1.0)
         it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
     it.take(seen("b", capacity_tokens=400), 1.3)
+    return it
+
+
+def test_no_kv_is_thrown_away_to_make_room() -> None:
+    it = three_at_a_and_room_at_b()
     for name, tokens in (("x", 60), ("other", 300)):
         assert sends(it.take(asked(name, "calm", tokens, deadline_s=1e6), 1.3)) == [(name, "b")]
     it.take(facts.Began("x", "b"), 1.3)
@@ -272,13 +278,7 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
 
 
 def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
-    it = core(RoomForAll())
-    it.take(seen("a"), 0.0)
-    for at, name in enumerate(("c0", "c1", "c2")):
-        it.take(asked(name, "calm", 299, deadline_s=1e6), 0.0)
-        it.take(facts.Ended(name, 1, "a"), 1.0)
-        it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
-    it.take(seen("b", capacity_tokens=400), 1.3)
+    it = three_at_a_and_room_at_b()
     it.take(asked("x", "calm", 60, deadline_s=1e6), 1.3)
     it.take(facts.Began("x", "b"), 1.3)
     assert it.take(asked("u", "urgent", 650, deadline_s=3.0), 1.3) == []

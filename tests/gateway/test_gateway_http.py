@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, engines
-from gateway_world import lines, until, world
+from gateway_world import World, lines, until, world
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.from_preset import core_of
 from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.http import app, census
+from sojourn_server.gateway.http import app, bodies, census, headers
+from sojourn_server.gateway.http.apis import Api
+from sojourn_server.gateway.http.bodies import Bodies
 from sojourn_server.gateway.http.decider import LocalDecider
+from sojourn_server.gateway.http.sizes import PromptSizes
 from sojourn_server.gateway.http.watch import Watch
 from sojourn_server.policy.cluster_preset import parse_cluster_preset
 
@@ -481,6 +485,217 @@ async def test_too_many_waiting_are_turned_away() -> None:
         assert "Retry-After" in answer.headers
         fakes[0].hold.set()
         assert [(await one).status for one in asking] == [200, 200]
+
+
+def raw_request(it: World, body: bytes, length: int) -> bytes:
+    """Of a chat completion, with a body of ``length`` of which only this has come."""
+    host = it.url.removeprefix("http://")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode() + body
+
+
+async def test_a_body_that_drips_is_given_up_though_some_of_it_comes_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bodies, "LEAST_BYTES_PER_S", 1000)
+    async with engines(1) as fakes, world(fakes) as it:
+        held = it.gateway.relay.bodies
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
+        writer.write(raw_request(it, b"{", 1000))
+
+        async def drip() -> None:
+            while True:
+                await asyncio.sleep(0.05)
+                writer.write(b" ")
+
+        dripping = asyncio.ensure_future(drip())
+        answer = await asyncio.wait_for(reader.read(100), 60)
+        assert b" 408 " in answer.splitlines()[0]
+        await until(lambda: held.held_bytes == 0)
+        dripping.cancel()
+        writer.close()
+        assert not fakes[0].requests
+
+
+async def test_one_of_several_tenants_cannot_fill_the_gateway() -> None:
+    tenants = {"key-a": "a", "key-b": "b"}
+    async with (
+        engines(1) as fakes,
+        world(fakes, tenants=tenants, max_body_bytes=3000, max_held_bytes=8000) as it,
+    ):
+        fakes[0].hold = asyncio.Event()
+        first = asyncio.ensure_future(it.chat(key="key-a", text="x" * 2500))
+        await until(lambda: len(fakes[0].requests) == 1)
+        assert (await it.chat(key="key-a", text="x" * 2500)).status == 503
+        other = asyncio.ensure_future(it.chat(key="key-b", text="x" * 2500))
+        await until(lambda: len(fakes[0].requests) == 2)
+        fakes[0].hold.set()
+        assert [(await one).status for one in (first, other)] == [200, 200]
+
+
+async def test_a_length_that_finds_no_room_is_refused_before_the_body_comes() -> None:
+    async with engines(1) as fakes, world(fakes, max_body_bytes=3000, max_held_bytes=4000) as it:
+        fakes[0].hold = asyncio.Event()
+        first = asyncio.ensure_future(it.chat(text="x" * 2500))
+        await until(lambda: len(fakes[0].requests) == 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
+        writer.write(raw_request(it, b"", 2500))
+        answer = await asyncio.wait_for(reader.read(100), 60)
+        assert b" 503 " in answer.splitlines()[0]
+        writer.close()
+        fakes[0].hold.set()
+        assert (await first).status == 200
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 5000])
+async def test_what_is_not_looked_at_of_a_body_goes_on_also_without_its_identity(number: str) -> None:
+    tenants = {"key-a": "a", "key-b": "b"}
+    xargs = json.dumps({"agentic_context": json.dumps({"program_id": "p"}), "x": 1})
+    body = f'{{"model": "tiny", "messages": [], "odd": {number}, "vllm_xargs": {xargs}}}'.encode()
+    async with engines(1) as fakes, world(fakes, tenants=tenants) as it:
+        assert (await it.chat("p", key="key-a")).status == 200
+        headers = {"Authorization": "Bearer key-b", "Content-Type": "application/json"}
+        async with it.http.post(f"{it.url}/v1/chat/completions", data=body, headers=headers) as answer:
+            assert answer.headers["X-Sojourn-Replica"]  # the engine judges the number
+        assert number.encode() in fakes[0].bodies[-1]
+        assert b"agentic_context" not in fakes[0].bodies[-1]
+
+
+async def test_more_tokens_than_any_context_holds_are_no_matter_for_the_core() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        assert (await it.chat(max_tokens=10**30)).status == 200
+        assert len(fakes[0].requests) == 1
+
+
+async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        core = it.gateway.decider.core  # type: ignore[attr-defined]
+        for place, name in ((headers, "onwards"), (PromptSizes, "tokens")):
+            with monkeypatch.context() as patched:
+                patched.setattr(place, name, lambda *args, **more: 1 / 0)
+                answer = await it.chat("p")
+            assert (answer.status, (await answer.json())["error"]["code"]) == (500, "gateway_failed")
+            assert answer.headers["X-Sojourn-Gateway"] == "1"
+            await until(lambda: not core.requests.by_id)
+        assert "ZeroDivisionError" in caplog.text
+        caplog.clear()
+        assert (await it.chat("p")).status == 200
+
+
+async def test_an_answer_that_cannot_be_written_is_in_the_books_all_the_same() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        app = it.gateway.relay.route(Api.CHAT)
+        asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
+
+        async def receive() -> Any:
+            return asked.pop() if asked else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            raise OSError("the client is gone")
+
+        path = Api.CHAT.value
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        await app(scope, receive, send)
+        assert "sojourn_gateway_requests_total{" in (await (await it.http.get(f"{it.url}/metrics")).text())
+
+
+@pytest.mark.parametrize("told", ["a disconnect", "an error"])
+async def test_a_client_that_leaves_at_the_head_of_its_stream_ends_it(told: str) -> None:
+    """Between the answer's first byte and the first part of its body nobody was told of it."""
+    async with engines(1) as fakes, world(fakes) as it:
+        over = asyncio.Event()
+
+        async def endless(request: Any) -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"data: {}\n\n"
+                    await asyncio.sleep(0.01)
+            finally:
+                over.set()
+
+        fakes[0]._stream = endless  # type: ignore[method-assign]
+        body = json.dumps({"messages": [], "stream": True}).encode()
+        asked = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            if told == "an error":
+                raise RuntimeError("the proxy is gone")
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                gone.set()
+                await asyncio.sleep(0.2)
+
+        path = Api.CHAT.value
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        await asyncio.wait_for(it.gateway.relay.route(Api.CHAT)(scope, receive, send), 60)
+        await asyncio.wait_for(over.wait(), 60)
+
+
+async def test_below_a_path_the_engine_is_asked_for_its_own() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        app = it.gateway.relay.route(Api.CHAT)
+        asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
+        said: list[Any] = []
+
+        async def receive() -> Any:
+            return asked.pop() if asked else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        path = f"/gw{Api.CHAT.value}"
+        scope = {
+            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "/gw",
+            "query_string": b"", "headers": [],
+        }  # fmt: skip
+        await app(scope, receive, send)
+        assert said[0]["status"] == 200
+
+
+async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over() -> None:
+    async with engines(1) as fakes, world(fakes, max_body_bytes=3000, max_held_bytes=4000) as it:
+        counted = it.gateway.relay.bodies
+        fakes[0].hold = asyncio.Event()
+        first = asyncio.ensure_future(it.chat(text="x" * 2500))
+        await until(lambda: len(fakes[0].requests) == 1)
+        held = counted.held_bytes
+        assert 2500 < held < 3000
+        answer = await it.chat(text="x" * 2500)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "gateway_full")
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert counted.held_bytes == held
+        small = asyncio.ensure_future(it.chat(text="y"))
+        await until(lambda: len(fakes[0].requests) == 2)
+        fakes[0].hold.set()
+        assert [(await one).status for one in (first, small)] == [200, 200]
+        await until(lambda: counted.held_bytes == 0)
+        assert (await it.chat(text="x" * 2500)).status == 200
+
+
+def test_bounds_that_let_no_body_in_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 0 < one body ≤ a tenant's"):
+        Bodies(3000, 2000)
+
+
+async def test_errors_read_as_engines_do_on_their_routes_and_as_ours_on_ours() -> None:
+    async with world([], tenants={"key": "t"}) as it:
+        for path, status in (("/v1/models", 503), ("/sojourn/v1/capabilities", 503)):
+            for headers, told in (({}, 401), ({"Authorization": "Bearer key"}, status)):
+                async with it.http.get(it.url + path, headers=headers) as answer:
+                    assert answer.status == told
+                    error = (await answer.json())["error"]
+                    assert error["message"]
+                    assert ("type" in error) == path.startswith("/v1")
+                    assert ("next" in error) == path.startswith("/sojourn")
 
 
 @pytest.mark.parametrize("seen", [{"role": "user"}])

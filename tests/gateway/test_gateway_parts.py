@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,24 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.core import RoutingCore
+from sojourn_server.gateway.core.limits import CoreLimits
 from sojourn_server.gateway.http.answer_meter import AnswerMeter, WholeEvents
 from sojourn_server.gateway.http.apis import Api, error_body, error_event
+from sojourn_server.gateway.http.decider import LocalDecider
 from sojourn_server.gateway.http.headers import back, onwards
+from sojourn_server.gateway.http.leaving import Leave
 from sojourn_server.gateway.http.question import BadQuestion, read_question, without_identity
 from sojourn_server.gateway.http.replicas import BadAddress, Replicas, addresses, read_url
 from sojourn_server.gateway.http.sizes import PromptSizes
 from sojourn_server.gateway.http.tenants import EVERYBODY, Tenants, TenantsError, read_tenants
+from sojourn_server.gateway.http.ticket import ClientGone, Ticket
 from sojourn_server.gateway.http.watch import UNKNOWN_CAPACITY_TOKENS, describe
 from sojourn_server.policy.cluster_preset import cluster_preset_names, load_cluster_preset
+from sojourn_server.policy.fair_share import InOrder
+from sojourn_server.policy.routing import SessionAffinity
+from sojourn_server.policy.stealing import NoStealing
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -273,3 +283,112 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
     assert {row[0]: row[2] for row in rows} == {
         name: load_cluster_preset(name).engine for name in cluster_preset_names()
     }
+
+
+# -- the log ----------------------------------------------------------------------
+
+
+def test_a_policy_that_fails_is_said_in_the_log_with_its_reason_and_not_at_each_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(SessionAffinity):
+        def route(self, view: Any, replicas: Any, now: float) -> Any:
+            raise RuntimeError(f"lost its way at {view.request_id}")
+
+    now = [100.0]
+    policies: list[Any] = [Fails(), NoStealing(), InOrder()]
+    core = RoutingCore(*policies, CoreLimits())
+    decider = LocalDecider(core, ("t",), lambda: now[0])
+    decider.tell(facts.ReplicaSeen("a", "1", 1000))
+    with caplog.at_level("ERROR"):
+        for number in range(5):
+            decider.open(facts.Asked(f"r{number}", "t", 10))
+        assert [one.message for one in caplog.records] == [
+            "the policy that routes failed at 1 question, the last time with "
+            "RuntimeError: lost its way at r0; please report this"
+        ]
+        now[0] += 11
+        decider.tell(facts.Tick())
+    assert "failed at 4 questions" in caplog.records[-1].message
+    assert "at r4" in caplog.records[-1].message
+    assert len(caplog.records) == 2
+
+
+# -- a block that can be left -----------------------------------------------------
+
+
+async def test_a_block_is_left_where_it_waits_and_its_task_goes_on() -> None:
+    leave = Leave()
+    asyncio.get_running_loop().call_later(0.01, leave.now)
+    with leave:
+        await asyncio.Event().wait()
+        raise AssertionError("never comes here")
+    assert leave.left
+    await asyncio.sleep(0)  # a cancellation that was left behind would end the task here
+
+
+async def test_a_block_that_ended_by_itself_is_not_left() -> None:
+    with Leave() as leave:
+        leave.after(60.0)
+        leave.now()
+    leave.now()
+    await asyncio.sleep(0.01)
+    assert not leave.left
+
+
+async def test_told_from_within_it_ends_at_its_next_wait_and_only_there() -> None:
+    with Leave() as leave:
+        leave.now()
+        leave.now()
+        await asyncio.sleep(0)
+        await asyncio.sleep(60)
+    assert leave.left
+    await asyncio.sleep(0)
+
+
+async def test_an_error_of_the_block_is_passed_on() -> None:
+    async def work() -> None:
+        with Leave() as leave:
+            leave.now()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise KeyError("its own")
+
+    with pytest.raises(KeyError):
+        await work()
+    await asyncio.sleep(0)
+
+
+async def test_whoever_cancels_the_task_ends_it_whether_the_block_is_left_or_not() -> None:
+    async def work() -> None:
+        with Leave() as leave:
+            leave.after(0.0)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+                raise
+        raise AssertionError("the cancellation of another was swallowed")
+
+    task = asyncio.ensure_future(work())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
+    ticket = Ticket("r0")
+
+    async def answer() -> str:
+        await asyncio.sleep(0.01)
+        return "answer"
+
+    assert await ticket.unless_news(answer()) == "answer"
+    asyncio.get_running_loop().call_later(0.01, ticket.take, facts.Recall("r0", "a"))
+    assert await ticket.unless_news(asyncio.sleep(60, "too late")) is None
+    assert await ticket.unless_news(answer()) is None  # there is news still
+    assert isinstance(await ticket.next(), facts.Recall)
+    ticket.client_is_gone()
+    assert await ticket.unless_news(answer()) is None
+    with pytest.raises(ClientGone):
+        await ticket.next()

@@ -67,7 +67,7 @@ def test_what_travels_is_read_back_the_same() -> None:
             {"model": "m", "engines": {"target_use": 1.5}},
             "engines.shrink_below_use is 0.6; expected between 0",
         ),
-        ({"model": "m", "engines": {"num_gpus": -1}}, "engines.num_gpus is -1.0; expected at least 0"),
+        ({"model": "m", "engines": {"num_gpus": -1}}, "engines.num_gpus is -1; expected at least 0"),
         ({"model": "m", "gateways": 0}, "gateways is 0; expected at least 1"),
         ({"model": "m", "port": 70000}, "port is 70000; expected 1 to 65535"),
         ({"model": "m", "direct_port": 8100}, "direct_port is 8100; expected 1 to 65535 and not port"),
@@ -75,7 +75,7 @@ def test_what_travels_is_read_back_the_same() -> None:
         ({"model": "m", "address": "auto", "loopback_only": True}, "expected address: local"),
         ({"model": "m", "keys": {"api": "K"}, "tenants": "t.toml"}, "keys.api is 'K'; expected none"),
         ({"model": "m", "name": "a b"}, "name is 'a b'; expected letters"),
-        ({"model": "m", "wait_s": 0}, "wait_s is 0.0; expected more than 0"),
+        ({"model": "m", "wait_s": 0}, "wait_s is 0; expected more than 0"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_was_expected(document: Any, said: str) -> None:

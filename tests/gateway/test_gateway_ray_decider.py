@@ -16,10 +16,11 @@ from sojourn_server.gateway.core.limits import CoreLimits
 from sojourn_server.gateway.http.replicas import Replicas
 from sojourn_server.gateway.http.watch import Description
 from sojourn_server.gateway.ray import messages as m
-from sojourn_server.gateway.ray.calls import CoordinatorAway
+from sojourn_server.gateway.ray.calls import CoordinatorAway, CoordinatorCalls
 from sojourn_server.gateway.ray.checkpoint import read_checkpoint, read_epoch
-from sojourn_server.gateway.ray.coordinator import GATEWAY_LEASE_S, Coordinator, CoordinatorOptions
+from sojourn_server.gateway.ray.coordinator import Coordinator, CoordinatorOptions
 from sojourn_server.gateway.ray.decider import RayDecider
+from sojourn_server.gateway.ray.post import GATEWAY_LEASE_S
 from sojourn_server.gateway.ray.trials import TRIAL_S
 from sojourn_server.policy.cluster_preset import parse_cluster_preset
 
@@ -37,44 +38,26 @@ class Clock:
         return self.now + time.monotonic() - self._began_s
 
 
-class Wire:
+class Wire(CoordinatorCalls):
     """Calls of the coordinator that is there now, through the bytes that would travel."""
 
     def __init__(self, coordinator: Coordinator | None) -> None:
         self.coordinator = coordinator
         self.told: list[m.Tell] = []
 
-    async def _call(self, name: str, message: Any, kind: Any) -> Any:
+    async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
         if self.coordinator is None:
             raise CoordinatorAway("nobody is there")
         there = self.coordinator
-        method = getattr(there, name)
-        answer = await (method(m.read(m.write(message), type(message))) if message is not None else method())
+        call = getattr(there, method)
+        answer = await (call(m.read(m.write(message), type(message))) if message is not None else call())
         if self.coordinator is not there:
             raise CoordinatorAway("it ended meanwhile")
         return m.read(m.write(answer), kind)
 
-    async def join(self, join: m.Join) -> m.Answer:
-        return await self._call("join", join, m.Answer)
-
     async def tell(self, tell: m.Tell) -> m.Answer:
         self.told.append(tell)
-        return await self._call("tell", tell, m.Answer)
-
-    async def listen(self, listen: m.Listen) -> m.Answer:
-        return await self._call("listen", listen, m.Answer)
-
-    async def register(self, told: m.Registration) -> m.Registered:
-        return await self._call("register", told, m.Registered)
-
-    async def gone(self, gone: m.EngineGone) -> m.Registered:
-        return await self._call("gone", gone, m.Registered)
-
-    async def drain(self, drain: m.Drain) -> m.Drained:
-        return await self._call("drain", drain, m.Drained)
-
-    async def state(self) -> m.State:
-        return await self._call("state", None, m.State)
+        return await super().tell(tell)
 
 
 class Cluster:
@@ -89,6 +72,8 @@ class Cluster:
         self.coordinator = self.another()
         self.wire = Wire(self.coordinator)
         self.requests = 0
+        self.replicas = Replicas()
+        """As the newest gateway keeps them."""
 
     def another(self) -> Coordinator:
         """One that takes over from the checkpoint."""
@@ -106,9 +91,10 @@ class Cluster:
 
     async def gateway(self, **more: Any) -> RayDecider:
         """One more, that has joined."""
-        decider = RayDecider(self.wire, Replicas(), clock=self.clock, **more)
+        self.replicas = Replicas()
+        decider = RayDecider(self.wire, self.replicas, clock=self.clock, **more)
         self.tasks.append(asyncio.ensure_future(decider.run()))
-        await until(lambda: decider.joined and decider._places)
+        await until(lambda: decider.joined and decider.places)
         return decider
 
     def ask(self, decider: RayDecider, program: str | None, tenant: str = "t", **more: Any) -> Any:
@@ -131,8 +117,10 @@ class Cluster:
 
     async def written(self) -> None:
         """Until the checkpoint is of everything that was told."""
-        run = asyncio.ensure_future(self.coordinator._keep_checkpoints())
-        await until(lambda: self.coordinator._checkpointed == self.coordinator._facts)
+        checkpoints = self.coordinator.checkpoints
+        assert checkpoints is not None
+        run = asyncio.ensure_future(checkpoints.run())
+        await until(lambda: checkpoints.is_current)
         run.cancel()
 
 
@@ -190,7 +178,44 @@ async def test_policies_that_do_not_keep_turns_at_home_are_always_asked() -> Non
     for preset, direct in ((AFFINE, True), ('routing = "round-robin"', False), ('routing = "random"', False)):
         async with cluster("a", "b", preset=preset) as it:
             gateway = await it.gateway()
-            assert {place.direct for place in gateway._places.values()} == {direct}
+            assert {place.direct for place in gateway.places.values()} == {direct}
+
+
+class SlowWire(Wire):
+    """What is told arrives once ``arrives`` is set."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(coordinator)
+        self.arrives = asyncio.Event()
+        self.on_their_way = self.most_on_their_way = 0
+
+    async def tell(self, tell: m.Tell) -> m.Answer:
+        self.on_their_way += 1
+        self.most_on_their_way = max(self.most_on_their_way, self.on_their_way)
+        await self.arrives.wait()
+        self.on_their_way -= 1
+        return await super().tell(tell)
+
+
+async def test_what_is_asked_at_once_is_told_together_and_nobody_waits_for_a_slow_call() -> None:
+    async with cluster("a", "b") as it:
+        wire = it.wire = SlowWire(it.coordinator)
+        gateway = await it.gateway()
+        first = [it.ask(gateway, f"p{number}") for number in range(50)]
+        await until(lambda: wire.on_their_way == 1)
+        second = [it.ask(gateway, f"q{number}") for number in range(50)]
+        await until(lambda: wire.on_their_way == 2)
+        # With two calls on their way the next goes with what is told from time to time, were they never
+        # answered.
+        third = [it.ask(gateway, f"r{number}") for number in range(50)]
+        await until(lambda: wire.on_their_way == 3)
+        wire.arrives.set()
+        for ticket in (*first, *second, *third):
+            assert isinstance(await asyncio.wait_for(ticket.next(), 60), facts.Send)
+        asked = [sum(isinstance(fact, facts.Asked) for fact in tell.facts) for tell in wire.told]
+        assert sum(asked) == 150
+        assert max(asked) == 50
+        assert wire.most_on_their_way == 3
 
 
 async def test_a_full_replica_is_asked_about() -> None:
@@ -204,7 +229,7 @@ async def test_a_full_replica_is_asked_about() -> None:
         assert replica is not None
         await until(lambda: replica.in_flight.keys() == {"r2", "r3"})
         it.coordinator.tick()
-        await until(lambda: not gateway._places["a:1"].direct)
+        await until(lambda: not gateway.places["a:1"].direct)
         third = it.ask(gateway, "p")
         assert not third.has_news
         gateway.tell(facts.Ended(first.request_id, replica_id="a:1"))
@@ -294,7 +319,8 @@ async def test_a_restart_keeps_homes_requests_and_those_who_wait(tmp_path: Path)
         await it.engine("a")
         await it.engine("b")
         for ticket in running:
-            gateway.tell(facts.Ended(ticket.request_id, replica_id=gateway._open[ticket.request_id].sent_to))
+            where = gateway.requests[ticket.request_id].sent_to
+            gateway.tell(facts.Ended(ticket.request_id, replica_id=where))
         for ticket in waiting:
             if ticket.request_id in waits:
                 sent = await asyncio.wait_for(ticket.next(), 60)
@@ -313,11 +339,11 @@ async def test_what_a_new_coordinator_was_not_left_gateways_still_know() -> None
         await until(lambda: gateway.joined and gateway.epoch == it.coordinator.epoch)
         assert {name: await it.turn(gateway, name) for name in homes} == homes
         await it.engine("a")
-        await until(lambda: gateway._inherited.keys() == {"b:1"})
+        await until(lambda: gateway.places.inherited.keys() == {"b:1"})
         assert {name: await it.turn(gateway, name) for name in homes} == homes
         # The other one never comes back.
         it.clock.now += 10.0
-        await until(lambda: gateway._places.keys() == {"a:1"})
+        await until(lambda: gateway.places.keys() == {"a:1"})
         assert {await it.turn(gateway, name) for name in homes} == {"a:1"}
 
 
@@ -471,7 +497,7 @@ async def test_the_word_of_an_engines_deployment_counts_at_once() -> None:
         assert isinstance(await asyncio.wait_for(begun.next(), 60), facts.Cut)
         sent = await asyncio.wait_for(waits.next(), 60)
         assert sent.replica_id != home
-        await until(lambda: home not in gateway._places)
+        await until(lambda: home not in gateway.places)
         await until(lambda: gateway.home("t", "p") == sent.replica_id)
 
 
@@ -508,7 +534,9 @@ async def test_a_silent_engine_is_gone_only_if_nobody_reaches_it() -> None:
         assert len((await it.wire.state()).replicas) == 1
         it.clock.now += TRIAL_S
         for gateway in (one, other):
-            it.coordinator._mailboxes[gateway.gateway_id].heard_s = it.clock()
+            box = it.coordinator.post.box(gateway.gateway_id)
+            assert box is not None
+            box.heard_s = it.clock()
         it.coordinator._end_trials(it.clock())
         assert (await it.wire.state()).replicas == []
 
@@ -536,23 +564,23 @@ async def test_another_life_at_the_same_address_has_nothing_of_the_one_before() 
         await it.turn(gateway, "p")
         await gateway._all_said()
         await it.engine("a", life="2")
-        await until(lambda: gateway._places["a:1"].instance == "2")
+        await until(lambda: gateway.places["a:1"].instance == "2")
         await until(lambda: gateway.home("t", "p") is None)
         await it.engine("a2", life="3")
         # The same address under another engine's name: the first cannot be there any more.
         of = Description(1, "4", 10_000, 0, 0, 0, False, True)
         await it.wire.register(m.Registration("a3", "http://a2:1", of))
-        assert sorted(it.coordinator._engines) == ["a", "a3"]
+        assert sorted(it.coordinator.engines) == ["a", "a3"]
 
 
 async def test_ranks_are_replicas_of_one_engine() -> None:
     async with cluster() as it:
         await it.engine("a", ranks=2)
         gateway = await it.gateway()
-        assert sorted(gateway._places) == ["a:1/0", "a:1/1"]
-        assert [address.rank for address in gateway._replicas] == [0, 1]
+        assert sorted(gateway.places) == ["a:1/0", "a:1/1"]
+        assert [address.rank for address in it.replicas] == [0, 1]
         await it.wire.gone(m.EngineGone("a", "1", "x"))
-        await until(lambda: not gateway._places)
+        await until(lambda: not gateway.places)
 
 
 async def test_an_engine_without_kv_is_left_aside() -> None:
@@ -571,7 +599,7 @@ async def test_an_engine_that_is_drained_is_left_by_all() -> None:
         engine = home.removesuffix(":1")
         assert (await it.wire.drain(m.Drain(engine))).in_flight == 1
         await it.engine(engine)  # it goes on saying that it lives
-        await until(lambda: not gateway._places[home].direct)
+        await until(lambda: not gateway.places[home].direct)
         gateway.tell(facts.Ended(running.request_id, replica_id=home))
         await gateway._all_said()
         assert (await it.wire.drain(m.Drain(engine))).in_flight == 0
@@ -589,7 +617,7 @@ async def test_who_moves_a_program_also_tells_its_old_replica() -> None:
         home = await it.turn(one, "p")
         await until(lambda: other.home("t", "p") == home)
         await it.wire.drain(m.Drain(home.removesuffix(":1")))
-        await until(lambda: not other._places[home].direct)
+        await until(lambda: not other.places[home].direct)
         await it.turn(other, "p")
         await until(lambda: told["other"])
         assert [type(left) for left in told["other"]] == [facts.Left]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
 from sojourn.wire import CAPABILITIES_PATH
 
+from sojourn_server.metrics.vllm_page import CachePool, cache_pool, whole
 from sojourn_server.policy.costs import EngineLimits
 from sojourn_server.replay.client import ServedModel
 
 METRICS_PATH = "/metrics"
 TIMEOUT_S = 10.0
-
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 async def read_limits(url: str, served: ServedModel, *, api_key: str | None = None) -> EngineLimits:
@@ -28,15 +25,15 @@ async def read_limits(url: str, served: ServedModel, *, api_key: str | None = No
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
         told = _engine(await _get(client, url + CAPABILITIES_PATH))
-        cache = _cache_info(await _get(client, url + METRICS_PATH))
-    block_size = _whole(told.get("block_size")) or _whole(cache.get("block_size"))
-    blocks = _whole(told.get("num_blocks")) or _whole(cache.get("num_gpu_blocks"))
+        pool = _pool(await _get(client, url + METRICS_PATH))
+    block_size = whole(told.get("block_size")) or pool.block_size
+    blocks = whole(told.get("num_blocks")) or pool.num_blocks
     return EngineLimits(
         kv_pool_tokens=blocks * block_size if blocks and block_size else None,
         max_context_tokens=served.max_context_tokens,
-        max_num_seqs=_whole(told.get("max_num_seqs")),
-        max_num_batched_tokens=_whole(told.get("max_num_batched_tokens")),
-        kv_bytes_per_token=_whole(told.get("kv_bytes_per_token")),
+        max_num_seqs=whole(told.get("max_num_seqs")),
+        max_num_batched_tokens=whole(told.get("max_num_batched_tokens")),
+        kv_bytes_per_token=whole(told.get("kv_bytes_per_token")),
     )
 
 
@@ -44,7 +41,7 @@ async def read_block_size(url: str, *, api_key: str | None = None) -> int | None
     """Tokens in a KV block by vLLM's metrics, for servers without sojourn; never raises."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
-        return _whole(_cache_info(await _get(client, url + METRICS_PATH)).get("block_size"))
+        return _pool(await _get(client, url + METRICS_PATH)).block_size
 
 
 async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response | None:
@@ -63,15 +60,5 @@ def _engine(answer: httpx.Response | None) -> Mapping[str, Any]:
     return engine if isinstance(engine, dict) else {}
 
 
-def _cache_info(answer: httpx.Response | None) -> dict[str, str]:
-    """Labels of the first engine's cache configuration: with data parallelism every engine has the same."""
-    found = _CACHE_INFO.search(answer.text) if answer is not None else None
-    return dict(_LABEL.findall(found.group(1))) if found else {}
-
-
-def _whole(value: object) -> int | None:
-    try:
-        number = int(str(value))
-    except ValueError:
-        return None
-    return number if number > 0 else None
+def _pool(answer: httpx.Response | None) -> CachePool:
+    return cache_pool(answer.text) if answer is not None else CachePool()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 
 import pytest
 from gateway_world import until
-from ray_cluster import Client, Cluster, client, psutil
+from ray_cluster import Client, Cluster, client
+from ray_gateway import psutil
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -116,7 +116,7 @@ async def test_a_killed_engine_costs_no_request_and_streams_end_with_an_error(cl
 async def test_a_killed_coordinator_costs_nothing_and_homes_are_kept(cluster: Cluster) -> None:
     async with client(cluster) as it:
         homes = await homes_of(it, "coordinator")
-        before = json.loads(cluster.run("on_cluster.py", "state"))
+        before = cluster.on_cluster("state")
         streams = [asyncio.ensure_future(it.stream(name)) for name in list(homes)[:6]]
         (pid,) = cluster.pids(COORDINATOR)
         turns = [asyncio.ensure_future(it.turn(name, delay_s=1.5)) for name in list(homes)[6:]]
@@ -135,7 +135,7 @@ async def test_a_killed_coordinator_costs_nothing_and_homes_are_kept(cluster: Cl
             return cluster.pids(COORDINATOR) not in ([], [pid]) and len(await it.replicas()) == 2
 
         await until(back)
-        after = json.loads(cluster.run("on_cluster.py", "state"))
+        after = cluster.on_cluster("state")
         assert after["epoch"] > before["epoch"]
         kept = sum(after["homes"].get(name) == home for name, home in homes.items())
         assert kept >= 0.95 * len(homes)
@@ -177,15 +177,15 @@ async def test_a_killed_engine_replica_takes_its_engine_along(cluster: Cluster) 
 async def test_of_two_coordinators_one_gives_way(cluster: Cluster) -> None:
     async with client(cluster) as it:
         homes = await homes_of(it, "two")
-        before = json.loads(cluster.run("on_cluster.py", "state"))
-        second = json.loads(cluster.run("on_cluster.py", "second"))
+        before = cluster.on_cluster("state")
+        second = cluster.on_cluster("second")
         assert second["epoch"] > before["epoch"]
         for _ in range(3):
             again = await asyncio.gather(*(it.turn(name) for name in homes))
             assert dict(zip(homes, again, strict=True)) == homes
 
         async def later() -> bool:
-            now = json.loads(await asyncio.to_thread(cluster.run, "on_cluster.py", "state"))
+            now = await asyncio.to_thread(cluster.on_cluster, "state")
             return bool(now["epoch"] > second["epoch"] and now["gateways"] == 2)
 
         await until(later)

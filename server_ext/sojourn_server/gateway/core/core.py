@@ -18,6 +18,7 @@ from ...policy.stealing import StealingPolicy
 from ...policy.yielding import NoYielding, YieldPolicy
 from . import facts
 from .facts import AnyAction, AnyFact, Cut, Probe, Refuse
+from .failures import Failures
 from .fleet import Fleet, Health, Replica
 from .homes import Homes
 from .journal import Changes, Home, StateJournal
@@ -71,7 +72,10 @@ class RoutingCore:
         self.journal = StateJournal(life)
         self.homes = Homes(self.fleet, self.tenants, self.journal)
         self.requests = Requests(self.fleet, self.tenants)
-        self._placing = Placing(routing, self.fleet, self.programs, self.homes, self.requests, self.counts)
+        self._placing = Placing(
+            routing, self.fleet, self.programs, self.homes, self.requests, self.counts, self.expected
+        )
+        self._failures = Failures(self.fleet, self.limits)
         self._room = RoomLine(
             self.requests.anywhere,
             self.fleet,
@@ -94,6 +98,7 @@ class RoutingCore:
             facts.Asked: self._asked,
             facts.Sent: self._sent,
             facts.Began: self._began,
+            facts.Prefilled: lambda fact, now: None,
             facts.Ended: self._ended,
             facts.Failed: self._failed,
             facts.ReplicaSeen: self._replica_seen,
@@ -142,6 +147,8 @@ class RoutingCore:
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
         read_state(state, self.fleet, self.programs, self.homes, self.expected, now, shift_s)
+        for program in self.programs:
+            self._placing.expect_turns(program)
         self._number = state.number
 
     def _all_homes(self) -> Iterator[tuple[Key, Home]]:
@@ -170,12 +177,14 @@ class RoutingCore:
             return
         try:
             self._taken_in(fact, now)
-        except Exception:
+        except Exception as error:
             # Whoever waits for an answer to it gets one: nothing would look at it again.
             waiting = self.requests.by_id.get(fact.request_id)
             if waiting is not None:
                 self.requests.close(waiting, now)
-            self._refuse_unrouted(fact.request_id)
+            if not isinstance(error, PolicyFailed):
+                raise  # an error of ours: who has asked refuses it, and says where it was
+            self._refuse_unrouted(fact.request_id, error)
 
     def _too_many_wait(self, tenant: str) -> bool:
         """Where tenants take turns, a flood of one shuts out none that has less than its share waiting."""
@@ -190,10 +199,14 @@ class RoutingCore:
         kept = self._room.kept_free
         route = self._placing.route(waiting, now, kept)
         home = waiting.program.home if waiting.program is not None else None
-        if self._placing.bring(waiting, route, now):
+        comes_new = route.replica_id not in (None, home) and not route.passes
+        if comes_new and self._room.is_shut and self.requests.anywhere:
+            self._wait_anywhere(waiting)
+        elif self._placing.bring(waiting, route, now):
             self._room.got_room += route.replica_id != home
         else:
             waiting.needs_tokens = route.needs_tokens
+            self._room.is_shut = self._room.is_shut or not route.needs_tokens
             self.requests.wait_anywhere(waiting)
             # Whether a replica is kept free of this one too is a question of whose turn it is.
             self._room_changed = self._room_changed or kept is not None
@@ -267,6 +280,7 @@ class RoutingCore:
         program.context_tokens = max(program.context_tokens, waiting.context_tokens + fact.output_tokens)
         if program.home == replica_id:
             program.cached = True
+            self._placing.expect_turns(program)
             self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
             self._ask_again(program, now)
 
@@ -289,22 +303,13 @@ class RoutingCore:
 
     def _failed(self, fact: facts.Failed, now: float) -> None:
         waiting = self.requests.by_id.get(fact.request_id)
-        if waiting is None:
+        if waiting is None or not self._failures.count(waiting, fact):
             return
-        if waiting.replica_id != fact.replica_id or waiting.sent_s is None:
-            # It waits or was sent elsewhere since. Of a replica that is gone this is how it ended there.
-            if fact.computing and waiting.lost_with == fact.replica_id:
-                waiting.lost_with = None
-                waiting.failures_computing += 1
-            return
-        waiting.failures_computing += fact.computing
         replica = self.fleet.get(fact.replica_id)
-        if replica is not None:
-            waiting.failed_at = (*waiting.failed_at, replica.replica_id)
-            if replica.health is Health.UP:
-                replica.health = Health.SUSPECT
-                self.fleet.changed(replica, now)
-                self._probe(replica, now)
+        if replica is not None and replica.health is Health.UP:
+            replica.health = Health.SUSPECT
+            self.fleet.changed(replica, now)
+            self._probe(replica, now)
         self._lost(waiting, now)
 
     def _lost(self, waiting: Waiting, now: float) -> None:
@@ -316,10 +321,7 @@ class RoutingCore:
             self._actions.append(Cut(waiting.request_id, waiting.replica_id))
             self.counts.cut += 1
             self.requests.close(waiting, now)
-        elif (
-            waiting.failures >= self.limits.most_failures
-            or waiting.failures_computing >= self.limits.most_failures_computing
-        ):
+        elif self._failures.are_enough(waiting):
             self._refuse_failed(waiting, now)
         else:
             self.requests.take_back(waiting, now)
@@ -328,15 +330,8 @@ class RoutingCore:
 
     def _refuse_failed(self, waiting: Waiting, now: float) -> None:
         self.requests.close(waiting, now)
-        times = waiting.failures
-        message = (
-            f"it was sent to {times} replica{'s' if times > 1 else ''} and not answered; no other is left"
-        )
-        if waiting.failures_computing >= self.limits.most_failures_computing:
-            message = f"{waiting.failures_computing} replicas took it in and did not answer it"
-        elif times >= self.limits.most_failures:
-            message = f"{times} replicas in turn did not answer"
-        self._refuse(waiting.request_id, 502, "replicas_failed", message, retry_after_s=1.0)
+        words = self._failures.words(waiting)
+        self._refuse(waiting.request_id, 502, "replicas_failed", words, retry_after_s=1.0)
 
     def _wait_anywhere(self, waiting: Waiting) -> None:
         """It is to be asked about anew."""
@@ -507,8 +502,8 @@ class RoutingCore:
         """What a policy does not answer is left undone, and asked again when time has gone by."""
         try:
             yield
-        except PolicyFailed:
-            self.counts.policy_failures += 1
+        except PolicyFailed as error:
+            self.counts.policy_failed(error)
 
     def _let_go(self, now: float) -> None:
         """Those who wait for any replica, where there is room; those who wait for one that has less to do."""
@@ -533,28 +528,22 @@ class RoutingCore:
     def _place(self, waiting: Waiting, kept_free: str | None, now: float) -> Route:
         try:
             return self._placing.place(waiting, kept_free, now)
-        except PolicyFailed:
+        except PolicyFailed as error:
             # Asked about again it would fail again, and those behind it would wait for it.
             self.requests.close(waiting, now)
-            self._refuse_unrouted(waiting.request_id)
+            self._refuse_unrouted(waiting.request_id, error)
             return UNROUTED
 
     def _send_failed(self, now: float) -> None:
         """Those that have failed at a replica which lives on: elsewhere, or nowhere if none is left."""
         for waiting in self.requests.failed.oldest(MOST_ASKED_AGAIN) if self.requests.failed else ():
-            if any(self._may_answer(replica, waiting) for replica in self.fleet):
+            if self._failures.may_be_answered(waiting):
                 self._place(waiting, self._room.kept_free, now)
             else:
                 self._refuse_failed(waiting, now)
 
-    def _may_answer(self, replica: Replica, waiting: Waiting) -> bool:
-        """Now or later: where it failed only what comes in its place, if it is not known to live."""
-        if replica.replica_id in waiting.failed_at:
-            return replica.health is Health.SUSPECT
-        return replica.health is not Health.DRAINING
-
-    def _refuse_unrouted(self, request_id: str) -> None:
-        self.counts.policy_failures += 1
+    def _refuse_unrouted(self, request_id: str, error: BaseException) -> None:
+        self.counts.policy_failed(error)
         self._refuse(request_id, 500, "policy_failed", "nobody could say where it goes")
 
     def _refuse(

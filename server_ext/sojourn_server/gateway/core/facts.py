@@ -87,6 +87,14 @@ class Began(Fact, frozen=True):
     replica_id: str
 
 
+class Prefilled(Fact, frozen=True):
+    """A request's prompt is computed, and its prefill engine is done with it. Where prefill and decode are
+    not separated nobody says so."""
+
+    request_id: str
+    replica_id: str
+
+
 class Ended(Fact, frozen=True):
     """A request is over: answered, refused by the engine, or given up by its client."""
 
@@ -132,6 +140,7 @@ AnyFact = (
     | Asked
     | Sent
     | Began
+    | Prefilled
     | Ended
     | Failed
     | ProgramEnded

@@ -76,14 +76,16 @@ class Replica:
             self.homed,
             self.health is Health.UP,
             self.queued,
+            self.capacity_tokens + self.host_tokens,
         )
 
 
 class Fleet:
     """All that are known, and a view of each that is as new as they are.
 
-    Views are made when a replica changes and not when it is asked for: of 64 replicas one decision
-    changes one. ``full_load``: a replica with at least this load is sent no more.
+    A view is kept until its replica changes and made again when it is next looked at: of 64 replicas one
+    decision changes one, and it may change it thrice. ``full_load``: a replica with at least this load is
+    sent no more.
     """
 
     def __init__(self, full_load: float = math.inf) -> None:
@@ -105,6 +107,8 @@ class Fleet:
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         self._views: list[ReplicaView] = []
+        self._stale: set[str] = set()
+        """Replicas whose view is of before they changed."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -119,16 +123,26 @@ class Fleet:
     @property
     def views(self) -> Sequence[ReplicaView]:
         """Of all, in the order in which they registered."""
+        if self._stale:
+            for replica_id in self._stale:
+                self._views[self._places[replica_id]] = self._replicas[replica_id].view()
+            self._stale.clear()
         return self._views
 
     def view(self, replica_id: str | None) -> ReplicaView | None:
         """Of one."""
-        place = self._places.get(replica_id) if replica_id is not None else None
-        return self._views[place] if place is not None else None
+        replica = self._replicas.get(replica_id) if replica_id is not None else None
+        if replica is None:
+            return None
+        place = self._places[replica.replica_id]
+        if replica.replica_id in self._stale:
+            self._stale.discard(replica.replica_id)
+            self._views[place] = replica.view()
+        return self._views[place]
 
     def full(self, replica: Replica) -> bool:
         """It is sent no more."""
-        return replica.sent_load >= self._full_load
+        return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
         """Tokens and requests in flight that a replica is too many by to be sent one more."""
@@ -143,7 +157,7 @@ class Fleet:
     def most_room(self, but: str | None = None) -> ReplicaView | None:
         """Of those that take new programs, the one with the most room, an empty one before all others."""
         best: ReplicaView | None = None
-        for view in self._views:
+        for view in self.views:
             if not view.takes_new or view.replica_id == but:
                 continue
             if best is None or (not view.homed, view.room_tokens) > (not best.homed, best.room_tokens):
@@ -154,8 +168,8 @@ class Fleet:
         """Of all, as if these took nobody."""
         places = [self._places[one] for one in replica_ids if one in self._places]
         if not places:
-            return self._views
-        views = list(self._views)
+            return self.views
+        views = list(self.views)
         for place in places:
             views[place] = views[place]._replace(takes_new=False)
         return views
@@ -208,6 +222,7 @@ class Fleet:
             self.drained.move_to_end(replica.replica_id)
             if len(self.drained) > MOST_DRAINED:
                 self.drained.popitem(last=False)
+        self._stale.discard(replica.replica_id)
         place = self._places.pop(replica.replica_id)
         del self._replicas[replica.replica_id], self._views[place]
         for replica_id, other in self._places.items():
@@ -217,7 +232,7 @@ class Fleet:
 
     def changed(self, replica: Replica, now: float) -> None:
         """Look at one again, whose load or health may be another. Whoever changes a replica says so."""
-        self._views[self._places[replica.replica_id]] = replica.view()
+        self._stale.add(replica.replica_id)
         if self.full(replica):
             replica.idle_since_s = None
         elif replica.idle_since_s is None:
@@ -239,13 +254,13 @@ class Fleet:
         """So many more wait for it at the gateway."""
         replica.queued += requests
         replica.queued_tokens += tokens
-        self._views[self._places[replica.replica_id]] = replica.view()
+        self._stale.add(replica.replica_id)
 
     def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
         """Programs at home there are so many more, and need so much more together."""
         replica.homed += programs
         replica.homed_tokens += tokens
-        self._views[self._places[replica.replica_id]] = replica.view()
+        self._stale.add(replica.replica_id)
 
     def _sum_up(self) -> None:
         self.capacity_tokens = sum(replica.capacity_tokens for replica in self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .fleet import Fleet, Replica
 from .journal import StateJournal
-from .programs import Program
+from .programs import Key, Program
 from .tenants import Tenants
 
 
@@ -17,6 +17,8 @@ class Homes:
         self._journal = journal
         self.room_grew = False
         """Some replica has more room since this was last set to False."""
+        self.residents: dict[str, dict[Key, Program]] = {}
+        """Who is at home where; replicas where nobody is are left out."""
 
     def leave(self, program: Program, now: float) -> None:
         """It is at home nowhere, and has its KV nowhere."""
@@ -27,6 +29,10 @@ class Homes:
             self.room_grew = True
         if program.home is not None:
             self._journal.note(program.key, None, now)
+            there = self.residents[program.home]
+            del there[program.key]
+            if not there:
+                del self.residents[program.home]
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: Program, replica: Replica, size_tokens: int, now: float) -> str | None:
@@ -37,6 +43,7 @@ class Homes:
             return None
         self.leave(program, now)
         program.home, program.size_tokens = replica.replica_id, size_tokens
+        self.residents.setdefault(replica.replica_id, {})[program.key] = program
         self._fleet.homed(replica, size_tokens, 1)
         self._tenants.housed(program.tenant, size_tokens)
         self._journal.note(program.key, (replica.replica_id, replica.instance), now)

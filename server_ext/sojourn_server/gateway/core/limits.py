@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+MOST_TEXT = 200
+"""Characters kept of what a policy says of its failure."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreLimits:
@@ -50,6 +53,19 @@ class CoreCounts:
     cut: int = 0
     policy_failures: int = 0
     """Questions that a policy answered with an exception."""
+
+    newest_policy_failure: str = ""
+    """What went wrong the last time: the core writes no log."""
+
+    def policy_failed(self, error: BaseException) -> None:
+        """A question was answered with this."""
+        self.policy_failures += 1
+        cause = error.__cause__ or error
+        try:
+            text = str(cause)
+        except Exception:
+            text = "its text cannot be read"
+        self.newest_policy_failure = f"{type(cause).__name__}: {text[:MOST_TEXT]}"
 
     def sent(self, reason: str) -> None:
         """A request was sent."""

@@ -48,6 +48,8 @@ class Program:
     moves: int = 0
     moved_at_turn: int = -1
     """The turn it moved before; it stays until that is over."""
+    turns_left: float | None = None
+    """Expected as of its last turn, where the routing asks for it; ``None``: nothing is known of its kind."""
 
     @property
     def tenant(self) -> str:
@@ -143,6 +145,13 @@ class Expectations:
             self._peaks, program.agent_type, context_tokens, max(1, most_tokens - context_tokens)
         )
         return context_tokens + (round(left) if left is not None else 0)
+
+    def turns_left(self, program: Program) -> float | None:
+        """Turns that it has yet to have; ``None`` where nothing is known, as of one whose client does not say
+        what kind it is: it may not say when it is over either."""
+        if program.agent_type is None:
+            return None
+        return self._left(self._turns, program.agent_type, program.turns, 10_000)
 
     def work_s(self, program: Program) -> float:
         """Seconds of a replica's time that it has yet to need; 0 where nothing is known."""

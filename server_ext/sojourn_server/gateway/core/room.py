@@ -42,10 +42,13 @@ class RoomLine:
         self._patience = patience
         self.kept_free: str | None = None
         self.got_room = 0
+        self.is_shut = False
+        """Somebody waits of whom it is not known how much room would be enough: whoever comes new waits too,
+        and is asked about in turn."""
 
     def place(self, place: Place, now: float) -> bool:
         """Send whoever there is room for; False: some have not been asked about yet."""
-        self.kept_free = None
+        self.kept_free, self.is_shut = None, False
         line, fleet = self._line, self._fleet
         if not line:
             return True
@@ -72,6 +75,7 @@ class RoomLine:
                 route = place(waiting, self.kept_free, now)
                 if route.replica_id is None:
                     if not route.needs_tokens:
+                        self.is_shut = True
                         return True
                     line.waits_for(waiting, route.needs_tokens)
                     most_known = min(most_known, route.needs_tokens - 1)

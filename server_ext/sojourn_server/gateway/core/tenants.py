@@ -131,8 +131,8 @@ class Tenants:
         views = [TenantView(tenant, self._counting(tenant, now)) for tenant in self._open]
         try:
             self._shares = dict(self._policy.shares(views, now))
-        except Exception:
-            self._counts.policy_failures += 1  # they stay as they were
+        except Exception as error:
+            self._counts.policy_failed(error)  # they stay as they were
 
     def _counting(self, tenant: str, now: float) -> list[TaskView]:
         """Those of its programs that count, with the deadlines that do. ``now`` moves on, and so this is no
@@ -161,8 +161,8 @@ class Tenants:
         turns = [TurnOf(tenant, self.used(tenant, room=room), row.first.since_s) for tenant, row in rows]
         try:
             return self._policy.order(turns, self._shares)
-        except Exception:
-            self._counts.policy_failures += 1
+        except Exception as error:
+            self._counts.policy_failed(error)
             return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
 
     def _estimate(self, program: Program) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -24,14 +24,15 @@ from ...web.body import read_body
 from ...web.failure import Failure
 from ..core import facts
 from .apis import Api, error_body
+from .bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, Bodies
 from .books import Books
-from .decider import Decider, ReplicaState, Told
+from .decider import Decider, ReplicaStatus, Told
 from .engines import ReplicaLost, ask_engine, open_session
 from .headers import GATEWAY, back, onwards
 from .moving import Mover
 from .news import ProgramNews
 from .overview import Overview
-from .relay import MAX_BODY_BYTES, Relay
+from .relay import Relay
 from .replicas import Address, Replicas
 from .tenants import Tenants
 from .watch import EngineWatch
@@ -56,6 +57,7 @@ class GatewayOptions:
     admin_key: str | None = None
     """Whoever shows it may drain replicas and see all tenants'; without one nobody may drain."""
     max_body_bytes: int = MAX_BODY_BYTES
+    max_held_bytes: int = MAX_HELD_BYTES
     reads_prefixes: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +102,9 @@ class Gateway:
             books,
             engine_key=options.engine_key,
             reads_prefixes=options.reads_prefixes,
-            max_body_bytes=options.max_body_bytes,
+            bodies=Bodies(
+                options.max_body_bytes, options.max_held_bytes, several_tenants=len(tenants.names) > 1
+            ),
         )
         decider.on_told = self._told
 
@@ -139,19 +143,21 @@ class Gateway:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self.close()
 
-        return Starlette(
-            routes=self._routes(),
+        generating = {api.value: _Asgi(self.relay.route(api)) for api in Api}
+        # In the router as well: it says of other methods what is served, and knows what it is mounted at.
+        relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
+        return _App(
+            generating,
+            routes=[*relayed, *self._routes()],
             lifespan=lifespan,
             exception_handlers={HTTPException: _unserved, Exception: _failed},
         )
 
     def _routes(self) -> list[Route]:
-        generate = [Route(api.value, _Asgi(self.relay.route(api)), methods=["POST"]) for api in Api]
         return [
-            *generate,
-            Route("/v1/models", self._guard(self._models)),
-            Route("/tokenize", self._guard(self._anywhere), methods=["POST"]),
-            Route("/detokenize", self._guard(self._anywhere), methods=["POST"]),
+            Route("/v1/models", self._guard(self._models, _as_engines)),
+            Route("/tokenize", self._guard(self._anywhere, _as_engines), methods=["POST"]),
+            Route("/detokenize", self._guard(self._anywhere, _as_engines), methods=["POST"]),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/metrics", self._metrics),
@@ -171,7 +177,7 @@ class Gateway:
 
     # -- who asks -----------------------------------------------------------------
 
-    def _guard(self, handle: Handler) -> Handler:
+    def _guard(self, handle: Handler, words: Callable[[Failure], Response] = Failure.response) -> Handler:
         """Checks the key before anything is read, and words every error."""
 
         async def guarded(request: Request) -> Response:
@@ -188,7 +194,7 @@ class Gateway:
                         raise Failure(401, "missing or unknown API key", next_step, challenge)
                 response = await handle(request)
             except Failure as failure:
-                response = failure.response()
+                response = words(failure)
             response.headers.setdefault(GATEWAY, "1")
             return response
 
@@ -378,7 +384,30 @@ class _Asgi:
         await self._app(scope, receive, send)
 
 
-def _is_well(state: ReplicaState | None) -> bool:
+class _App(Starlette):
+    """Requests that generate go straight to what relays them, past a router's and its middlewares' time."""
+
+    def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
+        super().__init__(**rest)
+        self._generating = generating
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            relay = self._generating.get(scope["path"])
+            if relay is not None:
+                await relay(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def _as_engines(failure: Failure) -> Response:
+    """On the routes that are engines' own, an error reads as theirs do."""
+    text = f"{failure.message}; {failure.next_step}"
+    body = error_body(None, failure.status, "gateway_refused", text)
+    return Response(body, failure.status, failure.headers, media_type="application/json")
+
+
+def _is_well(state: ReplicaStatus | None) -> bool:
     return state is not None and state.health != "suspect"
 
 
@@ -408,7 +437,7 @@ def _json(document: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, media_type="application/json")
 
 
-def _state_of(states: Any, replica_id: str) -> ReplicaState | None:
+def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
     return next((state for state in states if state.replica == replica_id), None)
 
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from ..core import facts
-from .decider import ReplicaState
+from .decider import ReplicaStatus
 
 MOST_MOVES = 10_000
 _WAITS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -135,7 +135,7 @@ class Books:
         ]
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
-    def exposition(self, replicas: Sequence[ReplicaState], uses: dict[str, float]) -> bytes:
+    def exposition(self, replicas: Sequence[ReplicaStatus], uses: dict[str, float]) -> bytes:
         """In Prometheus' text format. ``uses``: by tenant, share in flight ÷ share it has."""
         for state in replicas:
             self._load.labels(state.replica).set(state.load)

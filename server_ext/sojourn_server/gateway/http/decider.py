@@ -7,12 +7,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ..core import facts
 from ..core.core import RoutingCore
+from ..core.limits import CoreCounts
+from .policy_log import PolicyLog
 from .ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class ProgramPlace(msgspec.Struct, frozen=True):
     waiting: int
 
 
-class ReplicaState(msgspec.Struct, frozen=True):
+class ReplicaStatus(msgspec.Struct, frozen=True):
     """A replica as the gateway knows it. Sizes in tokens of KV."""
 
     replica: str
@@ -83,29 +85,33 @@ class Decider(Protocol):
         """All that are alive."""
         ...
 
-    async def replicas(self) -> Sequence[ReplicaState]:
+    async def replicas(self) -> Sequence[ReplicaStatus]:
         """All that are known."""
         ...
 
 
-class LocalDecider:
-    """The core is in this process."""
+class Core(Protocol):
+    """Decides about requests: facts and ``now`` in, actions out."""
 
-    def __init__(
-        self,
-        core: RoutingCore,
-        tenants: Iterable[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.core = core
+    @property
+    def counts(self) -> CoreCounts: ...
+
+    def take(self, fact: Any, now: float) -> Sequence[facts.AnyAction]: ...
+
+
+class CoreInProcess:
+    """A core, and the tickets of those who have asked it. Used in one event loop."""
+
+    def __init__(self, core: Core, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_told: Callable[[Told], None] = lambda told: None
         self.on_decided: Callable[[facts.AnyAction], None] = lambda action: None
         """Called with everything that is decided, for the books."""
-        self._tenants = tuple(tenants)
+        self._core = core
         self._clock = clock
         self._tickets: dict[str, Ticket] = {}
-        self._untold: deque[facts.AnyFact] = deque()
+        self._untold: deque[facts.Fact] = deque()
         self._telling = False
+        self._policy_log = PolicyLog(core.counts)
 
     def open(self, asked: facts.Asked) -> Ticket:
         """Ask for a request."""
@@ -117,7 +123,7 @@ class LocalDecider:
         """Nobody looks at the ticket any more."""
         self._tickets.pop(ticket.request_id, None)
 
-    def tell(self, fact: facts.AnyFact) -> None:
+    def tell(self, fact: facts.Fact) -> None:
         """Something happened. An error of the core's is logged: it must not end a client's connection."""
         # Whoever is told of an action may have something to tell: that comes after all actions of this one.
         self._untold.append(fact)
@@ -130,10 +136,17 @@ class LocalDecider:
         finally:
             self._telling = False
 
-    def _take(self, fact: facts.AnyFact) -> None:
+    async def run(self) -> None:
+        """Tell the core that time goes by, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tell(facts.Tick())
+
+    def _take(self, fact: facts.Fact) -> None:
         actions: Sequence[facts.AnyAction]
+        now = self._clock()
         try:
-            actions = self.core.take(fact, self._clock())
+            actions = self._core.take(fact, now)
         except Exception:
             logger.exception("the routing core failed at %s; please report this", type(fact).__name__)
             if not isinstance(fact, facts.Asked):
@@ -141,18 +154,31 @@ class LocalDecider:
             actions = [
                 facts.Refuse(fact.request_id, 500, "gateway_failed", "the gateway failed; see its log")
             ]
+        self._policy_log.look(now)
         for action in actions:
+            # First whoever waits for it, then the books: an error of theirs must keep nobody waiting.
             try:
-                self.on_decided(action)
                 if isinstance(action, (facts.Left, facts.Probe)):
                     self.on_told(action)
-                    continue
+                elif (ticket := self._tickets.get(action.request_id)) is not None:
+                    ticket.take(action)
+                self.on_decided(action)
             except Exception:
                 logger.exception("what was decided could not be passed on; please report this")
-                continue
-            ticket = self._tickets.get(action.request_id)
-            if ticket is not None:
-                ticket.take(action)
+
+
+class LocalDecider(CoreInProcess):
+    """The routing core is in this process."""
+
+    def __init__(
+        self,
+        core: RoutingCore,
+        tenants: Iterable[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(core, clock)
+        self.core = core
+        self._tenants = tuple(tenants)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """The replica that a program is at home at."""
@@ -185,30 +211,24 @@ class LocalDecider:
         found.reverse()
         return found
 
-    async def replicas(self) -> Sequence[ReplicaState]:
+    async def replicas(self) -> Sequence[ReplicaStatus]:
         """All that are known, in the order in which they registered."""
-        return replica_states(self.core)
+        return replica_statuses(self.core)
 
     def uses(self) -> dict[str, float]:
         """By tenant, what its requests in flight use of its share; without shares nothing."""
         tenants = self.core.tenants
         return {tenant: tenants.used(tenant) / share for tenant, share in tenants.shares.items() if share > 0}
 
-    async def run(self) -> None:
-        """Tell the core that time goes by, until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.tell(facts.Tick())
 
-
-def replica_states(core: RoutingCore) -> list[ReplicaState]:
+def replica_statuses(core: RoutingCore) -> list[ReplicaStatus]:
     """The core's replicas for those who ask."""
     found = []
     queues = core.requests.queues
     for replica in core.fleet:
         view = replica.view()
         found.append(
-            ReplicaState(
+            ReplicaStatus(
                 replica.replica_id,
                 replica.instance,
                 replica.health.value,

@@ -13,6 +13,9 @@ from ...web import answers
 from .replicas import Address, Replicas
 
 TIMEOUT_S = 15.0
+FOR_THE_OTHERS_S = 0.5
+"""Where an answer like any other's is enough, so long the others are waited for once one is there: whoever
+asks what is spoken here gives up after one or two seconds."""
 
 
 class Overview:
@@ -29,20 +32,34 @@ class Overview:
         self._session = session
         self._engine_key = engine_key
 
-    async def ask(self, path: str, authorization: str | None) -> tuple[dict[str, Any], list[str]]:
-        """What each engine answers to a GET, by its address, and the addresses of those that do not."""
+    async def ask(
+        self, path: str, authorization: str | None, *, others_s: float | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What each engine answers to a GET, by its address, and the addresses of those that do not.
+
+        ``others_s``: with one answer there, the rest is waited for so long; ``None``: as long as the first.
+        """
         engines = self._replicas.engines()
-        found = await asyncio.gather(*(self._get(engine, path, authorization) for engine in engines))
-        answered = {e.url: answer for e, answer in zip(engines, found, strict=True) if answer is not None}
-        return answered, [engine.url for engine in engines if engine.url not in answered]
+        asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
+        await _wait(set(asked.values()), others_s)
+        answered = {
+            url: answer
+            for url, task in asked.items()
+            if task.done() and not task.cancelled() and (answer := task.result()) is not None
+        }
+        return answered, [url for url in asked if url not in answered]
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """As one engine's, so that a client need not know that there are several."""
-        found, silent = await self.ask("/sojourn/v1/capabilities", authorization)
-        if not found:
+        """As one engine's, so that a client need not know that there are several. Empty where none speaks
+        sojourn."""
+        found, silent = await self.ask("/sojourn/v1/capabilities", authorization, others_s=FOR_THE_OTHERS_S)
+        # Something before an engine may answer 200 to anything.
+        ours = {url: told for url, told in found.items() if told.get("name") == "sojourn"}
+        if not ours:
             return {}
-        merged = answers.merge_capabilities(list(found.values()))
-        engines = sum(one.get("engines", 1) for one in found.values())
+        merged = answers.merge_capabilities(list(ours.values()))
+        engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
+        silent += [url for url in found if url not in ours]
         return {**merged, "engines": engines, "gateway": True, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
@@ -69,7 +86,7 @@ class Overview:
             return None
         try:
             document = msgspec.json.decode(found[1])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return document if isinstance(document, dict) else None
 
@@ -86,3 +103,21 @@ class Overview:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return None
+
+
+async def _wait(asked: set[asyncio.Future[dict[str, Any] | None]], others_s: float | None) -> None:
+    """For all, or with ``others_s`` until so long after the first good answer; what is left is given up."""
+    try:
+        until_s, left = None, asked
+        now = asyncio.get_running_loop().time
+        while left:
+            timeout_s = None if until_s is None else max(0.0, until_s - now())
+            done, left = await asyncio.wait(left, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if others_s is not None and until_s is None and any(task.result() is not None for task in done):
+                until_s = now() + others_s
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)

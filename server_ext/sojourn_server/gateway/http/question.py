@@ -15,6 +15,7 @@ from sojourn.hints import AgenticContext
 from ...engine.identity import CONTEXT_KEY, read_identity
 from .apis import Api
 
+MOST_TOKENS = 2**31
 PIECE_BYTES = 1024
 """About 16 of vLLM's blocks."""
 
@@ -40,6 +41,7 @@ class _Body(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Body)
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -108,17 +110,21 @@ def read_question(api: Api, body: bytes, session: str | None) -> Question:
         identity.context,
         (read.tools, read.system, read.instructions, read.messages, read.input, read.prompt),
         _count_ids(bytes(read.prompt)) if api is Api.COMPLETIONS else None,
-        next((count for count in told if _is_count(count)), 0),
+        # What no context holds is not worth the words on their way to a coordinator.
+        min(MOST_TOKENS, next((count for count in told if _is_count(count)), 0)),
         read.previous_response_id,
     )
 
 
 def without_identity(body: bytes) -> bytes:
-    """The same request of no program. What it says under ``vllm_xargs`` besides is kept."""
-    document = msgspec.json.decode(body)
-    xargs = document.get("vllm_xargs")
-    if isinstance(xargs, dict) and CONTEXT_KEY in xargs:
-        document["vllm_xargs"] = {key: value for key, value in xargs.items() if key != CONTEXT_KEY}
+    """The same request of no program, of a body that ``read_question`` has read. What it says besides is kept
+    as it came: nothing else of it has been looked at, or is."""
+    document = _members.decode(body)
+    xargs = bytes(document.get("vllm_xargs", b""))
+    if xargs.startswith(b"{"):
+        members = _members.decode(xargs)
+        if members.pop(CONTEXT_KEY, None) is not None:
+            document["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(members))
     return msgspec.json.encode(document)
 
 

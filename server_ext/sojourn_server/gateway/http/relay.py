@@ -12,19 +12,23 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import aiohttp
+from multidict import CIMultiDict
 
 from ..core import facts
+from ..pd.facts import SendPair
 from . import headers
 from .answer_meter import AnswerMeter, WholeEvents
 from .apis import Api, error_body, error_event
+from .bodies import Bodies, Body, BodyRefused, Receive
 from .books import Books
 from .decider import Decider
 from .engines import Answer, ReplicaLost, ask_engine
 from .headers import Raw
+from .legs import decode_body, prefill_body, read_prefilled
 from .moving import Mover
 from .news import ProgramNews
 from .question import BadQuestion, Question, read_question, without_identity
-from .replicas import Replicas
+from .replicas import Address, Replicas
 from .riding import Riding
 from .sizes import PromptSizes
 from .tenants import Tenants
@@ -33,11 +37,10 @@ from .ticket import ClientGone, Ticket
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-MAX_BODY_BYTES = 64 << 20
-BODY_TIMEOUT_S = 60.0
+WATCH_AFTER_S = 0.02
+"""So late at most it is seen that a client has gone."""
 LARGE_BODY_BYTES = 1 << 20
 """Read in a thread: other clients' answers go on meanwhile."""
 SILENT_S = 5.0
@@ -75,7 +78,7 @@ class Relay:
         *,
         engine_key: str | None = None,
         reads_prefixes: bool = False,
-        max_body_bytes: int = MAX_BODY_BYTES,
+        bodies: Bodies | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engine_key``: shown to engines in place of the client's own."""
@@ -88,7 +91,7 @@ class Relay:
         self._books = books
         self._engine_key = engine_key
         self._reads_prefixes = reads_prefixes
-        self._max_body_bytes = max_body_bytes
+        self.bodies = bodies or Bodies()
         self._clock = clock
         self._sizes = PromptSizes()
         self._conversations: OrderedDict[str, str] = OrderedDict()
@@ -112,50 +115,51 @@ class Relay:
                 )
             if headers.one(raw, b"content-encoding") not in (None, "identity"):
                 raise _Refused(415, "encoded_body", "the body is compressed; expected plain JSON")
-            body = await self._read_body(raw, receive)
+        except _Refused as refused:
+            await _answer(send, api, refused)
+            return
+        held = self.bodies.begin(tenant)
+        try:
+            await self._exchange(api, scope, receive, send, tenant, held)
+        finally:
+            held.free()
+
+    async def _exchange(
+        self, api: Api, scope: Scope, receive: Receive, send: Send, tenant: str, held: Body
+    ) -> None:
+        raw: Raw = scope["headers"]
+        try:
+            body = await held.read(headers.one(raw, b"content-length"), receive)
             if body is None:
                 return
             question, prefix = await self._read(api, body, headers.one(raw, _SESSION))
             exchange = _Exchange(self, api, scope, send, tenant, body, question, prefix)
-        except _Refused as refused:
-            await _answer(send, api, refused)
+        except BodyRefused as refused:
+            told = _Refused(refused.status, refused.code, str(refused), refused.retry_after_s)
+            await _answer(send, api, told)
             return
-        watch = asyncio.ensure_future(_until_gone(receive, exchange.ticket))
+        except BadQuestion as error:
+            await _answer(send, api, _Refused(400, "bad_request", str(error)))
+            return
+        except Exception:
+            await _failed(send, api)
+            return
+        watch = _Watch(receive, exchange.ticket)
         try:
             await exchange.run()
+        except Exception:
+            if exchange.has_begun:
+                raise  # then the server closes the connection: an end that looks well would be a lie
+            await _failed(send, api)
         finally:
-            watch.cancel()
+            watch.stop()
 
     async def _read(self, api: Api, body: bytes, session: str | None) -> tuple[Question, tuple[int, ...]]:
         def read() -> tuple[Question, tuple[int, ...]]:
             question = read_question(api, body, session)
             return question, question.prefix() if self._reads_prefixes else ()
 
-        try:
-            return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
-        except BadQuestion as error:
-            raise _Refused(400, "bad_request", str(error)) from None
-
-    async def _read_body(self, raw: Raw, receive: Receive) -> bytes | None:
-        """``None``: the client went away."""
-        declared = headers.one(raw, b"content-length") or ""
-        too_large = _Refused(413, "body_too_large", f"the body is larger than {self._max_body_bytes} bytes")
-        if declared.isascii() and declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
-            raise too_large
-        try:
-            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
-            body: bytes = message.get("body", b"")
-            parts = [body]
-            size = len(body)
-            while message["type"] == "http.request" and message.get("more_body"):
-                message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > self._max_body_bytes:
-                    raise too_large
-        except asyncio.TimeoutError:
-            raise _Refused(408, "slow_body", f"no more of the body came for {BODY_TIMEOUT_S:g} s") from None
-        return b"".join(parts) if message["type"] == "http.request" else None
+        return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
 
 
 class _Exchange:
@@ -195,6 +199,16 @@ class _Exchange:
         self._asked_s = relay._clock()
         context = question.context
         deadline_s = context.deadline_seconds if context is not None else None
+        self._riding: Riding | None = None
+        if context is not None and context.sojourn is not None and self._body is body:
+            shown = headers.one(raw, b"authorization")
+            self._riding = Riding(relay._news, tenant, program_id, context, shown)
+        self._meter = AnswerMeter(stream=question.stream)
+        self._is_answered = False
+        self.has_begun = False
+        """The client has been answered something."""
+        self._sent_to: str | None = None
+        # Last: whoever is decided on is waited for by ``run``.
         self.ticket: Ticket = relay._decider.open(
             facts.Asked(
                 # Not the client's own name for it: two clients may use the same.
@@ -210,13 +224,6 @@ class _Exchange:
                 exact=question.prompt_tokens is not None,
             )
         )
-        self._riding: Riding | None = None
-        if context is not None and context.sojourn is not None and self._body is body:
-            shown = headers.one(raw, b"authorization")
-            self._riding = Riding(relay._news, tenant, program_id, context, shown)
-        self._meter = AnswerMeter(stream=question.stream)
-        self._is_answered = False
-        self._sent_to: str | None = None
 
     async def run(self) -> None:
         """Until the answer is over, whatever became of it."""
@@ -281,35 +288,76 @@ class _Exchange:
                 return False
         if self._riding is not None:
             self._body = self._riding.towards(decision.replica_id, self._body)
-        asking = asyncio.ensure_future(self._ask(address, passed))
-        if not await self.ticket.while_unchanged(asking):
-            return False
         try:
-            answer = asking.result()
+            answer = await self.ticket.unless_news(self._ask(decision, address, passed))
         except ReplicaLost as error:
-            self._lost(decision.replica_id, str(error), computing=error.computing)
+            lost_id = error.replica_id or decision.replica_id
+            self._lost(lost_id, str(error), computing=error.computing)
             return False
-        relay._books.sent(decision.reason, waited_s)
-        await self._pass_back(answer, decision.replica_id)
+        if answer is None:
+            return False
+        await self._pass_back(answer, decision, waited_s)
         return True
 
-    async def _ask(self, address: Any, passed: Any) -> Answer:
-        path = self._scope.get("raw_path") or self._scope["path"].encode()
+    async def _ask(self, decision: facts.Send, address: Address, passed: CIMultiDict[str]) -> Answer:
+        body = self._body
+        if isinstance(decision, SendPair):
+            prefilled = await self._prefill(decision)
+            if prefilled.response.status != 200:
+                return prefilled  # what is wrong with a request its client hears from whoever saw it first
+            told = read_prefilled(prefilled.first)
+            if told is None:
+                logger.warning("%s computed a prompt and says nothing of its KV", decision.prefill_id)
+            body = decode_body(body, told)
+        return await self._post(address, passed, body)
+
+    async def _prefill(self, pair: SendPair) -> Answer:
+        """The first leg. Raises ``ReplicaLost``, which says whose answer did not come."""
+        relay, prefill_id = self._relay, pair.prefill_id
+        address = relay._replicas.get(prefill_id)
+        passed = headers.onwards(
+            self._scope["headers"],
+            key=relay._engine_key,
+            rank=address.rank if address is not None else None,
+            session=None,
+        )
+        body = prefill_body(self._api, self._body, self.ticket.request_id, pair.peer, pair.decode_share)
+        try:
+            if address is None:
+                raise ReplicaLost("its address is not known", computing=False)
+            answer = await self._post(address, passed, body)
+        except ReplicaLost as error:
+            error.replica_id = prefill_id
+            raise
+        if answer.response.status == 200:
+            answer.response.close()
+            relay._decider.tell(facts.Prefilled(self.ticket.request_id, prefill_id))
+        return answer
+
+    async def _post(self, address: Address, passed: CIMultiDict[str], body: bytes) -> Answer:
         query = self._scope.get("query_string", b"")
-        target = path.decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
-        return await ask_engine(self._relay._session(), address, "POST", target, passed, self._body)
+        target = self._api.value + (f"?{query.decode('latin-1')}" if query else "")
+        return await ask_engine(self._relay._session(), address, "POST", target, passed, body)
 
     def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
         self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id, computing=computing))
 
-    async def _pass_back(self, answer: Answer, replica_id: str) -> None:
+    async def _pass_back(self, answer: Answer, decision: facts.Send, waited_s: float) -> None:
         """From the first byte on there is no other replica for this request."""
-        response = answer.response
-        self._relay._decider.tell(facts.Began(self.ticket.request_id, replica_id))
+        response, replica_id = answer.response, decision.replica_id
         self.ticket.answered()
-        try:
+        self.has_begun = True
+
+        def note() -> None:
+            self._relay._decider.tell(facts.Began(self.ticket.request_id, replica_id))
+            self._relay._books.sent(decision.reason, waited_s)
             self._meter.saw(answer.first)
+
+        # Where all of an answer is here already, it reaches its client before it is written into any book.
+        if answer.is_stream:
+            note()
+        try:
             passed_back = headers.back(response.raw_headers, replica_id)
             await self._to_client(
                 {"type": "http.response.start", "status": response.status, "headers": passed_back}
@@ -319,11 +367,13 @@ class _Exchange:
             else:
                 await self._to_client({"type": "http.response.body", "body": answer.first})
             self._is_answered = response.status == 200
-            self._learn(response.status)
         finally:
+            if not answer.is_stream:
+                note()
             # Of an answer that was not read to its end the connection is of no more use; the engine sees it
             # close and stops computing.
             response.close()
+        self._learn(response.status)
 
     async def _pass_stream(self, answer: Answer, replica_id: str) -> None:
         events = WholeEvents()
@@ -339,6 +389,8 @@ class _Exchange:
                 loop.call_later(SILENT_S, look_again)
 
         ticket.on_change = look_again
+        if ticket.client_gone:
+            raise ClientGone  # it left when nobody was called
         chunk = answer.first
         ended_well = False
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
@@ -385,12 +437,37 @@ class _Exchange:
                     conversations.popitem(last=False)
 
 
-async def _until_gone(receive: Receive, ticket: Ticket) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            ticket.client_is_gone()
-            return
+class _Watch:
+    """Tells the ticket of one request when its client has gone."""
+
+    def __init__(self, receive: Receive, ticket: Ticket) -> None:
+        self._receive = receive
+        self._ticket = ticket
+        self._task: asyncio.Task[None] | None = None
+        # Not at once: until then the request is on its way to its engine, which is not to wait for this.
+        self._later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+
+    def stop(self) -> None:
+        self._later.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._until_gone())
+
+    async def _until_gone(self) -> None:
+        try:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except Exception as error:
+            logger.debug("a client is taken for gone: %s", error)  # there is no other word of it to come
+        self._ticket.client_is_gone()
+
+
+async def _failed(send: Send, api: Api) -> None:
+    """In an ``except``: an error of ours, before anything was answered."""
+    logger.exception("the gateway failed at a request; please report this")
+    await _answer(send, api, _Refused(500, "gateway_failed", "the gateway failed; see its log"))
 
 
 async def _answer(send: Send, api: Api | None, refused: _Refused) -> None:

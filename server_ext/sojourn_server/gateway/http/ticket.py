@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from ..core.facts import Cut, Recall, Refuse, Send
+from .leaving import Leave
+
+T = TypeVar("T")
 
 Decision = Send | Refuse | Cut | Recall
 
@@ -65,16 +68,18 @@ class Ticket:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    async def while_unchanged(self, task: asyncio.Task[Any]) -> bool:
-        """Wait for ``task``, but no longer than until there is news; False: it was cancelled for that."""
-        if not self.has_news and not task.done():
-            changed = self._waiter = asyncio.get_running_loop().create_future()
-            await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return True
-        task.cancel()
-        await asyncio.wait({task})
-        return False
+    async def unless_news(self, doing: Coroutine[Any, Any, T]) -> T | None:
+        """What ``doing`` comes to; ``None``: there was news, and it was broken off. Raises what it raises."""
+        if self.has_news:
+            doing.close()
+            return None
+        with Leave() as leave:
+            self.on_change = leave.now
+            try:
+                return await doing
+            finally:
+                self.on_change = None
+        return None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import aiohttp
 import msgspec
 from sojourn.wire import CAPABILITIES_PATH
 
+from ...metrics.vllm_page import CachePool, cache_pools, started, whole
 from ..core import facts
 from .decider import Decider
 from .replicas import Address, Replicas, addresses
@@ -32,10 +32,6 @@ DESCRIBE_EVERY = 15
 UNKNOWN_CAPACITY_TOKENS = 1 << 20
 """Of an engine that tells no size: enough for loads to be told apart by requests, and nothing else."""
 
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_STARTED = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
-
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -49,6 +45,17 @@ class Description:
     max_context_tokens: int
     shares_disk: bool
     speaks_sojourn: bool
+
+    def seen_as(self, replica_id: str) -> facts.ReplicaSeen:
+        """The fact that one of its ranks is there."""
+        return facts.ReplicaSeen(
+            replica_id,
+            self.instance,
+            self.capacity_tokens,
+            host_tokens=self.host_tokens,
+            max_running=self.max_running,
+            max_context_tokens=self.max_context_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -251,16 +258,7 @@ class Watch:
             return
         for address in watched.places:
             self._replicas.add(address)
-            self._decider.tell(
-                facts.ReplicaSeen(
-                    address.replica_id,
-                    told.instance,
-                    told.capacity_tokens,
-                    host_tokens=told.host_tokens,
-                    max_running=told.max_running,
-                    max_context_tokens=told.max_context_tokens,
-                )
-            )
+            self._decider.tell(told.seen_as(address.replica_id))
 
     def _gone(self, watched: _Watched, reason: str) -> None:
         if watched.description is None:
@@ -286,27 +284,26 @@ def describe(
     """What can be learnt of an engine: of one with sojourn everything, of plain vLLM the size of its KV."""
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
-    caches = [dict(_LABEL.findall(labels)) for labels in _CACHE_INFO.findall(metrics)]
-    cache = caches[0] if caches else {}
-    block_size = _whole(engine.get("block_size")) or _whole(cache.get("block_size")) or 16
-    blocks = _whole(engine.get("num_blocks")) or _whole(cache.get("num_gpu_blocks")) or 0
+    pools = cache_pools(metrics)
+    pool = pools[0] if pools else CachePool()
+    block_size = whole(engine.get("block_size")) or pool.block_size or 16
+    blocks = whole(engine.get("num_blocks")) or pool.num_blocks or 0
     tiers = capabilities.get("tiers")
     tiers = tiers if isinstance(tiers, dict) and tiers.get("on", True) else {}
     host, disk = tiers.get("host"), tiers.get("disk")
-    host_blocks = _whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
-    started = _STARTED.search(metrics)
+    host_blocks = whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
     data = models.get("data")
     served = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
-    ranks = max(len({cache.get("engine") for cache in caches}), _whole(capabilities.get("engines")) or 1, 1)
+    ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
     return Description(
         ranks=ranks,
         # An engine that tells no start is known to be another one only by having been gone.
-        instance=started.group(1) if started else f"life {life}",
+        instance=started(metrics) or f"life {life}",
         # vLLM keeps one block for itself.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else UNKNOWN_CAPACITY_TOKENS,
         host_tokens=host_blocks * block_size,
-        max_running=_whole(engine.get("max_num_seqs")) or 0,
-        max_context_tokens=_whole(served.get("max_model_len")) or 0,
+        max_running=whole(engine.get("max_num_seqs")) or 0,
+        max_context_tokens=whole(served.get("max_model_len")) or 0,
         shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
     )
@@ -318,11 +315,3 @@ def _table(text: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _whole(value: object) -> int | None:
-    try:
-        number = int(str(value))
-    except ValueError:
-        return None
-    return number if number > 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import ray
@@ -14,15 +14,13 @@ from ray.exceptions import RayError
 from ...policy.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
 from ..core.limits import CoreLimits
 from . import messages as m
-from .calls import CoordinatorAway
+from .calls import CoordinatorAway, CoordinatorCalls
 from .config import RayConfig
 from .coordinator import Coordinator, CoordinatorOptions
 
 logger = logging.getLogger(__name__)
 
 ACTOR_NAME = "coordinator"
-
-Message = TypeVar("Message")
 
 
 def preset_of(config: RayConfig) -> ClusterPreset:
@@ -69,7 +67,7 @@ class CoordinatorActor:
 
     def _began(self) -> Coordinator:
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._coordinator.run())
+            self._running = self._coordinator.begin()
         return self._coordinator
 
     def _said(self, answer: Any) -> bytes:
@@ -94,40 +92,20 @@ def coordinator_handle(config: RayConfig) -> Any:
     return ray.remote(CoordinatorActor).options(**options).remote(config)
 
 
-class ActorCalls:
+class ActorCalls(CoordinatorCalls):
     """A coordinator's methods, as calls of an actor."""
 
     def __init__(self, config: RayConfig) -> None:
         self._config = config
         self._handle: Any = None
 
-    async def join(self, join: m.Join) -> m.Answer:
-        return await self._call("join", join, m.Answer)
-
-    async def tell(self, tell: m.Tell) -> m.Answer:
-        return await self._call("tell", tell, m.Answer)
-
-    async def listen(self, listen: m.Listen) -> m.Answer:
-        return await self._call("listen", listen, m.Answer)
-
-    async def register(self, told: m.Registration) -> m.Registered:
-        return await self._call("register", told, m.Registered)
-
-    async def gone(self, gone: m.EngineGone) -> m.Registered:
-        return await self._call("gone", gone, m.Registered)
-
-    async def drain(self, drain: m.Drain) -> m.Drained:
-        return await self._call("drain", drain, m.Drained)
-
-    async def state(self) -> m.State:
-        return await self._call("state", None, m.State)
-
-    async def _call(self, method: str, message: Any, kind: type[Message]) -> Message:
+    async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
+        data = m.write(message)  # what is wrong with it is no reason to take the coordinator for away
         try:
             if self._handle is None:
                 # A question to Ray's own store, which may take its time.
                 self._handle = await asyncio.to_thread(coordinator_handle, self._config)
-            return m.read(await getattr(self._handle, method).remote(m.write(message)), kind)
+            return m.read(await getattr(self._handle, method).remote(data), kind)
         except (RayError, ValueError, msgspec.MsgspecError) as error:
             self._handle = None
             raise CoordinatorAway(f"{type(error).__name__}: {str(error)[:200]}") from None

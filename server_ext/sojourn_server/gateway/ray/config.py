@@ -264,7 +264,9 @@ def key_of(name: str | None, key: str, environment: Mapping[str, str] = os.envir
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    # Numbers that may be broken are kept as floats: -1 is shown as it was written.
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    text = repr(int(value) if whole else value)  # type: ignore[call-overload]
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

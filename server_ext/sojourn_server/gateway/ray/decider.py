@@ -10,8 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,50 +18,46 @@ import msgspec
 from ..core import facts
 from ..core.journal import Home
 from ..core.programs import Key
-from ..http.decider import ProgramPlace, ReplicaState, Told
-from ..http.replicas import Address, Replicas
+from ..http.decider import ProgramPlace, ReplicaStatus, Told
+from ..http.replicas import Replicas
 from ..http.ticket import Ticket
-from ..http.watch import Description
-from .calls import CoordinatorAway, CoordinatorCalls
+from .calls import CALL_TIMEOUT_S, CoordinatorAway, CoordinatorCalls, answered
 from .homes import HomesCopy
-from .messages import Answer, Join, Listen, Place, ProbeAnswer, Status, Tell
+from .messages import (
+    Answer,
+    CannotBeWritten,
+    Join,
+    Listen,
+    Place,
+    ProbeAnswer,
+    Status,
+    Tell,
+    write,
+)
+from .open_requests import OpenRequest, OpenRequests
+from .places import KnownPlaces
+from .seldom import Seldom
 
 logger = logging.getLogger(__name__)
 
+MOST_CALLS = 2
+"""On their way at once: each costs the coordinator a millisecond, however many requests it asks for. What
+comes meanwhile is asked for together when one of them is answered, or with what is told every ``BATCH_S``."""
 BATCH_S = 0.015
 """What nobody waits for is told together, so often."""
 FALLBACK_S = 3.0
 """A request that the coordinator says nothing of, and it is away for so long, is decided here."""
-MOST_WAIT_AWAY_S = 60.0
-"""And refused where no replica is known for so long."""
-MOST_FAILURES = 3
-INHERIT_S = 10.0
-"""A replica that an earlier coordinator knew stays known for so long, until the later one has heard of it."""
 MOST_KEPT = 10_000
 """Facts that are no request's, kept for a coordinator that is away."""
-CALL_TIMEOUT_S = 10.0
+
 LISTEN_TIMEOUT_S = 20.0
 RETRY_S = 0.2
 SWEEP_S = 0.25
 
+MISUNDERSTOOD = "the coordinator was misunderstood; please report this"
+
 _OF_NO_REQUEST = (facts.ProgramEnded, facts.KvDropped, facts.ReplicaDrains, facts.ReplicaStays)
 _URGENT = (facts.Asked, facts.Failed, facts.ReplicaDrains, facts.ReplicaStays)
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that is not over."""
-
-    asked: facts.Asked
-    ticket: Ticket
-    since_s: float
-    sent_to: str | None = None
-    began: bool = False
-    placed_here: bool = False
-    """While the coordinator was away: what it says of where to is about what it did not know."""
-    refused: bool = False
-    """Here: nothing more is to be decided."""
-    failed_at: list[str] = field(default_factory=list)
 
 
 class RayDecider:
@@ -86,25 +81,23 @@ class RayDecider:
         """The latest coordinator that was heard of."""
         self.joined = False
         self.homes = HomesCopy()
+        self.places = KnownPlaces(replicas, self.homes.forget_replica)
+        self.requests = OpenRequests()
         self._calls = calls
-        self._replicas = replicas
         self._clock = clock
+        self._seldom = Seldom(logger, clock)
         self._fallback_s = fallback_s
-        self._places: dict[str, Place] = {}
-        self._places_version = -1
-        self._inherited: dict[str, Place] = {}
-        self._joined_s = clock()
-        self._open: dict[str, _Open] = {}
-        self._of_program: dict[str, dict[str, int]] = {}
-        """Open requests by program id and tenant."""
         self._outbox: list[facts.AnyFact] = []
         self._probes: list[ProbeAnswer] = []
         self._heard_mail = 0
         self._number = 0
         self._joins = 0
-        """Answers to what was said before the latest are of no more use."""
+        """What is said goes with the number of the latest; answers to what was said before are of no use."""
         self._away_since_s: float | None = clock()
         self._flush_later: asyncio.TimerHandle | None = None
+        self._flush_next: asyncio.Handle | None = None
+        self._is_urgent = False
+        """Somebody waits for an answer to what is not said yet."""
         self._sends: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[None] | None = None
         self._uses: dict[str, float] = {}
@@ -113,34 +106,27 @@ class RayDecider:
 
     def open(self, asked: facts.Asked) -> Ticket:
         """Ask for a request."""
-        ticket = Ticket(asked.request_id)
-        one = self._open[asked.request_id] = _Open(asked, ticket, self._clock())
-        if asked.program_id is not None:
-            tenants = self._of_program.setdefault(asked.program_id, {})
-            tenants[asked.tenant] = tenants.get(asked.tenant, 0) + 1
+        one = self.requests.add(asked, self._clock())
+        try:
+            write(asked)
+        except CannotBeWritten as error:
+            self._refuse_untold(one, error)
+            return one.ticket
         home = self._sure_home(asked)
         if home is not None:
             one.sent_to = home
-            ticket.take(facts.Send(asked.request_id, home, "home"))
-        self._say(_as_it_is(one))
-        return ticket
+            one.ticket.take(facts.Send(asked.request_id, home, "home"))
+        self._say(one.as_it_is())
+        return one.ticket
 
     def close(self, ticket: Ticket) -> None:
         """Nobody looks at the ticket any more."""
-        one = self._open.pop(ticket.request_id, None)
-        if one is None or one.asked.program_id is None:
-            return
-        tenants = self._of_program[one.asked.program_id]
-        tenants[one.asked.tenant] -= 1
-        if not tenants[one.asked.tenant]:
-            del tenants[one.asked.tenant]
-        if not tenants:
-            del self._of_program[one.asked.program_id]
+        self.requests.remove(ticket.request_id)
 
     def tell(self, fact: facts.AnyFact) -> None:
         """Something happened."""
         if isinstance(fact, facts.Began):
-            one = self._open.get(fact.request_id)
+            one = self.requests.get(fact.request_id)
             if one is not None:
                 one.began, one.sent_to = True, fact.replica_id
         elif isinstance(fact, facts.Failed):
@@ -156,25 +142,23 @@ class RayDecider:
 
     def is_anothers(self, tenant: str, program_id: str) -> bool:
         """A program of this id lives and is another tenant's."""
-        return self.homes.is_anothers(tenant, program_id) or bool(
-            self._of_program.get(program_id, {}).keys() - {tenant}
-        )
+        return self.homes.is_anothers(tenant, program_id) or self.requests.is_anothers(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramPlace]:
         """All that are alive; none while the coordinator is away."""
         await self._all_said()
         try:
-            return (await asyncio.wait_for(self._calls.state(), CALL_TIMEOUT_S)).programs
-        except (CoordinatorAway, asyncio.TimeoutError):
+            return (await answered(self._calls.state())).programs
+        except CoordinatorAway:
             return ()
 
-    async def replicas(self) -> Sequence[ReplicaState]:
+    async def replicas(self) -> Sequence[ReplicaStatus]:
         """All that are known; while the coordinator is away, with the requests of this gateway only."""
         await self._all_said()
         try:
-            state = await asyncio.wait_for(self._calls.state(), CALL_TIMEOUT_S)
-        except (CoordinatorAway, asyncio.TimeoutError):
-            return [self._as_known_here(place) for place in self._places.values()]
+            state = await answered(self._calls.state())
+        except CoordinatorAway:
+            return [self._as_known_here(place) for place in self.places.values()]
         self._uses = state.uses
         return state.replicas
 
@@ -189,23 +173,23 @@ class RayDecider:
 
     def place(self, replica_id: str) -> Place | None:
         """A replica as the coordinator knows it."""
-        return self._places.get(replica_id)
+        return self.places.get(replica_id)
 
     def _sure_home(self, asked: facts.Asked) -> str | None:
         """Where a turn goes without asking."""
         if asked.program_id is None:
             return None
         home = self.homes.get(asked.tenant, asked.program_id)
-        place = self._places.get(home[0]) if home is not None else None
+        place = self.places.get(home[0]) if home is not None else None
         if home is None or place is None or place.instance != home[1]:
             return None
         return home[0] if place.direct or self._away_since_s is not None else None
 
-    def _as_known_here(self, place: Place) -> ReplicaState:
-        mine = [one for one in self._open.values() if one.sent_to == place.replica_id]
+    def _as_known_here(self, place: Place) -> ReplicaStatus:
+        mine = self.requests.sent_to(place.replica_id)
         of = place.description
         load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
-        return ReplicaState(
+        return ReplicaStatus(
             place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
             of.capacity_tokens, of.host_tokens, 0,
         )  # fmt: skip
@@ -221,20 +205,29 @@ class RayDecider:
         if isinstance(fact, (facts.Asked, facts.Sent)):
             fact = self._from_now(fact)
         self._outbox.append(fact)
-        if isinstance(fact, _URGENT):
-            self._flush()
+        loop = asyncio.get_running_loop()
+        if isinstance(fact, _URGENT) and len(self._sends) < MOST_CALLS:
+            # With all that this turn of the loop still brings.
+            self._flush_next = self._flush_next or loop.call_soon(self._flush)
         elif self._flush_later is None:
-            self._flush_later = asyncio.get_running_loop().call_later(BATCH_S, self._flush)
+            self._flush_later = loop.call_later(BATCH_S, self._flush)
+        self._is_urgent = self._is_urgent or isinstance(fact, _URGENT)
 
     def _from_now(self, fact: facts.Asked | facts.Sent) -> facts.Asked | facts.Sent:
         if fact.deadline_s is None:
             return fact
         return msgspec.structs.replace(fact, deadline_s=fact.deadline_s - self._clock())
 
+    def _refuse_untold(self, one: OpenRequest, error: CannotBeWritten) -> None:
+        """A request that the coordinator cannot be told of, ever."""
+        one.refused = True
+        message = f"this request has a value that gateways cannot tell of: {error}"
+        refused = facts.Refuse(one.asked.request_id, 400, "bad_request", message)
+        one.ticket.take(refused)
+        self.on_decided(refused)
+
     def _flush(self) -> None:
-        if self._flush_later is not None:
-            self._flush_later.cancel()
-            self._flush_later = None
+        self._flush_no_more()
         if not self.joined or not (self._outbox or self._probes):
             return
         said, self._outbox = self._outbox, []
@@ -246,22 +239,60 @@ class RayDecider:
             tuple(said),
             tuple(probes),
             acked=self._heard_mail,
-            places_version=self._places_version,
+            places_version=self.places.version,
+            join=self._joins,
         )
-        self._number += 1
-        task = asyncio.ensure_future(self._tell(tell, self._joins))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
-
-    async def _tell(self, tell: Tell, join: int) -> None:
         try:
-            answer = await asyncio.wait_for(self._calls.tell(tell), CALL_TIMEOUT_S)
-        except (CoordinatorAway, asyncio.TimeoutError):
-            if join == self._joins:
-                self._lost_touch()
+            write(tell)
+        except CannotBeWritten:
+            tell = msgspec.structs.replace(tell, facts=self._tellable(said))
+            if not (tell.facts or probes):
+                return
+        self._number += 1
+        task = asyncio.ensure_future(self._tell(tell))
+        self._sends.add(task)
+        task.add_done_callback(self._said)
+
+    def _flush_no_more(self) -> None:
+        """Not at the moments that were chosen for it."""
+        for handle in (self._flush_later, self._flush_next):
+            if handle is not None:
+                handle.cancel()
+        self._flush_later = self._flush_next = None
+        self._is_urgent = False
+
+    def _tellable(self, said: Sequence[facts.AnyFact]) -> tuple[facts.AnyFact, ...]:
+        """Those that can be written; of a request that is over at least that."""
+        found: list[facts.AnyFact] = []
+        for fact in said:
+            try:
+                write(fact)
+            except CannotBeWritten as error:
+                what = type(fact).__name__
+                self._seldom.say(logging.ERROR, f"{what} cannot be told as it is: %s", error)
+                if isinstance(fact, facts.Ended):
+                    found.append(facts.Ended(fact.request_id, 0, fact.replica_id))
+            else:
+                found.append(fact)
+        return tuple(found)
+
+    def _said(self, task: asyncio.Task[None]) -> None:
+        self._sends.discard(task)
+        if self._is_urgent and self.joined and not task.cancelled():
+            self._flush()
+
+    async def _tell(self, tell: Tell) -> None:
+        try:
+            answer = await answered(self._calls.tell(tell))
+            if tell.join == self._joins:
+                self._hear(answer)
             return
-        if join == self._joins:
-            self._hear(answer)
+        except CoordinatorAway:
+            pass
+        except Exception:
+            self._seldom.say(logging.ERROR, MISUNDERSTOOD, exc_info=True)
+        if tell.join == self._joins:
+            self._lost_touch()
 
     async def _all_said(self) -> None:
         self._flush()
@@ -280,45 +311,48 @@ class RayDecider:
                         await self._join()
                     else:
                         await self._listen()
-                except (CoordinatorAway, asyncio.TimeoutError):
+                except CoordinatorAway:
                     self._lost_touch()
                 except Exception:
-                    logger.exception("the coordinator was misunderstood; please report this")
+                    self._seldom.say(logging.ERROR, MISUNDERSTOOD, exc_info=True)
                     self._lost_touch()
                 if not self.joined:
                     await asyncio.sleep(RETRY_S)
         finally:
-            sweeps.cancel()
-            for task in self._sends:
+            # Nothing more is told: what is still said waits for another ``run``, which joins anew.
+            self.joined = False
+            self._flush_no_more()
+            ending = {sweeps, *self._sends}
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(sweeps, *self._sends, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
 
     async def _join(self) -> None:
-        said = {name: (one.sent_to, one.began) for name, one in self._open.items() if not one.refused}
-        requests = tuple(self._from_now(_as_it_is(self._open[name])) for name in said)
+        open_ = self.requests
+        said = {name: (one.sent_to, one.began) for name, one in open_.items() if not one.refused}
+        requests = tuple(self._from_now(open_[name].as_it_is()) for name in said)
         self._joins += 1
-        join = Join(self.gateway_id, self.epoch, requests)
-        answer = await asyncio.wait_for(self._calls.join(join), CALL_TIMEOUT_S)
+        join = Join(self.gateway_id, self.epoch, requests, self._joins)
+        answer = await answered(self._calls.join(join))
         if answer.status is not Status.OK or answer.epoch < self.epoch:
             return
-        if self.homes.life != str(answer.epoch):
+        another = self.homes.life != str(answer.epoch)
+        if another:
             self.homes.version = -1
-            self._inherited = dict(self._places)
-            self._joined_s = self._clock()
+        self.places.joined(self._clock(), another=another)
         self.epoch, self.joined = answer.epoch, True
         self._heard_mail = self._number = 0
-        self._places_version = -1
         self._away_since_s = None
-        logger.info("gateway %s has joined coordinator %d", self.gateway_id, self.epoch)
+        self._seldom.say(logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch)
         # What happened while it was on its way there.
-        for name in said.keys() - self._open.keys():
+        for name in said.keys() - open_.keys():
             self._say(facts.Ended(name))
-        for name, one in self._open.items():
+        for name, one in open_.items():
             if name in said and (one.refused or one.sent_to != said[name][0]):
                 self._say(facts.Ended(name))
             if one.refused or (one.sent_to, one.began) == said.get(name):
                 continue
-            self._say(_as_it_is(one))
+            self._say(one.as_it_is())
             if one.began and one.sent_to is not None:
                 self._say(facts.Began(name, one.sent_to))
         self._hear(answer)
@@ -327,7 +361,7 @@ class RayDecider:
     async def _listen(self) -> None:
         join = self._joins
         listen = Listen(
-            self.gateway_id, self.epoch, self._heard_mail, self.homes.version, self._places_version
+            self.gateway_id, self.epoch, self._heard_mail, self.homes.version, self.places.version, join
         )
         self._lost = asyncio.get_running_loop().create_future()
         listening = asyncio.ensure_future(self._calls.listen(listen))
@@ -345,8 +379,11 @@ class RayDecider:
     def _lost_touch(self) -> None:
         """From now on it has to join anew."""
         if self.joined:
-            logger.warning("the coordinator is away; known homes go on")
+            self._seldom.say(logging.WARNING, "the coordinator is away; known homes go on")
         self.joined = False
+        # Of no more use, and calls to the next coordinator would wait for these.
+        for task in self._sends - {asyncio.current_task()}:
+            task.cancel()
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
         self._outbox = [fact for fact in self._outbox if isinstance(fact, _OF_NO_REQUEST)]
@@ -359,9 +396,8 @@ class RayDecider:
             self.epoch = max(self.epoch, answer.epoch)
             self._lost_touch()
             return
-        if answer.places is not None and answer.places_version > self._places_version:
-            self._places_version = answer.places_version
-            self._see_places(answer.places)
+        if answer.places is not None:
+            self.places.told(answer.places, answer.places_version)
         for number, action in enumerate(answer.mail, answer.mail_from):
             if number > self._heard_mail:
                 self._heard_mail = number
@@ -369,24 +405,11 @@ class RayDecider:
         if answer.homes is not None:
             self.homes.apply(answer.homes, self.on_home)
 
-    def _see_places(self, places: Sequence[Place]) -> None:
-        told = {place.replica_id: place for place in places}
-        self._inherited = {name: place for name, place in self._inherited.items() if name not in told}
-        before, self._places = self._places, {**self._inherited, **told}
-        for replica_id, place in before.items():
-            now = self._places.get(replica_id)
-            if now is None:
-                self._replicas.remove(replica_id)
-            if now is None or now.instance != place.instance:
-                self.homes.forget_replica(replica_id, place.instance)
-        for place in self._places.values():
-            self._replicas.add(Address(place.replica_id, place.url, place.rank))
-
     def _do(self, action: facts.AnyAction) -> None:
         if isinstance(action, (facts.Left, facts.Probe)):
             self.on_told(action)
             return
-        one = self._open.get(action.request_id)
+        one = self.requests.get(action.request_id)
         if one is None:
             return
         if isinstance(action, facts.Cut):
@@ -403,18 +426,18 @@ class RayDecider:
         elif isinstance(action, facts.Send):
             one.sent_to = action.replica_id
             self._note_home(one.asked, action.replica_id)
+        one.ticket.take(action)  # first: it is decided, whatever becomes of the books
         self.on_decided(action)
-        one.ticket.take(action)
 
     def _note_home(self, asked: facts.Asked, replica_id: str) -> None:
-        place = self._places.get(replica_id)
+        place = self.places.get(replica_id)
         if asked.program_id is not None and place is not None:
             self.homes.put((asked.tenant, asked.program_id), (replica_id, place.instance))
 
     # -- while the coordinator is away --------------------------------------------
 
     def _failed(self, fact: facts.Failed) -> None:
-        one = self._open.get(fact.request_id)
+        one = self.requests.get(fact.request_id)
         if one is None or one.sent_to != fact.replica_id:
             return
         one.failed_at.append(fact.replica_id)
@@ -430,99 +453,24 @@ class RayDecider:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._inherited and self.joined and self._clock() - self._joined_s >= INHERIT_S:
-                told = [place for name, place in self._places.items() if name not in self._inherited]
-                self._inherited = {}
-                self._see_places(told)
+            if self.joined:
+                self.places.grow_old(self._clock())
             since_s = self._away_since_s
             if since_s is None or self._clock() - since_s < self._fallback_s:
                 continue
-            for one in list(self._open.values()):
+            for one in list(self.requests.values()):
                 if one.sent_to is None and not one.refused:
                     self._decide_here(one)
 
-    def _decide_here(self, one: _Open) -> None:
-        """Where a request goes that the coordinator cannot be asked about."""
+    def _decide_here(self, one: OpenRequest) -> None:
         asked = one.asked
-        if len(one.failed_at) >= MOST_FAILURES:
-            message = f"{len(one.failed_at)} replicas in turn did not answer"
-            self._end_here(one, facts.Refuse(asked.request_id, 502, "replicas_failed", message, 1.0))
-            return
-        sent: dict[str, int] = dict.fromkeys(self._places, 0)
-        for other in self._open.values():
-            if other.sent_to in sent:
-                sent[other.sent_to] += 1
-        usable = [
-            place
-            for place in self._places.values()
-            if place.replica_id not in one.failed_at and (place.takes_new or place.health == "suspect")
-        ]
-        if not usable:
-            if self._clock() - one.since_s >= MOST_WAIT_AWAY_S:
-                message = "no replica is known that could answer, and nobody who knows more"
-                self._end_here(one, facts.Refuse(asked.request_id, 503, "coordinator_away", message, 5.0))
-            return
         home = self.home(asked.tenant, asked.program_id) if asked.program_id is not None else None
-        chosen = min(
-            usable,
-            key=lambda place: (place.replica_id != home, not place.takes_new, sent[place.replica_id]),
-        )
-        moved_from = home if home is not None and home != chosen.replica_id else None
-        one.sent_to, one.placed_here = chosen.replica_id, True
-        self._note_home(asked, chosen.replica_id)
-        one.ticket.take(facts.Send(asked.request_id, chosen.replica_id, "coordinator_away", moved_from))
-
-    def _end_here(self, one: _Open, refuse: facts.Refuse) -> None:
-        one.refused = True
-        self.on_decided(refuse)
-        one.ticket.take(refuse)
-
-
-class RayWatch:
-    """Looks at replicas for the coordinator, and knows what their engines told of themselves."""
-
-    def __init__(self, decider: RayDecider, lives: Callable[[str], Awaitable[bool]]) -> None:
-        """``lives``: whether an engine at this URL answers."""
-        self._decider = decider
-        self._lives = lives
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def probe(self, told: facts.Probe) -> None:
-        """Somebody doubts that a replica lives: look now."""
-        task = asyncio.ensure_future(self._probe(told))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe(self, told: facts.Probe) -> None:
-        place = self._decider.place(told.replica_id)
-        if place is not None:
-            alive = await self._lives(place.url)
-            self._decider.probed(told.replica_id, told.instance, alive)
-
-    def describes(self, replica_id: str) -> Description | None:
-        """What the engine of a replica last told."""
-        place = self._decider.place(replica_id)
-        return place.description if place is not None else None
-
-    def missing(self) -> list[str]:
-        """No engine is named by hand here, so none is missed."""
-        return []
-
-
-def _as_it_is(one: _Open) -> facts.Asked | facts.Sent:
-    """A request as somebody hears of it who knows nothing of it."""
-    asked = one.asked
-    if one.sent_to is None:
-        return asked
-    return facts.Sent(
-        asked.request_id,
-        one.sent_to,
-        asked.tenant,
-        asked.context_tokens,
-        program_id=asked.program_id,
-        parent_id=asked.parent_id,
-        agent_type=asked.agent_type,
-        output_tokens=asked.output_tokens,
-        deadline_s=asked.deadline_s,
-        began=one.began,
-    )
+        decided = self.requests.decide(one, self.places, home, self._clock())
+        if isinstance(decided, facts.Refuse):
+            one.refused = True
+            self.on_decided(decided)
+        elif decided is not None:
+            one.sent_to, one.placed_here = decided.replica_id, True
+            self._note_home(asked, decided.replica_id)
+        if decided is not None:
+            one.ticket.take(decided)

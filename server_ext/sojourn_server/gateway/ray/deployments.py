@@ -26,10 +26,11 @@ from ..http.tenants import EVERYBODY, Tenants, read_tenants
 from ..http.watch import PROBE_TIMEOUT_S
 from .actor import ActorCalls, preset_of
 from .config import RayConfig, key_of, parse_config
-from .decider import RayDecider, RayWatch
+from .decider import RayDecider
 from .listening import keep_to_loopback, listen
 from .process import END_S, EngineProcess
 from .supervisor import Supervisor
+from .watch import RayWatch
 
 logger = logging.getLogger(__name__)
 

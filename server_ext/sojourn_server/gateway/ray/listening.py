@@ -28,6 +28,7 @@ async def listen(app: Starlette, host: str, port: int) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STREAM_GRACE_S,
         server_header=False,
+        proxy_headers=False,
     )
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[_bound(host, port)]))

@@ -15,8 +15,10 @@ class Mailbox:
     may overtake each other, so batches are numbered too, and one that comes early waits for those before it.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, join: int = 0) -> None:
+        """``join``: which of the gateway's joins it is."""
         self.heard_s = now
+        self.join = join
         self.requests: set[str] = set()
         """Of this gateway, not over."""
         self.wake = asyncio.Event()
@@ -38,7 +40,10 @@ class Mailbox:
         return self._first, tuple(self._mail)
 
     async def turn(self, number: int) -> bool:
-        """Wait until all batches before this one have been taken in; False: it has been itself."""
+        """Wait until all batches before this one have been taken in; False: it has been itself.
+
+        The gateway may have joined anew meanwhile: then this mailbox is its own no more.
+        """
         if number > self._next_batch:
             came = self._early.setdefault(number, asyncio.get_running_loop().create_future())
             await came

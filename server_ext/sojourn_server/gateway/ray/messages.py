@@ -13,10 +13,18 @@ import msgspec
 
 from ..core import facts
 from ..core.journal import Changes
-from ..http.decider import ProgramPlace, ReplicaState
+from ..http.decider import ProgramPlace, ReplicaStatus
 from ..http.watch import Description
 
 Message = TypeVar("Message")
+
+NOT_KNOWN = -1
+"""Requests in flight, of an engine that has not registered with this coordinator: who waits for it to be left
+waits on."""
+
+
+class CannotBeWritten(Exception):
+    """A message has something in it that msgpack has no bytes for, such as an integer beyond 64 bits."""
 
 
 class Status(str, Enum):
@@ -62,6 +70,8 @@ class Join(msgspec.Struct, frozen=True):
     seen_epoch: int
     requests: tuple[facts.Asked | facts.Sent, ...] = ()
     """All that are not over: those it has sent, and those that wait. ``deadline_s`` counts from now."""
+    join: int = 0
+    """Which of this gateway's joins it is: a later one has a higher number."""
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -75,6 +85,8 @@ class Tell(msgspec.Struct, frozen=True):
     probes: tuple[ProbeAnswer, ...] = ()
     acked: int = 0
     places_version: int = -1
+    join: int = 0
+    """Since which of its joins: a batch that comes late, of one before, is not taken for one of this."""
 
 
 class Listen(msgspec.Struct, frozen=True):
@@ -87,6 +99,8 @@ class Listen(msgspec.Struct, frozen=True):
     version: int
     """Of its copy of the homes; -1: it has none of this epoch's."""
     places_version: int
+    join: int = 0
+    """As in ``Tell``."""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -135,7 +149,7 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """How far it is."""
+    """How far it is. Only with ``OK`` the engine is known, and ``in_flight`` is not ``NOT_KNOWN``."""
 
     epoch: int
     in_flight: int
@@ -151,13 +165,16 @@ class State(msgspec.Struct, frozen=True):
     gateways: int
     wanted_engines: int
     programs: list[ProgramPlace]
-    replicas: list[ReplicaState]
+    replicas: list[ReplicaStatus]
     uses: dict[str, float]
 
 
 def write(message: Any) -> bytes:
-    """A message as bytes."""
-    return msgspec.msgpack.encode(message)
+    """A message as bytes. Raises ``CannotBeWritten``."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise CannotBeWritten(str(error) or type(error).__name__) from None
 
 
 def read(data: bytes, kind: type[Message]) -> Message:

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,16 @@ from ray import serve
 
 from .actor import ACTOR_NAME
 from .config import RayConfig
-from .deployments import GATEWAY_CPUS, application
+from .deployments import ENGINE, GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
+from .process import END_S
+from .progress import StartLines, Up, told
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
 """On a cluster of our own: hardly anything is put there."""
+TAKE_OFF_MARGIN_S = 20.0
+"""Beyond what engines and gateways get to end."""
 
 
 def connect(config: RayConfig, **options: Any) -> None:
@@ -57,29 +62,61 @@ def needed_cpus(config: RayConfig, engines: int) -> float:
     return engines * config.engines.num_cpus + config.gateways * GATEWAY_CPUS
 
 
-def deploy(config: RayConfig) -> None:
-    """Put the application on the cluster; returns when it is running. Raises ``RuntimeError``."""
+def deploy(config: RayConfig, say: Callable[[str], None] = lambda text: None) -> None:
+    """Put the application on the cluster; returns when it is running. Raises ``RuntimeError``.
+
+    ``say`` is told, from another thread, what is up so far.
+    """
+    lines = StartLines(config.engines.min, config.gateways, time.monotonic())
     serve.start(http_options={"host": config.host, "port": config.port})
-    serve.run(application(config), name=config.name, route_prefix="/")
+    with told(lines, lambda: look(config), say):
+        serve.run(application(config), name=config.name, route_prefix="/")
+
+
+def look(config: RayConfig) -> Up:
+    """What of the application is up, as Serve's controller has it."""
+    found = serve.status().applications.get(config.name)
+    if found is None:
+        return Up(0, 0)
+    running, troubles = {}, []
+    for name, deployment in found.deployments.items():
+        running[name] = deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
+        # Of engines that take their time nothing needs to be said.
+        if deployment.message and "slow __init__" not in deployment.message:
+            troubles.append(deployment.message)
+    return Up(running.get(ENGINE, 0), running.get(GATEWAY, 0), troubles[0] if troubles else "")
 
 
 def stop(config: RayConfig) -> None:
     """Take it off again: engines are drained first. A cluster of our own ends."""
-    with contextlib.suppress(Exception):
-        serve.delete(config.name)
+    _take_off(config)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
-    if config.is_local:
-        with contextlib.suppress(Exception):
-            serve.shutdown()  # type: ignore[no-untyped-call]
+    # With a cluster of our own Serve ends too. Its own shutdown takes seconds more, and is a call that its
+    # controller does not outlive, which Ray reports as an error.
     ray.shutdown()
+
+
+def _take_off(config: RayConfig) -> None:
+    longest_s = max(config.engines.drain_s + END_S, STREAM_GRACE_S) + TAKE_OFF_MARGIN_S
+    end_s = time.monotonic() + longest_s
+    while True:
+        try:
+            serve.delete(config.name)
+        except TimeoutError:
+            # Ray waits for a minute, engines may take longer to be left by all.
+            if time.monotonic() < end_s:
+                continue
+            logger.warning("not all engines and gateways have ended after %.0f s", longest_s)
+        except Exception as error:
+            logger.debug("the application cannot be taken off: %s", error)
+        return
 
 
 def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
     """Start, wait for SIGINT or SIGTERM, stop. ``set_environment`` comes before the import of this."""
     stopped = threading.Event()
-    connect(config, log_to_driver=False, namespace=config.namespace)
-    up = False
+    began = up = False
 
     def stop_now(*_: object) -> None:
         stopped.set()
@@ -87,23 +124,42 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
             # What starts is waited for inside Ray, which only an exception leaves.
             raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Ray's own handlers end the process at once, and leave engines no time.
-        signal.signal(number, stop_now)
     try:
+        _handle_signals(stop_now)
+        _quiet()
+        connect(config, log_to_driver=False, logging_level=logging.WARNING, namespace=config.namespace)
+        # Ray's own handlers end the process at once, and leave engines no time.
+        _handle_signals(stop_now)
         say(f"{config.engines.min} engines of {config.model} start; logs: {log_place(config)}")
-        deploy(config)
+        if not stopped.is_set():  # some code of Ray's swallows what a handler raises
+            began = True
+            deploy(config, say)
         up = True
-        say(f"policy {config.policy}: http://{config.host}:{config.port} answers")
+        if not stopped.is_set():
+            say(f"policy {config.policy}: http://{config.host}:{config.port} answers")
         while not stopped.wait(1.0):
             pass
         say("stopping; requests that are on their way are finished first")
     except KeyboardInterrupt:
         say("stopped while engines were starting")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        stop(config)
+        _handle_signals(signal.SIG_IGN)
+        if began:
+            stop(config)
+        else:
+            # What has our name on a cluster that runs is somebody else's. And to ask Serve starts a cluster
+            # where there is none.
+            ray.shutdown()
+
+
+def _quiet() -> None:
+    """In this process Serve says only what is wrong: what it does is said by us, in terms of engines."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def _handle_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def log_place(config: RayConfig) -> str:

@@ -8,8 +8,8 @@ import logging
 import time
 
 from ..http.watch import Description
-from .calls import CoordinatorAway, CoordinatorCalls
-from .messages import Drain, EngineGone, Registration
+from .calls import CoordinatorAway, CoordinatorCalls, answered
+from .messages import CannotBeWritten, Drain, EngineGone, Registration
 from .process import END_S, EngineFailed, EngineProcess
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,10 @@ class Supervisor:
         assert self._description is not None
         told = Registration(self.process.engine_id, self.process.url, self._description, self._epoch)
         try:
-            answer = await asyncio.wait_for(self._calls.register(told), CALL_TIMEOUT_S)
-        except (CoordinatorAway, asyncio.TimeoutError):
+            answer = await answered(self._calls.register(told), CALL_TIMEOUT_S)
+        except (CoordinatorAway, CannotBeWritten) as error:
+            if isinstance(error, CannotBeWritten):
+                logger.warning("engine %s describes itself oddly: %s", self.process.engine_id, error)
             return
         if answer.epoch >= self._epoch:
             self._epoch = answer.epoch
@@ -112,8 +114,8 @@ class Supervisor:
 
     async def _say_gone(self, reason: str = "its process ended") -> None:
         gone = EngineGone(self.process.engine_id, self.process.instance, reason)
-        with contextlib.suppress(CoordinatorAway, asyncio.TimeoutError):
-            await asyncio.wait_for(self._calls.gone(gone), CALL_TIMEOUT_S)
+        with contextlib.suppress(CoordinatorAway):
+            await answered(self._calls.gone(gone), CALL_TIMEOUT_S)
 
     async def _drained(self) -> None:
         end_s = time.monotonic() + self._drain_s
@@ -121,8 +123,8 @@ class Supervisor:
         quiet = 0
         # Twice: a turn that a gateway sent without asking is told of a moment later.
         while quiet < 2 and time.monotonic() < end_s and self.process.code is None:
-            with contextlib.suppress(CoordinatorAway, asyncio.TimeoutError):
-                drained = await asyncio.wait_for(self._calls.drain(drain), CALL_TIMEOUT_S)
+            with contextlib.suppress(CoordinatorAway):
+                drained = await answered(self._calls.drain(drain), CALL_TIMEOUT_S)
                 quiet = quiet + 1 if not drained.in_flight else 0
             await asyncio.sleep(LOOK_AGAIN_S)
         if quiet < 2:

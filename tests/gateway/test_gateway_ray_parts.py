@@ -1,0 +1,317 @@
+"""What coordinator and gateways on Ray are made of, each part by itself: no actor and no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_world import until
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.from_preset import core_of
+from sojourn_server.gateway.http.replicas import Replicas
+from sojourn_server.gateway.http.watch import Description
+from sojourn_server.gateway.ray.checkpoint import Checkpoint, Checkpoints, read_checkpoint, read_epoch
+from sojourn_server.gateway.ray.messages import Place, Registration
+from sojourn_server.gateway.ray.open_requests import MOST_FAILURES, MOST_WAIT_AWAY_S, OpenRequests
+from sojourn_server.gateway.ray.places import INHERIT_S, KnownPlaces
+from sojourn_server.gateway.ray.post import GATEWAY_LEASE_S, Post
+from sojourn_server.gateway.ray.register import Register
+from sojourn_server.policy.cluster_preset import parse_cluster_preset
+
+
+def described(life: str = "1", ranks: int = 1) -> Description:
+    return Description(ranks, life, 1000, 0, 0, 0, False, True)
+
+
+def place(name: str, life: str = "1", *, health: str = "up", takes_new: bool = True) -> Place:
+    return Place(name, f"http://{name}", None, described(life), health, True, takes_new)
+
+
+def mail(post: Post, gateway_id: str) -> list[facts.AnyAction]:
+    box = post.box(gateway_id)
+    assert box is not None
+    return list(box.since(0)[1])
+
+
+# -- post ---------------------------------------------------------------------------
+
+
+def test_an_action_goes_to_the_gateway_that_has_its_request() -> None:
+    post = Post()
+    for gateway in ("g", "h"):
+        post.join(gateway, (), 0.0)
+    post.has("h", "r")
+    send = facts.Send("r", "a", "home")
+    post.send(send, [send], None)
+    post.over("r")
+    cut = facts.Cut("r", "a")
+    post.send(cut, [cut], "g")
+    assert (mail(post, "g"), mail(post, "h")) == ([], [send])
+
+
+def test_all_gateways_are_asked_to_look_at_a_replica() -> None:
+    post = Post()
+    for gateway in ("g", "h"):
+        post.join(gateway, (), 0.0)
+    probe = facts.Probe("a", "1")
+    post.send(probe, [probe], "g")
+    assert mail(post, "g") == mail(post, "h") == [probe]
+
+
+@pytest.mark.parametrize(
+    ("moved_from", "told_by", "heard"), [("a", "g", "h"), (None, "g", "g"), (None, None, "g")]
+)
+def test_a_replica_is_left_by_whoever_moves_the_program(
+    moved_from: str | None, told_by: str | None, heard: str
+) -> None:
+    post = Post()
+    for gateway in ("g", "h"):
+        post.join(gateway, (), 0.0)
+    post.has("h", "r")
+    left = facts.Left("p", "a", "t")
+    post.send(left, [facts.Send("r", "b", "stolen", moved_from), left], told_by)
+    assert mail(post, heard) == [left]
+
+
+def test_a_gateway_that_joins_anew_keeps_what_it_still_has() -> None:
+    post = Post()
+    assert post.join("g", ["r1"], 0.0)[1] == set(), "what it has is taken in one by one"
+    post.has("g", "r1")
+    post.has("g", "r2")
+    box, gone = post.join("g", ["r1", "r3"], 1.0)
+    assert (box.requests, gone) == ({"r1"}, {"r2"})
+    assert box is post.box("g")
+
+
+def test_a_silent_gateway_is_there_no_more() -> None:
+    post = Post()
+    post.join("g", (), 0.0)
+    post.join("h", (), 1.0)
+    post.has("g", "r")
+    assert post.silent(GATEWAY_LEASE_S - 0.1) == {}
+    assert post.silent(GATEWAY_LEASE_S) == {"g": ["r"]}
+    assert list(post.gateways) == ["h"]
+    post.over("r")
+    assert len(post) == 1
+
+
+# -- register -----------------------------------------------------------------------
+
+
+def registration(engine: str, host: str, life: str = "1", ranks: int = 1) -> Registration:
+    return Registration(engine, f"http://{host}:1", described(life, ranks))
+
+
+def test_an_engine_that_registers_again_changes_nothing() -> None:
+    register = Register()
+    assert register.put(registration("e", "a", ranks=2)).changed
+    again = register.put(registration("e", "a", ranks=2))
+    assert (again.changed, again.left, again.replaced) == (False, [], [])
+    assert [one.replica_id for one in again.places] == ["a:1/0", "a:1/1"]
+    assert register.engine_of("a:1/1") == "e"
+
+
+def test_another_life_and_ranks_that_are_no_more_are_left() -> None:
+    register = Register()
+    register.put(registration("e", "a", ranks=2))
+    fewer = register.put(registration("e", "a"))
+    assert [one.replica_id for one in fewer.left] == ["a:1/0", "a:1/1"]
+    other = register.put(registration("e", "a", life="2"))
+    assert [(one.replica_id, one.instance) for one in other.left] == [("a:1", "1")]
+    assert [one.instance for one in register.of("e")] == ["2"]
+
+
+def test_an_address_is_one_engines() -> None:
+    register = Register()
+    register.put(registration("e", "a"))
+    assert register.put(registration("f", "b")).replaced == []
+    assert register.put(registration("g", "a")).replaced == ["e"]
+    assert [one.replica_id for one in register.remove("e")] == ["a:1"]
+    assert (register.engine_of("a:1"), list(register), len(register)) == ("g", ["f", "g"], 2)
+
+
+def test_an_engine_is_told_once_that_it_is_drained() -> None:
+    register = Register()
+    register.put(registration("e", "a"))
+    assert [register.drain("e"), register.drain("e")] == [True, False]
+    register.remove("e")
+    register.put(registration("e", "a"))
+    assert register.drain("e"), "it is another one by then"
+
+
+def test_gateways_are_shown_what_has_changed() -> None:
+    preset = parse_cluster_preset('routing = "session-affinity"', source="test")
+    core, register = core_of(preset), Register()
+    entry = register.put(registration("e", "a"))
+    assert not register.look(core, preset.routing, 0.0), "nobody is sent to whom the core does not know"
+    core.take(entry.places[0].description.seen_as("a:1"), 0.0)
+    assert register.look(core, preset.routing, 0.0)
+    assert not register.look(core, preset.routing, 1.0)
+    assert [(one.health, one.direct, one.takes_new) for one in register.shown] == [("up", True, True)]
+    core.take(facts.ReplicaDrains("a:1"), 2.0)
+    assert register.look(core, preset.routing, 2.0)
+    assert [(one.direct, one.takes_new) for one in register.shown] == [(False, False)]
+    assert register.version == 2
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    register = Register()
+    register.put(registration("e", "a"))
+    kept = register.kept()
+    register.remove("e")
+    assert list(Register(kept)) == ["e"]
+    Register(kept).remove("e")
+    assert list(kept) == ["e"]
+
+
+# -- checkpoints --------------------------------------------------------------------
+
+
+def checkpoint(epoch: int, unix_s: float = 0.0) -> Checkpoint:
+    return Checkpoint(epoch=epoch, unix_s=unix_s, core=None, engines={})
+
+
+async def test_only_what_is_new_is_written_and_others_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    made: list[Checkpoint] = []
+    epochs: list[int] = []
+
+    def copy() -> Checkpoint:
+        made.append(checkpoint(7, float(len(made))))
+        return made[-1]
+
+    it = Checkpoints(path, 0.001, copy, epochs.append)
+    assert it.write(checkpoint(7))
+    run = asyncio.ensure_future(it.run())
+    await until(lambda: it.is_current)
+    seen = len(epochs)
+    await until(lambda: len(epochs) > seen + 3)
+    assert len(made) == 1
+    it.changed()
+    assert not it.is_current
+    await until(lambda: it.is_current)
+    assert read_checkpoint(path) == made[-1] == checkpoint(7, 1.0)
+    assert Checkpoints(path, 1.0, copy, epochs.append).write(checkpoint(9))
+    await until(lambda: epochs[-1] == 9)
+    it.changed()
+    await until(lambda: it.is_current)
+    run.cancel()
+    assert read_epoch(path) == 9, "what a later one wrote stays"
+
+
+async def test_what_cannot_be_written_is_tried_again(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "no folder").write_text("")
+    it = Checkpoints(tmp_path / "no folder" / "c", 0.001, lambda: checkpoint(1), lambda epoch: None)
+    run = asyncio.ensure_future(it.run())
+    await until(lambda: caplog.text.count("cannot be written") > 1)
+    assert not it.is_current
+    (tmp_path / "no folder").unlink()
+    await until(lambda: it.is_current)
+    run.cancel()
+    assert read_epoch(tmp_path / "no folder" / "c") == 1
+
+
+# -- places -------------------------------------------------------------------------
+
+
+def known() -> tuple[KnownPlaces, Replicas, list[tuple[str, str]]]:
+    replicas, gone = Replicas(), list[tuple[str, str]]()
+    return KnownPlaces(replicas, lambda *which: gone.append(which)), replicas, gone
+
+
+def test_a_replica_that_is_gone_or_lives_again_is_told_of() -> None:
+    places, replicas, gone = known()
+    places.told([place("a"), place("b")], 1)
+    places.told([place("a", "2")], 2)
+    assert sorted(gone) == [("a", "1"), ("b", "1")]
+    assert list(places) == [one.replica_id for one in replicas] == ["a"]
+    places.told([], 2)
+    assert list(places) == ["a"], "it is no newer"
+
+
+def test_what_the_coordinator_before_knew_stays_for_a_while() -> None:
+    places, replicas, gone = known()
+    places.joined(0.0, another=True)
+    places.told([place("a"), place("b")], 5)
+    places.joined(100.0, another=True)
+    places.told([place("a")], 0)
+    assert (set(places), set(places.inherited)) == ({"a", "b"}, {"b"})
+    places.grow_old(100.0 + INHERIT_S - 0.1)
+    assert len(places) == 2
+    places.grow_old(100.0 + INHERIT_S)
+    assert list(places) == [one.replica_id for one in replicas] == ["a"]
+    assert gone == [("b", "1")]
+
+
+def test_the_same_coordinator_again_leaves_nothing_behind() -> None:
+    places, _, gone = known()
+    places.told([place("a"), place("b")], 5)
+    places.joined(1.0, another=False)
+    places.told([place("a")], 0)
+    assert (list(places), gone) == (["a"], [("b", "1")])
+
+
+# -- open requests ------------------------------------------------------------------
+
+
+def asked(name: str, program: str | None = None, tenant: str = "t") -> facts.Asked:
+    return facts.Asked(name, tenant, 10, program_id=program)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from("pq"), st.sampled_from("tu"))))
+def test_programs_of_open_requests_are_known_and_no_others(said: list[tuple[bool, int, str, str]]) -> None:
+    it = OpenRequests()
+    there: dict[str, tuple[str, str]] = {}
+    for opens, number, program, tenant in said:
+        name = f"r{number}"
+        if opens and name not in there:
+            it.add(asked(name, program, tenant), 0.0)
+            there[name] = (program, tenant)
+        elif not opens:
+            it.remove(name)
+            there.pop(name, None)
+        for one in "pq":
+            for other in "tu":
+                expected = any(p == one and t != other for p, t in there.values())
+                assert it.is_anothers(other, one) is expected
+    assert list(it) == list(there)
+
+
+def test_a_request_is_told_as_it_is() -> None:
+    it = OpenRequests()
+    one = it.add(asked("r", "p"), 0.0)
+    assert one.as_it_is() == one.asked
+    one.sent_to, one.began = "a", True
+    assert one.as_it_is() == facts.Sent("r", "a", "t", 10, program_id="p", began=True)
+    assert it.sent_to("a") == [one]
+    assert it.sent_to("b") == []
+
+
+def test_where_a_request_goes_that_nobody_can_be_asked_about() -> None:
+    it = OpenRequests()
+    busy = it.add(asked("busy"), 0.0)
+    busy.sent_to = "a"
+    one = it.add(asked("r", "p"), 0.0)
+    places = {name: place(name) for name in ("a", "b", "c")}
+
+    def decided(home: str | None = None, now: float = 0.0) -> Any:
+        return it.decide(one, places, home, now)
+
+    assert decided("a") == facts.Send("r", "a", "coordinator_away"), "home, though it has more to do"
+    assert decided("gone") == facts.Send("r", "b", "coordinator_away", "gone")
+    places["b"] = place("b", health="suspect", takes_new=False)
+    assert decided().replica_id == "c"
+    one.failed_at.append("c")
+    assert decided().replica_id == "a", "rather a busy one than one that may be gone"
+    places["a"] = place("a", health="draining", takes_new=False)
+    assert decided().replica_id == "b"
+    one.failed_at.append("b")
+    assert decided() is None
+    assert decided(now=MOST_WAIT_AWAY_S).code == "coordinator_away"
+    one.failed_at.append("a")
+    assert len(one.failed_at) == MOST_FAILURES
+    assert decided().code == "replicas_failed"
