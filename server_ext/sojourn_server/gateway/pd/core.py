@@ -1,0 +1,371 @@
+"""Which prefill and which decode engine serve a request (DualPath §6.1): facts and ``now`` in, actions out.
+
+The paper's choices are those of ``policy.pd_pairs``; here is what a gateway needs around them: engines that
+come and go under names, requests that fail and are sent again, what a program has in storage, and bounds.
+There is no affinity: a turn's KV comes from storage wherever it goes, and the choice is by load alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+
+from ...policy.pd_pairs import PairScheduler
+from ...policy.pd_views import FULL_BLOCK_TOKENS, PdRequest
+from ..core import facts
+from ..core.facts import AnyAction, AnyFact, Cut, Probe, Refuse
+from ..core.limits import CoreCounts, CoreLimits
+from .facts import EngineSeen, NicTold, Role, SendPair
+
+Key = tuple[str, str]
+"""Tenant and program id."""
+PdFact = AnyFact | EngineSeen | NicTold
+MOST_PROGRAMS = 200_000
+"""Of which it is known how much of their context is in storage; those longest silent are forgotten."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """One that is there."""
+
+    seen: EngineSeen
+    heard_s: float
+    number: int | None = None
+    """By which the books know it, each time another one; ``None``: nobody new goes there."""
+    draining: bool = False
+    suspect: bool = False
+    """It failed at a request, or was not heard of for long; until it is heard of again."""
+    probed_s: float | None = None
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request that is not over."""
+
+    asked: facts.Asked
+    since_s: float
+    prefill_id: str | None = None
+    decode_id: str | None = None
+    prefilled: bool = False
+    began: bool = False
+    failures: int = 0
+    failures_computing: int = 0
+
+    def is_at(self, replica_id: str) -> bool:
+        """It counts on this engine still."""
+        return replica_id == self.decode_id or (replica_id == self.prefill_id and not self.prefilled)
+
+
+class PdCore:
+    """One for all requests. No clock and no I/O; one thread at a time."""
+
+    def __init__(self, pairs: PairScheduler | None = None, limits: CoreLimits | None = None) -> None:
+        self.pairs = pairs or PairScheduler()
+        self.limits = limits or CoreLimits()
+        self.counts = CoreCounts()
+        self.engines: dict[str, Engine] = {}
+        self.flights: dict[str, Flight] = {}
+        self._names: dict[tuple[Role, int], str] = {}
+        """Engines that may be chosen."""
+        self._nodes: dict[str, int] = {}
+        self._numbers = count()
+        self._stored: OrderedDict[Key, int] = OrderedDict()
+        """Tokens of a program's context that decode engines have written to storage, as far as is known."""
+        self._paired = 0
+        """Requests that were sent to a pair."""
+        self._drained: dict[str, str] = {}
+        """Instances that were drained, by engine: a blip undrains nobody."""
+        self._engines_changed = False
+        """Some may be chosen that could not, or the other way round, since all lined up."""
+        self._actions: list[AnyAction] = []
+        self._handlers = {
+            EngineSeen: self._seen,
+            NicTold: self._nic_told,
+            facts.Prefilled: self._prefilled,
+            facts.ReplicaGone: self._gone,
+            facts.ReplicaDrains: self._drains,
+            facts.ReplicaStays: self._stays,
+            facts.Asked: self._asked,
+            facts.Began: self._began,
+            facts.Ended: self._ended,
+            facts.Failed: self._failed,
+            facts.ProgramEnded: self._program_ended,
+            facts.Tick: self._tick,
+        }
+
+    def take(self, fact: PdFact, now: float) -> list[AnyAction]:
+        """Take in what happened; returns what is to be done now, in this order. Raises ``ValueError`` for an
+        engine that cannot be; what is about moves and homes means nothing here and is left aside."""
+        handler = self._handlers.get(type(fact))
+        if handler is not None:
+            handler(fact, now)  # type: ignore[operator]
+        if self._engines_changed:
+            self._engines_changed = False
+            self._line_up()
+        self._dispatch(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no pair of engines."""
+        return len(self.flights) - self._paired
+
+    def stored_tokens(self, tenant: str, program_id: str) -> int:
+        """Of a program's context, as far as is known; 0: nothing."""
+        return self._stored.get((tenant, program_id), 0)
+
+    # -- engines ------------------------------------------------------------------
+
+    def _seen(self, fact: EngineSeen, now: float) -> None:
+        if fact.kv_tokens < 1 or not fact.node:
+            raise ValueError(
+                f"engine {fact.replica_id!r}: kv_tokens {fact.kv_tokens}, node {fact.node!r}; expected at "
+                "least 1, and a name"
+            )
+        node = self._nodes.setdefault(fact.node, len(self._nodes))
+        self.pairs.add_node(node, fact.block_s)
+        known = self.engines.get(fact.replica_id)
+        if known is not None and (known.seen.instance, known.seen.role) != (fact.instance, fact.role):
+            self._lose(fact.replica_id, now)
+            known = None
+        if known is None:
+            drained = self._drained.get(fact.replica_id) == fact.instance
+            known = self.engines[fact.replica_id] = Engine(fact, now, draining=drained)
+        elif (known.seen.node, known.seen.kv_tokens) != (fact.node, fact.kv_tokens):
+            self._withdraw(known)  # to the books it is another one; requests that are there stay
+        known.seen, known.heard_s, known.probed_s, known.suspect = fact, now, None, False
+        self._enter(known)
+
+    def _enter(self, engine: Engine) -> None:
+        """It may be chosen, if nothing speaks against it."""
+        if engine.number is not None or engine.draining or engine.suspect:
+            return
+        seen = engine.seen
+        node = self._nodes[seen.node]
+        engine.number = next(self._numbers)
+        self._names[seen.role, engine.number] = seen.replica_id
+        if seen.role is Role.PREFILL:
+            self.pairs.add_prefill(engine.number, node)
+        else:
+            # Engines of one node take requests together (§6.1).
+            self.pairs.add_decode(engine.number, node, node, seen.kv_tokens)
+        self._engines_changed = True
+
+    def _withdraw(self, engine: Engine) -> None:
+        """Nobody new goes there."""
+        role, number = engine.seen.role, engine.number
+        if number is None:
+            return
+        engine.number = None
+        del self._names[role, number]
+        if role is Role.PREFILL:
+            self.pairs.remove_prefill(number)
+        else:
+            self.pairs.remove_decode(number)
+        self._engines_changed = True
+
+    def _gone(self, fact: facts.ReplicaGone, now: float) -> None:
+        engine = self.engines.get(fact.replica_id)
+        if engine is not None and engine.seen.instance == fact.instance:
+            self._lose(fact.replica_id, now)
+
+    def _lose(self, replica_id: str, now: float) -> None:
+        self._withdraw(self.engines.pop(replica_id))
+        for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
+            if flight.began:
+                self._actions.append(Cut(flight.asked.request_id, replica_id))
+                self.counts.cut += 1
+                self._close(flight)
+            else:
+                self._again(flight, now)
+
+    def _drains(self, fact: facts.ReplicaDrains, now: float) -> None:
+        engine = self.engines.get(fact.replica_id)
+        if engine is not None and not engine.draining:
+            engine.draining = True
+            self._drained[fact.replica_id] = engine.seen.instance
+            self._withdraw(engine)
+
+    def _stays(self, fact: facts.ReplicaStays, now: float) -> None:
+        engine = self.engines.get(fact.replica_id)
+        if engine is not None and engine.draining:
+            engine.draining = False
+            self._drained.pop(fact.replica_id, None)
+            self._enter(engine)
+
+    def _nic_told(self, fact: NicTold, now: float) -> None:
+        node = self._nodes.get(fact.node)
+        if node is not None:
+            self.pairs.report(node, fact.queue_s, now)
+
+    # -- requests -----------------------------------------------------------------
+
+    def _asked(self, fact: facts.Asked, now: float) -> None:
+        if fact.request_id in self.flights:
+            self._refuse(fact.request_id, 409, "duplicate_request", "a request of this id is being answered")
+            return
+        if self.waiting >= self.limits.most_waiting:
+            message = f"{self.waiting} requests wait already; try again later"
+            self._refuse(fact.request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
+            return
+        longest = self._longest_tokens()
+        if fact.exact and longest and fact.context_tokens > longest:
+            message = (
+                f"the prompt has {fact.context_tokens:,} tokens; the longest that is served is {longest:,}"
+            )
+            self._refuse(fact.request_id, 400, "context_too_long", message)
+            return
+        flight = self.flights[fact.request_id] = Flight(fact, now)
+        self._submit(flight)
+
+    def _longest_tokens(self) -> int:
+        """Of one request: both of its engines have to hold it. 0: not known."""
+        found = []
+        for role in Role:
+            engines = [engine.seen for engine in self.engines.values() if engine.seen.role is role]
+            found.append(max((one.max_context_tokens or one.kv_tokens for one in engines), default=0))
+        return min((tokens for tokens in found if tokens), default=0)
+
+    def _submit(self, flight: Flight) -> None:
+        """Have it wait for its engines. A size that none holds is cut: it was a guess, or the engines that
+        held it are gone, and those that are there say so themselves."""
+        asked = flight.asked
+        decode_tokens = self.pairs.decode.largest_kv_tokens()
+        tokens = max(1, asked.context_tokens)
+        kv_tokens = tokens + asked.output_tokens
+        if decode_tokens:
+            tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
+        stored = self.stored_tokens(asked.tenant, asked.program_id) if asked.program_id is not None else 0
+        hit_blocks = min(stored, tokens - 1) // FULL_BLOCK_TOKENS
+        self.pairs.submit(PdRequest(asked.request_id, tokens, hit_blocks, kv_tokens))
+
+    def _dispatch(self, now: float) -> None:
+        for pair in self.pairs.dispatch(now):
+            request_id = str(pair.request.request_id)
+            flight = self.flights[request_id]
+            flight.prefill_id = self._names[Role.PREFILL, pair.prefill]
+            flight.decode_id = self._names[Role.DECODE, pair.decode]
+            self._paired += 1
+            blocks = sum(pair.split)
+            self._actions.append(
+                SendPair(
+                    request_id,
+                    flight.decode_id,
+                    "pair",
+                    prefill_id=flight.prefill_id,
+                    peer=self.engines[flight.decode_id].seen.peer,
+                    decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
+                )
+            )
+            self.counts.sent("pair")
+
+    def _prefilled(self, fact: facts.Prefilled, now: float) -> None:
+        flight = self.flights.get(fact.request_id)
+        if flight is not None and flight.prefill_id == fact.replica_id and not flight.prefilled:
+            flight.prefilled = True
+            self.pairs.prefilled(fact.request_id)
+
+    def _began(self, fact: facts.Began, now: float) -> None:
+        flight = self.flights.get(fact.request_id)
+        if flight is not None and flight.decode_id == fact.replica_id:
+            flight.began = True
+
+    def _ended(self, fact: facts.Ended, now: float) -> None:
+        flight = self.flights.get(fact.request_id)
+        if flight is None or fact.replica_id not in (None, flight.decode_id):
+            return
+        asked = flight.asked
+        if fact.replica_id is not None and asked.program_id is not None:
+            key = asked.tenant, asked.program_id
+            tokens = asked.context_tokens + fact.output_tokens
+            self._stored[key] = max(self._stored.pop(key, 0), tokens)
+            if len(self._stored) > MOST_PROGRAMS:
+                self._stored.popitem(last=False)
+        self._close(flight)
+
+    def _failed(self, fact: facts.Failed, now: float) -> None:
+        flight = self.flights.get(fact.request_id)
+        if flight is None or not flight.is_at(fact.replica_id):
+            return
+        flight.failures += 1
+        flight.failures_computing += fact.computing
+        engine = self.engines.get(fact.replica_id)
+        if engine is not None:
+            self._doubt(engine, now)
+        limits = self.limits
+        if flight.began:
+            self._close(flight)  # whoever passes it on has ended the stream
+        elif (
+            flight.failures >= limits.most_failures
+            or flight.failures_computing >= limits.most_failures_computing
+        ):
+            self._close(flight)
+            message = f"{flight.failures} pairs of engines in turn did not answer"
+            self._refuse(fact.request_id, 502, "replicas_failed", message, retry_after_s=1.0)
+        else:
+            self._again(flight, now)
+
+    def _again(self, flight: Flight, now: float) -> None:
+        """From the beginning, with other engines if there are any."""
+        self.pairs.end(flight.asked.request_id)
+        self._paired -= 1
+        flight.prefill_id = flight.decode_id = None
+        flight.prefilled = False
+        self.counts.replayed += 1
+        self._submit(flight)
+
+    def _close(self, flight: Flight) -> None:
+        del self.flights[flight.asked.request_id]
+        self._paired -= flight.decode_id is not None
+        self.pairs.end(flight.asked.request_id)
+
+    def _program_ended(self, fact: facts.ProgramEnded, now: float) -> None:
+        self._stored.pop((fact.tenant, fact.program_id), None)
+
+    # -- as time goes by ----------------------------------------------------------
+
+    def _tick(self, fact: facts.Tick, now: float) -> None:
+        limits = self.limits
+        for engine in self.engines.values():
+            silent = now - engine.heard_s >= limits.lease_s
+            if silent and (engine.probed_s is None or now - engine.probed_s >= limits.lease_s):
+                self._doubt(engine, now)
+        waited = [
+            flight
+            for flight in self.flights.values()
+            if flight.decode_id is None and now - flight.since_s >= limits.wait_s
+        ]
+        for flight in waited:
+            self._close(flight)
+            message = f"no pair of engines had room for it in {limits.wait_s:g} s"
+            self._refuse(flight.asked.request_id, 503, "no_room", message, retry_after_s=10.0)
+
+    def _line_up(self) -> None:
+        """All who wait line up anew, as they came and for what engines hold now.
+
+        Each waits in two lines, for a prefill engine and for memory to decode in. When engines come and go
+        the lines may come to differ in their order, and then one could hold the engine that another waits
+        for, who holds the memory that the first one waits for.
+        """
+        waiting = sorted(
+            (flight for flight in self.flights.values() if flight.decode_id is None),
+            key=lambda flight: flight.since_s,
+        )
+        for flight in waiting:
+            self.pairs.end(flight.asked.request_id)
+        for flight in waiting:
+            self._submit(flight)
+
+    def _doubt(self, engine: Engine, now: float) -> None:
+        """Nobody new goes there until it is heard of again."""
+        engine.suspect, engine.probed_s = True, now
+        self._withdraw(engine)
+        self._actions.append(Probe(engine.seen.replica_id, engine.seen.instance))
+
+    def _refuse(
+        self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        self.counts.refused += 1
+        self._actions.append(Refuse(request_id, status, code, message, retry_after_s))

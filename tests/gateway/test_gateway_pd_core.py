@@ -1,0 +1,331 @@
+"""Prefill and decode on separate engines: what becomes of requests and engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.facts import Cut, Probe, Refuse
+from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.pd.core import PdCore
+from sojourn_server.gateway.pd.facts import EngineSeen, NicTold, Role, SendPair
+from sojourn_server.policy.pd_pairs import PairScheduler
+from sojourn_server.policy.pd_prefill import PrefillLimits
+from sojourn_server.policy.pd_read_side import WaterFilled
+
+KV_TOKENS = 10_000
+
+
+def seen(name: str, instance: str = "1", **more: Any) -> EngineSeen:
+    role = Role.PREFILL if name.startswith("p") else Role.DECODE
+    given = {"node": f"node-{name}", "kv_tokens": KV_TOKENS, "block_s": 0.01, "peer": f"tcp:{name}:1", **more}
+    return EngineSeen(name, instance, role, **given)
+
+
+def asked(name: str, tokens: int = 1000, program: str | None = None, **more: Any) -> facts.Asked:
+    return facts.Asked(name, "t", tokens, program_id=program, **more)
+
+
+def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> PdCore:
+    made = PdCore(pairs, CoreLimits(**limits))
+    for name in names:
+        made.take(seen(name), 0.0)
+    return made
+
+
+def only(actions: list[Any]) -> Any:
+    [action] = actions
+    return action
+
+
+def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
+    it = core("p1", "p2", "d1", "d2")
+    first = only(it.take(asked("a"), 1.0))
+    second = only(it.take(asked("b"), 1.0))
+    assert isinstance(first, SendPair)
+    assert {first.prefill_id, second.prefill_id} == {"p1", "p2"}
+    assert {first.replica_id, second.replica_id} == {"d1", "d2"}
+    assert first.decode_share == 0.0  # nothing of it is stored
+
+
+def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFilled()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(facts.Ended("a", 64, "d1"), 2.0)
+    sent = only(it.take(asked("b", 6464 + 40, "p"), 100.0))
+    assert sent.decode_share == pytest.approx(0.5, abs=0.01)
+    it.take(facts.Ended("b", 10, "d1"), 200.0)
+    it.take(NicTold("node-d1", 50.0), 200.0)
+    assert only(it.take(asked("c", 6600, "p"), 200.0)).decode_share == 0.0
+    it.take(facts.Ended("c", 10, "d1"), 200.0)
+    it.take(facts.ProgramEnded("p", "t"), 300.0)
+    assert only(it.take(asked("d", 6600, "p"), 300.0)).decode_share == 0.0
+    assert it.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
+
+
+def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFilled()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(facts.Ended("a"), 2.0)
+    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+
+
+def test_without_both_sides_requests_wait_and_go_in_their_order() -> None:
+    it = core("p1")
+    for name in "abc":
+        assert it.take(asked(name), 1.0) == []
+    assert it.waiting == 3
+    sent: list[Any] = it.take(seen("d1"), 2.0)
+    assert [one.request_id for one in sent] == ["a", "b", "c"]
+
+
+def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillLimits(most_tokens=1500)))
+    assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]
+    assert only(it.take(facts.Prefilled("a", "p1"), 2.0)).request_id == "c"
+
+
+def test_whoever_waited_too_long_is_refused() -> None:
+    it = core("p1", wait_s=60.0)
+    it.take(asked("a"), 1.0)
+    assert it.take(facts.Tick(), 60.0) == [Probe("p1", "1")]
+    refused = [one for one in it.take(facts.Tick(), 61.5) if isinstance(one, Refuse)]
+    assert (only(refused).request_id, only(refused).status) == ("a", 503)
+    assert not it.flights
+
+
+@pytest.mark.parametrize(
+    ("fact", "status", "code"),
+    [
+        (asked("a"), 409, "duplicate_request"),
+        (asked("b", KV_TOKENS + 1, exact=True), 400, "context_too_long"),
+        (asked("b"), 429, "too_many_waiting"),
+    ],
+)
+def test_what_cannot_be_taken_in_is_refused(fact: facts.Asked, status: int, code: str) -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillLimits(most_tokens=0)), most_waiting=1)
+    it.take(asked("a"), 1.0)
+    if status == 429:
+        it.take(asked("full"), 1.0)
+    refused = only(it.take(fact, 1.0))
+    assert (refused.status, refused.code) == (status, code)
+    assert "a" in it.flights
+
+
+def test_a_guess_that_no_engine_holds_is_sent_all_the_same() -> None:
+    it = core("p1", "d1")
+    assert only(it.take(asked("a", 50 * KV_TOKENS, output_tokens=10**6), 1.0)).replica_id == "d1"
+
+
+@pytest.mark.parametrize("lost", ["p1", "d1"])
+def test_a_request_whose_engine_fails_goes_to_others_and_that_one_is_left_alone(lost: str) -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(seen("p2"), 1.0)
+    it.take(seen("d2"), 1.0)
+    actions: list[Any] = it.take(facts.Failed("a", lost), 2.0)
+    probe, sent = actions
+    assert probe == Probe(lost, "1")
+    assert lost not in (sent.prefill_id, sent.replica_id)
+    for name in "bcd":
+        sent = only(it.take(asked(name), 3.0))
+        assert lost not in (sent.prefill_id, sent.replica_id)
+    it.take(seen(lost), 4.0)
+    later = [only(it.take(asked(name), 5.0)) for name in "ef"]
+    assert any(lost in (one.prefill_id, one.replica_id) for one in later)
+
+
+def test_after_some_failures_a_request_is_refused() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for number in range(2):
+        it.take(facts.Failed("a", "p1"), 2.0 + number)
+        it.take(seen("p1"), 2.5 + number)
+    actions = it.take(facts.Failed("a", "p1"), 5.0)
+    assert [one.code for one in actions if isinstance(one, Refuse)] == ["replicas_failed"]
+    assert not it.flights
+
+
+def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(facts.Prefilled("a", "p1"), 2.0)
+    assert it.take(facts.ReplicaGone("p1", "1"), 3.0) == []
+    assert it.take(facts.Failed("a", "p1"), 3.0) == []
+    it.take(facts.Began("a", "d1"), 4.0)
+    assert it.take(facts.ReplicaGone("d1", "1"), 5.0) == [Cut("a", "d1")]
+    assert not it.flights
+
+
+def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
+    it = core("p1", "d1", "d2")
+    sent = only(it.take(asked("a"), 1.0))
+    again = only(it.take(seen(sent.replica_id, "2"), 2.0))
+    assert again.request_id == "a"
+    assert it.take(facts.ReplicaGone(sent.replica_id, "1"), 3.0) == []
+
+
+def test_a_drained_engine_gets_nobody_new_also_after_a_blip() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(facts.ReplicaDrains("d1"), 1.0)
+    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d2"}
+    it.take(facts.ReplicaGone("d1", "1"), 3.0)
+    it.take(seen("d1"), 4.0)
+    assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
+    it.take(facts.ReplicaStays("d1"), 6.0)
+    assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
+
+
+def test_who_waits_for_more_than_is_left_waits_for_what_is_left() -> None:
+    it = PdCore()
+    it.take(seen("d1", kv_tokens=20_000), 0.0)
+    assert it.take(asked("a", 15_000), 1.0) == []
+    it.take(facts.ReplicaGone("d1", "1"), 2.0)
+    it.take(seen("d2", kv_tokens=5_000), 3.0)
+    assert only(it.take(seen("p1"), 4.0)).replica_id == "d2"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}]
+)
+def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: dict[str, Any]) -> None:
+    it = core("p1", "d1")
+    with pytest.raises(ValueError, match="expected"):
+        it.take(seen("d1", "2", **wrong), 1.0)
+    assert only(it.take(asked("a"), 2.0)).replica_id == "d1"
+
+
+def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillLimits(most_tokens=5000)))
+    for name in "abc":
+        it.take(asked(name, KV_TOKENS), 1.0)
+    it.take(facts.Tick(), 20.0)  # neither is heard of for long, and one has begun anew
+    it.take(seen("p1", "2"), 21.0)
+    it.take(seen("p2"), 21.0)
+    sent: list[Any] = it.take(seen("d1"), 21.0)
+    for second in range(40):
+        sent += it.take(facts.Tick(), 22.0 + second)
+        it.take(seen("d1"), 22.0 + second)
+        sent += [a for f in list(it.flights.values()) if f.decode_id
+                 for a in it.take(facts.Ended(f.asked.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
+        it.take(seen("p1", "2"), 22.5 + second)
+    assert not it.flights
+
+
+NAMES = ("p1", "p2", "d1", "d2", "d3")
+
+
+class Life(RuleBasedStateMachine):
+    """Whatever happens, in any order: each request is somewhere, once, and the books agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.number = 0
+        self.core = PdCore(
+            PairScheduler(PrefillLimits(most_tokens=5000)), CoreLimits(wait_s=500.0, most_waiting=30)
+        )
+        self.lives = dict.fromkeys(NAMES, 1)
+        self.sent: dict[str, SendPair] = {}
+        self.open: set[str] = set()
+
+    def tell(self, fact: Any) -> None:
+        self.now += 0.1
+        for action in self.core.take(fact, self.now):
+            if isinstance(action, SendPair):
+                assert action.request_id in self.open
+                for name in (action.prefill_id, action.replica_id):
+                    engine = self.core.engines[name]
+                    assert not engine.suspect
+                    assert not engine.draining
+                self.sent[action.request_id] = action
+            elif isinstance(action, (Refuse, Cut)):
+                self.open.discard(action.request_id)
+                self.sent.pop(action.request_id, None)
+
+    def some(self, data: st.DataObject, of: Any) -> str:
+        return str(data.draw(st.sampled_from(sorted(of))))
+
+    @rule(tokens=st.integers(1, 40_000), program=st.sampled_from([None, "x", "y"]))
+    def ask(self, tokens: int, program: str | None) -> None:
+        self.number += 1
+        self.open.add(f"r{self.number}")
+        self.tell(asked(f"r{self.number}", tokens, program))
+
+    @rule(name=st.sampled_from(NAMES), kv=st.sampled_from([1_000, KV_TOKENS, 30_000]))
+    def hear(self, name: str, kv: int) -> None:
+        self.tell(seen(name, str(self.lives[name]), kv_tokens=kv))
+
+    @rule(name=st.sampled_from(NAMES), known=st.booleans())
+    def die(self, name: str, known: bool) -> None:
+        life = str(self.lives[name])
+        self.lives[name] += 1
+        if known:
+            self.tell(facts.ReplicaGone(name, life))
+
+    @rule(name=st.sampled_from(NAMES), drains=st.booleans())
+    def drain(self, name: str, drains: bool) -> None:
+        self.tell(facts.ReplicaDrains(name) if drains else facts.ReplicaStays(name))
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), what=st.sampled_from(["prefilled", "began", "ended", "gave up", "failed", "late"]))
+    def go_on(self, data: st.DataObject, what: str) -> None:
+        name = self.some(data, self.sent)
+        pair = self.sent[name]
+        if what == "prefilled":
+            self.tell(facts.Prefilled(name, pair.prefill_id))
+        elif what == "began":
+            self.tell(facts.Began(name, pair.replica_id))
+        elif what == "late":
+            self.tell(facts.Failed(name, data.draw(st.sampled_from(NAMES)), computing=True))
+        elif what == "failed":
+            self.tell(facts.Failed(name, data.draw(st.sampled_from([pair.prefill_id, pair.replica_id]))))
+        else:
+            self.tell(facts.Ended(name, 5, pair.replica_id if what == "ended" else None))
+        if name not in self.core.flights:
+            self.open.discard(name)
+            self.sent.pop(name, None)
+
+    @rule(seconds=st.sampled_from([0.1, 12.0, 600.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(facts.Tick())
+
+    @invariant()
+    def nobody_is_lost_and_the_books_agree(self) -> None:
+        assert set(self.core.flights) == self.open
+        books = self.core.pairs.fleet
+        assert books.in_flight == len(self.open)
+        assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
+        for name, flight in self.core.flights.items():
+            if flight.decode_id is not None:
+                assert self.sent[name].replica_id == flight.decode_id
+                assert flight.decode_id in self.core.engines
+
+    def teardown(self) -> None:
+        """With engines there, everybody who waits goes."""
+        for name in NAMES:
+            self.tell(facts.ReplicaStays(name))
+            self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
+        for _ in range(3 * len(self.open) + 1):
+            self.now += 2.0
+            for name in NAMES:
+                self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
+            self.tell(facts.Tick())
+            for name in list(self.sent):
+                self.tell(facts.Ended(name, 1, self.sent[name].replica_id))
+                if name not in self.core.flights:
+                    self.open.discard(name)
+                    self.sent.pop(name, None)
+        assert not self.open
+        assert all(view.tokens == 0 for view in self.core.pairs.prefill.views())
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
