@@ -1,0 +1,89 @@
+"""What a connector asks of the traffic manager, so that tests can put something else in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .actions import LoadOver, PromptOver, PushOver
+from .loads import Peer
+
+
+class Load(Protocol):
+    """Blocks on their way here."""
+
+    @property
+    def blocks_asked(self) -> int:
+        """Of how many: of no more than fit the buffers."""
+        ...
+
+    @property
+    def outcome(self) -> LoadOver | None:
+        """``None``: it is not over."""
+        ...
+
+    @property
+    def layers_here(self) -> int:
+        """Leading layers that are here, of all blocks that will come."""
+        ...
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Wait until a layer is here, or never will be; whether it is."""
+        ...
+
+    def layer(self, layer: int) -> list[memoryview]:
+        """One layer's blocks, which are here: of those that will come. Raises ``ValueError``."""
+        ...
+
+    def blocks(self) -> list[memoryview]:
+        """The blocks that have come; nobody else gets their places before ``end``. Raises ``ValueError``."""
+        ...
+
+    def end(self) -> None:
+        """It was taken, or is not wanted any more, however far it is."""
+        ...
+
+
+class Push(Protocol):
+    """Blocks on their way to a peer."""
+
+    @property
+    def outcome(self) -> PushOver | None: ...
+
+    def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
+        """The next layer of all blocks; unchanged until it is over. Whether it is still wanted."""
+        ...
+
+    def abort(self) -> None: ...
+
+
+class Prompt(Protocol):
+    """A context that is gathered here."""
+
+    @property
+    def outcome(self) -> PromptOver | None: ...
+
+    def blocks(self) -> list[memoryview]:
+        """Its blocks in the order in which they were offered, until ``end``. Raises ``ValueError``."""
+        ...
+
+    def end(self) -> None:
+        """It was taken, or is not wanted any more, however far it is."""
+        ...
+
+
+class Traffic(Protocol):
+    """``TrafficManager``, as far as the connector's worker needs it. Calls may come from any thread and do
+    not wait; all raise ``ValueError`` for what cannot be begun."""
+
+    def load(self, load: str, keys: Sequence[bytes], *, peer: Peer | None = None) -> Load: ...
+
+    def offer(
+        self, transfer: str, address: str, keys: Sequence[bytes], *, epoch: str | None = None
+    ) -> Push: ...
+
+    def expect(self, transfer: str, *, epoch: str | None = None) -> Prompt: ...
+
+    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        """False: too many wait already."""
+        ...

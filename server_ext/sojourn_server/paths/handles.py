@@ -1,0 +1,146 @@
+"""What the engine holds of a transfer under way: to wait for it, take its blocks, and let go of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .actions import Event, LayerHere, LoadOver, PromptOver, PushOver
+
+
+class Owner(Protocol):
+    """The traffic manager, as far as handles need it."""
+
+    changed: threading.Condition
+    """Notified whenever something has happened to any of them."""
+
+    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the core."""
+        ...
+
+    def forget(self, handle: Handle) -> None: ...
+
+
+class Handle:
+    """One transfer. Calls may come from any thread."""
+
+    def __init__(self, owner: Owner, kind: str, name: str) -> None:
+        self.kind = kind
+        self.name = name
+        self._owner = owner
+
+    def told(self, event: Event) -> None:
+        """Something has happened to it; under the owner's lock."""
+        raise NotImplementedError
+
+    def _wait(self, until: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._owner.changed:
+            return self._owner.changed.wait_for(until, timeout_s)
+
+
+class LoadHandle(Handle):
+    """Blocks on their way here."""
+
+    def __init__(self, owner: Owner, name: str, core: Any) -> None:
+        super().__init__(owner, "load", name)
+        self.blocks_asked = 0
+        """Of how many: of no more than fit the buffers."""
+        self.outcome: LoadOver | None = None
+        self._layers = 0
+        self._core = core
+
+    def told(self, event: Event) -> None:
+        if isinstance(event, LayerHere):
+            self._layers = event.layer + 1
+        elif isinstance(event, LoadOver):
+            self.outcome = event
+
+    @property
+    def layers_here(self) -> int:
+        """Leading layers that are here, of all blocks that will come."""
+        return self._layers
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Wait until a layer is here, or never will be; whether it is."""
+        self._wait(lambda: self._layers > layer or self.outcome is not None, timeout_s)
+        return self._layers > layer and (self.outcome is None or self.outcome.good > 0)
+
+    def wait(self, timeout_s: float | None = None) -> LoadOver | None:
+        """Wait until it is over; ``None``: it is not."""
+        self._wait(lambda: self.outcome is not None, timeout_s)
+        return self.outcome
+
+    def layer(self, layer: int) -> list[memoryview]:
+        """One layer's blocks, which are here. Raises ``ValueError``."""
+        found: list[memoryview] = self._owner.do(lambda now: self._core.load_layer(self.name, layer))
+        return found
+
+    def blocks(self) -> list[memoryview]:
+        """The blocks that have come, until ``end``. Raises ``ValueError`` before it is over."""
+        found: list[memoryview] = self._owner.do(lambda now: self._core.load_blocks(self.name))
+        return found
+
+    def renew(self) -> None:
+        """The engine will come for it."""
+        self._owner.do(self._core.renew_load, self.name)
+
+    def end(self) -> None:
+        """It was taken, or is not wanted any more, however far it is."""
+        self._owner.do(self._core.end_load, self.name)
+        self._owner.forget(self)
+
+
+class PushHandle(Handle):
+    """Blocks on their way to a peer."""
+
+    def __init__(self, owner: Owner, name: str, core: Any) -> None:
+        super().__init__(owner, "push", name)
+        self.outcome: PushOver | None = None
+        self._core = core
+
+    def told(self, event: Event) -> None:
+        if isinstance(event, PushOver):
+            self.outcome = event
+
+    def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
+        """The next layer of all blocks; unchanged until it is over. Whether it is still wanted."""
+        wanted: bool = self._owner.do(self._core.give, self.name, layer, blocks)
+        return wanted
+
+    def wait(self, timeout_s: float | None = None) -> PushOver | None:
+        """Wait until it is over; ``None``: it is not."""
+        self._wait(lambda: self.outcome is not None, timeout_s)
+        return self.outcome
+
+    def abort(self) -> None:
+        """It is not wanted any more. Its memory is still not the engine's before it is over."""
+        self._owner.do(self._core.abort_push, self.name)
+
+
+class PromptHandle(Handle):
+    """A context that is gathered here."""
+
+    def __init__(self, owner: Owner, name: str, core: Any) -> None:
+        super().__init__(owner, "prompt", name)
+        self.outcome: PromptOver | None = None
+        self._core = core
+
+    def told(self, event: Event) -> None:
+        if isinstance(event, PromptOver):
+            self.outcome = event
+
+    def wait(self, timeout_s: float | None = None) -> PromptOver | None:
+        """Wait until it is over; ``None``: it is not."""
+        self._wait(lambda: self.outcome is not None, timeout_s)
+        return self.outcome
+
+    def blocks(self) -> list[memoryview]:
+        """Its blocks in the order in which they were offered, until ``end``. Raises ``ValueError``."""
+        found: list[memoryview] = self._owner.do(lambda now: self._core.prompt_blocks(self.name))
+        return found
+
+    def end(self) -> None:
+        """It was taken, or is not wanted any more, however far it is."""
+        self._owner.do(self._core.end_prompt, self.name)
+        self._owner.forget(self)

@@ -1,0 +1,270 @@
+"""One link as a queue: by request, first come first served, at a rate.
+
+Unordered threads on a device serve all requests at once, and all end late; in order, the first is done after
+its own bytes only. So there is one queue a link. What belongs to a request goes before what belongs to one
+that came later, also where it is put in later, as a push is that goes layer by layer; the link does not
+wait for it meanwhile.
+
+A rate makes a link as slow as the one it stands for, so that one machine can show what several links do.
+Bytes are paced by the clock of the link, not by sleeps: what is late is caught up with, up to ``MAX_LAG_S``.
+
+No clock and no I/O: ``take`` says what may begin, ``over`` is told what came back, ``finished`` says what the
+rate lets be done by now.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .limits import check_rate
+from .traffic_class import LaneShare, TrafficClass
+
+MAX_LAG_S = 0.1
+"""Of a link that was kept from working, how much time is made up for."""
+
+SPEED_BYTES = 64 << 20
+"""Over how many of the newest bytes the speed of a link without a rate is told."""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """Something to be moved."""
+
+    number: int
+    request: str
+    nbytes: int
+    work: Any
+    traffic_class: TrafficClass
+    put_s: float
+    began_s: float = 0.0
+    until_s: float = 0.0
+    """Not finished before, by the rate."""
+    is_held: bool = False
+    """Its turn has come, and by the rate it is not through yet: it begins when it would be."""
+    is_over: bool = False
+    """Its I/O has come back, well or not."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    number: int
+    items: dict[TrafficClass, deque[Item]] = field(default_factory=dict)
+    is_closed: bool = False
+
+
+class Link:
+    """Items of requests, moved ``width`` at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        rate: float | None = None,
+        *,
+        width: int = 1,
+        kv_share: float = 0.01,
+        sends: bool = False,
+    ) -> None:
+        """``rate`` in bytes a second, ``None``: as fast as it goes. Raises ``ValueError`` for 0 or less.
+
+        ``sends``: what begins is at its other end at once, so that with a rate it has to begin late.
+        """
+        check_rate(name, rate)
+        if width < 1:
+            raise ValueError(f"the width of {name} must be at least 1, not {width}")
+        self.name = name
+        self.rate = rate
+        self._width = width
+        self._sends = sends and rate is not None
+        self._share = LaneShare(kv_share)
+        self._numbers = 0
+        self._requests: dict[str, _Request] = {}
+        self._lines: dict[TrafficClass, list[tuple[int, str]]] = {each: [] for each in TrafficClass}
+        """Heaps of requests that may have something waiting, by class."""
+        self._waiting: dict[int, Item] = {}
+        self._waiting_bytes = 0
+        self._in_flight: dict[int, Item] = {}
+        self._busy_until_s = float("-inf")
+        self._newest: deque[tuple[float, int]] = deque()
+        """Seconds and bytes of the newest items, of a link without a rate; and what they come to."""
+        self._newest_s, self._newest_bytes = 0.0, 0
+        self.moved_bytes = 0
+        """Of what was finished."""
+
+    def put(
+        self,
+        request: str,
+        nbytes: int,
+        work: Any,
+        now: float,
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> int:
+        """Line something up for a request, whose place is that of its first item; returns its number."""
+        if nbytes < 0:
+            raise ValueError(f"{nbytes} bytes cannot be moved")
+        self._numbers += 1
+        item = Item(self._numbers, request, nbytes, work, traffic_class, now)
+        of = self._requests.get(request)
+        if of is None:
+            of = self._requests[request] = _Request(self._numbers)
+        of.is_closed = False
+        line = of.items.setdefault(traffic_class, deque())
+        if not line:
+            heapq.heappush(self._lines[traffic_class], (of.number, request))
+        line.append(item)
+        self._waiting[item.number] = item
+        self._waiting_bytes += nbytes
+        return item.number
+
+    def take(self, now: float) -> Iterator[Item]:
+        """What may begin now; each must come back by ``over``."""
+        while len(self._in_flight) < self._width and (item := self._next()) is not None:
+            start_s = max(self._busy_until_s, item.put_s, now - MAX_LAG_S)
+            item.until_s = start_s + item.nbytes / self.rate if self.rate else now
+            self._busy_until_s = item.until_s
+            item.began_s = now
+            item.is_held = self._sends
+            self._in_flight[item.number] = item
+            if not item.is_held:
+                yield item
+        for item in [item for item in self._in_flight.values() if item.is_held and item.until_s <= now]:
+            item.began_s = now
+            item.is_held = False
+            yield item
+
+    def over(self, number: int, now: float) -> None:
+        """The I/O of an item has come back."""
+        item = self._in_flight[number]
+        item.is_over = True
+        if self.rate is None:
+            self._note_speed(now - item.began_s, item.nbytes)
+
+    def finished(self, now: float) -> list[Item]:
+        """Items that have come back and are through by the rate, in the order in which they began."""
+        found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
+        for item in found:
+            del self._in_flight[item.number]
+            self.moved_bytes += item.nbytes
+        return found
+
+    def wake_at(self) -> float:
+        """When ``take`` or ``finished`` will next have something for which nothing has to happen before."""
+        flying = self._in_flight.values()
+        return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
+
+    def stuck(self, now: float, patience_s: float) -> list[Item]:
+        """Items whose I/O should have come back so long ago. They stay in flight: their threads do too."""
+        return [
+            item
+            for item in self._in_flight.values()
+            if not item.is_over and not item.is_held and now - max(item.began_s, item.until_s) >= patience_s
+        ]
+
+    def in_line(self) -> list[Item]:
+        """Items whose turn has not come, in the order in which they were put in."""
+        return list(self._waiting.values())
+
+    def cancel(self, number: int) -> bool:
+        """Take back an item that has not begun; whether it was one."""
+        held = self._in_flight.get(number)
+        if held is not None and held.is_held:
+            del self._in_flight[number]
+            return True
+        item = self._waiting.get(number)
+        if item is None:
+            return False
+        self._requests[item.request].items[item.traffic_class].remove(item)
+        self._leave_line(item)
+        self._forget_if_done(item.request)
+        return True
+
+    def close(self, request: str) -> None:
+        """Nothing more is put in for a request: its place is given up once what waits has begun."""
+        of = self._requests.get(request)
+        if of is not None:
+            of.is_closed = True
+            self._forget_if_done(request)
+
+    @property
+    def waiting(self) -> int:
+        """Items that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def requests(self) -> int:
+        """Requests that have a place."""
+        return len(self._requests)
+
+    def queued_bytes(self, now: float) -> int:
+        """Bytes that wait or are under way."""
+        return self._waiting_bytes + sum(
+            item.nbytes - self._done(item, now) for item in self._in_flight.values()
+        )
+
+    def queued_s(self, now: float) -> float | None:
+        """Seconds until what is put in now would begin; ``None``: there is a queue, and no speed is known."""
+        queued = self.queued_bytes(now)
+        if not queued:
+            return 0.0
+        if self.rate is not None:
+            return max(0.0, self._busy_until_s - now) + self._waiting_bytes / self.rate
+        if self._newest_s <= 0 or not self._newest_bytes:
+            return None
+        return queued * self._newest_s / self._newest_bytes
+
+    def moved(self, now: float) -> int:
+        """Bytes moved so far, those of items under way counted as the rate says: a number that shows progress
+        though one item may take seconds. It does not grow for an item whose I/O is late."""
+        return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
+
+    def _done(self, item: Item, now: float) -> int:
+        if self.rate is None or not item.nbytes:
+            return 0
+        took_s = item.nbytes / self.rate
+        return int(item.nbytes * min(1.0, max(0.0, 1.0 - (item.until_s - now) / took_s)))
+
+    def _next(self) -> Item | None:
+        """Take the first of what waits out of its line."""
+        heads = {each: head for each in TrafficClass if (head := self._head(each)) is not None}
+        if not heads:
+            return None
+        item = heads[self._share.take({each: head.nbytes for each, head in heads.items()})]
+        self._requests[item.request].items[item.traffic_class].popleft()
+        self._leave_line(item)
+        self._forget_if_done(item.request)
+        return item
+
+    def _head(self, traffic_class: TrafficClass) -> Item | None:
+        line = self._lines[traffic_class]
+        while line:
+            number, request = line[0]
+            of = self._requests.get(request)
+            if of is not None and of.number == number and of.items.get(traffic_class):
+                return of.items[traffic_class][0]
+            heapq.heappop(line)
+        return None
+
+    def _leave_line(self, item: Item) -> None:
+        del self._waiting[item.number]
+        self._waiting_bytes -= item.nbytes
+
+    def _forget_if_done(self, request: str) -> None:
+        of = self._requests[request]
+        if of.is_closed and not any(of.items.values()):
+            del self._requests[request]
+
+    def _note_speed(self, took_s: float, nbytes: int) -> None:
+        self._newest.append((max(0.0, took_s), nbytes))
+        self._newest_s += max(0.0, took_s)
+        self._newest_bytes += nbytes
+        while len(self._newest) > 1 and self._newest_bytes > SPEED_BYTES:
+            old_s, old_bytes = self._newest.popleft()
+            self._newest_s -= old_s
+            self._newest_bytes -= old_bytes

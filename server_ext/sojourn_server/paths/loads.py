@@ -1,0 +1,377 @@
+"""Bringing blocks into one's own buffers: from storage, or by a peer that reads them from storage.
+
+    waiting ── lease ──▶ filling ── all are there, or as many as will come ──▶ over ── taken ──▶ gone
+
+A load ends well with as many *leading* blocks as came: what lies behind a gap is of no use. A block that is
+on its way for another load is waited for and not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .actions import HangUp, LayerHere, LoadOver, Send
+from .buffers import Slot
+from .depot import Depot, Watch
+from .peers import Peers
+from .traffic_class import TrafficClass
+from .wire import Abort, Data, Failed, Read
+
+UNWANTED = "nobody waits for it any more"
+
+
+class LoadState(Enum):
+    WAITING = "waiting"
+    FILLING = "filling"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Who is to read blocks, and for which transfer."""
+
+    address: str
+    transfer: str
+    total: int
+    """Blocks that the transfer will have in all."""
+    epoch: str | None = None
+    """Whom the router meant: a peer that has started anew since is another one."""
+
+
+class Fetch:
+    """The blocks of one load that a peer reads for us: a ``Filler`` of slots, a ``Caller`` of the peer."""
+
+    def __init__(
+        self, loads: Loads, load: str, peer: Peer, slots: list[Slot], traffic_class: TrafficClass, now: float
+    ) -> None:
+        self.peer = peer
+        self.traffic_class = traffic_class
+        self.conn: int | None = None
+        self.watch = Watch(loads.depot.limits.patience_s, now)
+        self.slots: list[Slot | None] = list(slots)
+        self._places = {slot.index: place for place, slot in enumerate(slots)}
+        self.load = load
+        self._loads = loads
+        self._open = len(slots)
+        self._failing = False
+
+    def reached(self, conn: int, epoch: str, now: float) -> None:
+        if not self._open:
+            return
+        if self.peer.epoch is not None and self.peer.epoch != epoch:
+            self.fail(0, f"{self.peer.address} has started anew since it was chosen", now)
+            return
+        self.conn = conn
+        self.watch.seen(now)
+        slots = [slot for slot in self.slots if slot is not None]  # some may be unwanted by now
+        self.slots = list(slots)
+        self._places = {slot.index: place for place, slot in enumerate(slots)}
+        self._loads.depot.actions.append(
+            Send(
+                conn,
+                Read(
+                    transfer=self.peer.transfer,
+                    keys=[slot.key for slot in slots],
+                    total=max(self.peer.total, len(slots)),
+                    traffic_class=self.traffic_class,
+                ),
+            )
+        )
+
+    def unreachable(self, why: str, now: float) -> None:
+        self.fail(0, why, now)
+
+    def unwanted(self, slot: Slot, now: float) -> None:
+        self._close(slot)
+        if not self._open and not self._failing:
+            self._loads.end_fetch(self, UNWANTED)
+
+    def data(self, message: Data, payload: memoryview, now: float) -> bool:
+        """Take in a layer of some blocks; False: it is not what comes next."""
+        depot, size = self._loads.depot, self._loads.depot.memory.layer_bytes
+        if len(payload) != len(message.indices) * size:
+            return False
+        for at, index in enumerate(message.indices):
+            if not 0 <= index < len(self.slots):
+                return False
+            slot = self.slots[index]
+            if slot is None:  # unwanted, or given up
+                continue
+            if slot.filled != message.layer or message.layer >= depot.layers:
+                return False
+            depot.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
+            if message.layer + 1 == depot.layers:
+                slot.filler = None
+                self._close(slot)
+            depot.counts["bytes_fetched"] += size
+            depot.advance(slot, message.layer + 1, now)
+        self.watch.seen(now)
+        if not self._open:
+            self._loads.end_fetch(self, "" if self._loads.has(self.load) else UNWANTED)
+        return True
+
+    def fail(self, index: int, why: str, now: float) -> None:
+        """What has not come yet, from the block at ``index`` on, will not."""
+        self._failing = True
+        for slot in self.slots[max(0, index) :]:
+            if slot is not None:
+                self._close(slot)
+                if slot.filler is self:
+                    self._loads.depot.fail(slot, why, now)
+        self._failing = False
+        if not self._open:
+            self._loads.end_fetch(self, "")
+
+    def _close(self, slot: Slot) -> None:
+        place = self._places.pop(slot.index, None)
+        if place is not None:
+            self.slots[place] = None
+            self._open -= 1
+
+
+class Load:
+    """One context's blocks on their way here; a ``Holder`` of the lease ``name``."""
+
+    def __init__(
+        self, loads: Loads, load: str, keys: list[bytes], peer: Peer | None, traffic_class: TrafficClass
+    ) -> None:
+        self.id = load
+        self.name = f"load {load}"
+        self.keys = keys
+        self.good = len(keys)
+        self.why = ""
+        self.state = LoadState.WAITING
+        self.slots: list[Slot] = []
+        self.claimed = False
+        self._loads = loads
+        self._peer = peer
+        self._class = traffic_class
+        self._places: dict[int, int] = {}
+        """Index of a slot → the place of its block."""
+        self._layers = 0
+        """Leading layers that were told to be there."""
+        self._lacking: list[int] = []
+        """Of each layer, how many of the first ``good`` blocks lack it."""
+
+    def granted(self, now: float) -> None:
+        depot = self._loads.depot
+        self.state = LoadState.FILLING
+        self.slots = [depot.buffers.slot(self.name, key) for key in self.keys]
+        self._places = {slot.index: place for place, slot in enumerate(self.slots)}
+        self._count_lacking()
+        if self._peer is None:
+            for slot in self.slots:
+                depot.read(self.id, slot, now, self._class)
+        else:
+            self._fetch(self._peer, now)
+        self._check(now)
+
+    def advanced(self, slot: Slot, before: int, now: float) -> None:
+        depot = self._loads.depot
+        if self.state is not LoadState.FILLING:
+            return
+        for layer in range(before, slot.filled):
+            self._lacking[layer] -= 1
+        depot.buffers.renew(self.name, now)
+        self._check(now)
+
+    def lost(self, slot: Slot, why: str, now: float) -> None:
+        if self.state is not LoadState.FILLING:
+            return
+        place = self._places[slot.index]
+        if slot.filler is not None and not slot.bad:
+            return  # another who holds it sees to it
+        self.why = why
+        self.good = place
+        for each in self.slots[place:]:
+            self._loads.depot.drop(self.name, each, now)
+            self._places.pop(each.index, None)
+        del self.slots[place:]
+        self._count_lacking()
+        self._check(now)
+
+    def lapsed(self, now: float) -> bool:
+        if not self.claimed:
+            self._loads.end(self.id, "the lease on its buffers has expired", now)
+        return not self.claimed
+
+    def _fetch(self, peer: Peer, now: float) -> None:
+        depot = self._loads.depot
+        slots = [slot for slot in self.slots if not slot.filled and slot.filler is None]
+        depot.counts["blocks_merged"] += len(self.slots) - len(slots)
+        if not slots:
+            return
+        fetch = Fetch(self._loads, self.id, peer, slots, self._class, now)
+        for slot in slots:
+            slot.filler = fetch
+        self._loads.begin_fetch(fetch, now)
+
+    def _count_lacking(self) -> None:
+        layers = self._loads.depot.layers
+        self._lacking = [sum(slot.filled <= layer for slot in self.slots) for layer in range(layers)]
+
+    def _check(self, now: float) -> None:
+        events = self._loads.depot.events
+        while self.slots and self._layers < len(self._lacking) and not self._lacking[self._layers]:
+            events.append(LayerHere(self.id, self._layers))
+            self._layers += 1
+        if not any(self._lacking) and self.state is LoadState.FILLING:
+            self.state = LoadState.OVER
+            self._loads.over(self, now)
+
+
+class Loads:
+    """All loads of one engine."""
+
+    def __init__(self, depot: Depot, peers: Peers) -> None:
+        self.depot = depot
+        self._peers = peers
+        self._loads: dict[str, Load] = {}
+        self._fetches: dict[str, Fetch] = {}
+        """By transfer."""
+        self._done = -1
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._fetches)
+
+    def begin(
+        self, load: str, keys: Sequence[bytes], peer: Peer | None, traffic_class: TrafficClass, now: float
+    ) -> int:
+        """Bring blocks here; returns of how many, which is fewer than asked for where buffers are smaller.
+
+        Raises ``ValueError`` for an id in use, no keys, or a key twice.
+        """
+        if load in self._loads:
+            raise ValueError(f"load {load!r} is under way already")
+        if not keys or len(set(keys)) != len(keys):
+            raise ValueError(f"load {load!r} is of {len(keys)} blocks, {len(set(keys))} of them different")
+        if peer is not None and peer.transfer in self._fetches:
+            raise ValueError(f"transfer {peer.transfer!r} is being fetched already")
+        fits = list(keys[: self.depot.limits.slots])
+        if len(fits) < len(keys):
+            self.depot.counts["loads_cut"] += 1
+        made = self._loads[load] = Load(self, load, fits, peer, traffic_class)
+        self.depot.counts["loads"] += 1
+        self.depot.lease(made.name, made, fits, 0, now)
+        return len(fits)
+
+    def has(self, load: str) -> bool:
+        return load in self._loads
+
+    def blocks(self, load: str) -> list[memoryview]:
+        """The blocks of a load that is over, in order; nobody else gets their slots before ``end``.
+
+        Raises ``ValueError`` for one that is not over, or no longer there.
+        """
+        made = self._loads.get(load)
+        if made is None or made.state is not LoadState.OVER:
+            raise ValueError(f"load {load!r} is {'not over' if made else 'gone, or was never there'}")
+        if not made.claimed:
+            made.claimed = True
+            for slot in made.slots:
+                self.depot.buffers.pin(slot)
+        return [self.depot.memory.block(slot.index) for slot in made.slots]
+
+    def layer(self, load: str, layer: int) -> list[memoryview]:
+        """One layer of a load's blocks, once it has been told to be there. Raises ``ValueError``."""
+        made = self._loads.get(load)
+        if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
+            raise ValueError(f"layer {layer} of load {load!r} is not there")
+        return [self.depot.memory.layer(slot.index, layer) for slot in made.slots]
+
+    def renew(self, load: str, now: float) -> None:
+        """Its engine lives, and will take it."""
+        made = self._loads.get(load)
+        if made is not None:
+            self.depot.buffers.renew(made.name, now)
+
+    def end(self, load: str, why: str, now: float) -> None:
+        """A load was taken, or is not wanted any more, however far it is. Nothing for one that is gone.
+
+        With a ``why`` the engine is told, since it did not ask for it.
+        """
+        made = self._loads.pop(load, None)
+        if made is None:
+            return
+        if made.state is not LoadState.OVER and not why:
+            self.depot.counts["loads_aborted"] += 1
+        made.state = LoadState.OVER
+        if made.claimed:
+            for slot in made.slots:
+                self.depot.buffers.unpin(slot)
+        self.depot.release(made.name, now)
+        self.depot.reads.close(load)  # what is left there is read for others
+        if why:
+            self.depot.events.append(LoadOver(load, 0, why))
+
+    def end_all(self, why: str, now: float) -> None:
+        for load in list(self._loads):
+            self.end(load, why, now)
+
+    def over(self, load: Load, now: float) -> None:
+        self.depot.counts["loads_short" if load.why else "loads_whole"] += 1
+        self.depot.events.append(LoadOver(load.id, load.good, load.why))
+
+    # -- from peers -----------------------------------------------------------------
+
+    def begin_fetch(self, fetch: Fetch, now: float) -> None:
+        self._fetches[fetch.peer.transfer] = fetch
+        self._peers.reach(fetch.peer.address, fetch, now)
+
+    def end_fetch(self, fetch: Fetch, why: str) -> None:
+        """It has all that it will get; the peer is told ``why``, if it does not know."""
+        if self._fetches.get(fetch.peer.transfer) is fetch:
+            del self._fetches[fetch.peer.transfer]
+            if why and fetch.conn is not None:
+                self.depot.actions.append(Send(fetch.conn, Abort(transfer=fetch.peer.transfer, reason=why)))
+
+    def data(self, conn: int, message: Data, payload: memoryview, now: float) -> bool:
+        """A layer from a peer; whether it is of a fetch at all."""
+        fetch = self._fetches.get(message.transfer)
+        if fetch is None or fetch.conn != conn:
+            return False
+        if not fetch.data(message, payload, now):
+            self.depot.counts["out_of_order"] += 1
+            fetch.fail(0, "the peer sent what was not asked for", now)
+            self.depot.actions.append(HangUp(conn))
+        return True
+
+    def failed(self, conn: int, message: Failed | Abort, now: float) -> None:
+        fetch = self._fetches.get(message.transfer)
+        if fetch is not None and fetch.conn == conn:
+            fetch.watch.seen(now)
+            fetch.fail(message.index if isinstance(message, Failed) else 0, message.reason, now)
+
+    def told(self, conn: int, transfer: str, done: int, now: float) -> None:
+        fetch = self._fetches.get(transfer)
+        if fetch is not None and fetch.conn == conn:
+            fetch.watch.told(done, now)
+            self.renew(fetch.load, now)
+
+    def open_on(self, conn: int) -> list[str]:
+        """Transfers of which this peer is to send us something."""
+        return [transfer for transfer, fetch in self._fetches.items() if fetch.conn == conn]
+
+    def conns(self) -> set[int]:
+        return {fetch.conn for fetch in self._fetches.values() if fetch.conn is not None}
+
+    def lost(self, conn: int, why: str, now: float) -> None:
+        """A connection has ended."""
+        for fetch in list(self._fetches.values()):
+            if fetch.conn == conn:
+                fetch.fail(0, why, now)
+
+    def tick(self, now: float) -> None:
+        done = self.depot.done(now)
+        if done > self._done:  # whoever waits in a line here has not been forgotten
+            self._done = done
+            for load in self._loads.values():
+                if load.state is not LoadState.OVER:
+                    self.depot.buffers.renew(load.name, now)
+        for fetch in list(self._fetches.values()):
+            if fetch.conn is not None and fetch.watch.stalled(now):
+                self.depot.counts["stalls"] += 1
+                # It is not told: what it has of the transfer by then is of use when that is offered.
+                fetch.fail(0, "the peer shows no progress", now)

@@ -1,0 +1,448 @@
+"""The traffic manager of one engine: the core, and around it a thread with sockets, and threads at the store.
+
+It is thin on purpose: it carries out the core's actions and tells it what came of them. The engine's threads
+call the core themselves, under one lock that nobody holds while anything waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..tiers.full_block import TierError
+from ..tiers.lane import Lane
+from ..tiers.store import Store
+from .actions import (
+    Dial,
+    Event,
+    HangUp,
+    LayerHere,
+    LoadOver,
+    PromptOver,
+    PushOver,
+    ReadBlock,
+    Send,
+    Stored,
+    WriteBlock,
+)
+from .core import LinkState, TrafficCore
+from .handles import Handle, LoadHandle, PromptHandle, PushHandle
+from .limits import LinkRates, PathLimits
+from .loads import Peer
+from .traffic_class import TrafficClass
+from .transport import Listener, Stream, Transport, TransportMissing, built_in, transport_for
+from .wire import HEAD_BYTES, WireError, decode, decode_head, encode
+
+START_TIMEOUT_S = 30.0
+_GONE = (OSError, EOFError)
+"""How a connection ends that somebody else has ended."""
+
+
+class _Connection:
+    """One connection, as the loop sees it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.line: asyncio.Queue[Send | None] = asyncio.Queue()
+        """What is to be said; ``None``: nothing more, hang up."""
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class TrafficManager:
+    """Links, buffers and transfers of one engine. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        store: Store,
+        limits: PathLimits,
+        rates: LinkRates | None = None,
+        *,
+        name: str,
+        listen: Sequence[str] = (),
+        transports: Mapping[str, Transport] | None = None,
+        on_stored: Callable[[Stored], None] = lambda stored: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``store`` stays the caller's. ``listen`` are addresses; a port of 0 is any that is free.
+
+        ``on_stored`` is told what became of each block that was to be stored, from some thread. Raises
+        ``ValueError``, ``TransportMissing`` and ``OSError`` where it cannot listen; nothing runs then.
+        """
+        self.epoch = secrets.token_hex(8)
+        self.name = name
+        self.addresses: list[str] = []
+        """Where peers dial."""
+        self.core = TrafficCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
+        self.changed = threading.Condition(threading.Lock())
+        self._store = store
+        self._on_stored = on_stored
+        self._clock = clock
+        self._transports = dict(built_in() if transports is None else transports)
+        self._handles: dict[tuple[str, str], Handle] = {}
+        self._actions: deque[Send | Dial | HangUp] = deque()
+        self._woken = False
+        self._closing = False
+        self._failed: BaseException | None = None
+        self._conns: dict[int, _Connection] = {}
+        self._numbers = 0
+        self._listeners: list[Listener] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._readers = [Lane(f"kv-read-{index}") for index in range(limits.read_width)]
+        self._idle_readers = list(self._readers)
+        self._writer = Lane("kv-write")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(list(listen),), name=f"sojourn-paths-{name}", daemon=True
+        )
+        self._thread.start()
+        self._started.wait(START_TIMEOUT_S)
+        if self._failed is not None or not self._started.is_set():
+            self._close_lanes()
+            raise self._failed or TimeoutError("the traffic manager has not started")
+
+    def __enter__(self) -> TrafficManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what the engine asks for ---------------------------------------------------
+
+    def load(
+        self,
+        load: str,
+        keys: Sequence[bytes],
+        *,
+        peer: Peer | None = None,
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> LoadHandle:
+        """Bring blocks here, from storage or by a ``peer``, another engine. Raises ``ValueError``."""
+        if peer is not None and peer.address in self.addresses:
+            raise ValueError(f"{peer.address} is this engine's own address: what it reads is here already")
+        handle = LoadHandle(self, load, self.core)
+        handle.blocks_asked = self._begin(
+            handle, self.core.load, load, keys, peer=peer, traffic_class=traffic_class
+        )
+        return handle
+
+    def offer(
+        self,
+        transfer: str,
+        address: str,
+        keys: Sequence[bytes],
+        *,
+        epoch: str | None = None,
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> PushHandle:
+        """Begin a push; its layers follow by ``give``. Raises ``ValueError``."""
+        handle = PushHandle(self, transfer, self.core)
+        self._begin(
+            handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
+        )
+        return handle
+
+    def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
+        """Wait for a context that is pushed here. Raises ``ValueError`` where it is expected already."""
+        handle = PromptHandle(self, transfer, self.core)
+        if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
+            handle.outcome = PromptOver(transfer, False, "this engine has started anew since it was pushed")
+            self.forget(handle)
+        return handle
+
+    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        """Have a block stored; its content stays unchanged until ``on_stored``. False: too many wait already.
+        Raises ``ValueError``."""
+        taken: bool = self.do(self.core.store, request, key, parent, content)
+        return taken
+
+    def links(self) -> Mapping[str, LinkState]:
+        """The state of each link, by name."""
+        found: Mapping[str, LinkState] = self.do(self.core.links)
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """For people."""
+        found: dict[str, Any] = self.do(self.core.stats)
+        return found
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End everything; whether every thread has ended. A thread inside a store that hangs has not."""
+        with self.changed:
+            if self._closing:
+                return not self._thread.is_alive()
+            self._closing = True
+        self.do(self.core.close)
+        assert self._loop is not None
+        assert self._over is not None
+        with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(timeout_s)
+        return self._close_lanes() and not self._thread.is_alive()
+
+    # -- for handles ----------------------------------------------------------------
+
+    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the core, and see to what comes of it."""
+        stored: list[Stored] = []
+        try:
+            with self.changed:
+                try:
+                    return what(*arguments, now=self._clock(), **options)
+                finally:
+                    stored = self._take_out()
+        finally:
+            for each in stored:
+                self._on_stored(each)
+
+    def forget(self, handle: Handle) -> None:
+        with self.changed:
+            if self._handles.get((handle.kind, handle.name)) is handle:
+                del self._handles[handle.kind, handle.name]
+
+    # -- inside ---------------------------------------------------------------------
+
+    def _begin(self, handle: Handle, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """As ``do``; the handle is told of what happens from the first moment on."""
+        name = handle.kind, handle.name
+
+        def begin(now: float) -> Any:
+            if self._closing:
+                raise ValueError(f"the traffic manager of {self.name} is closed")
+            answer = what(*arguments, now=now, **options)
+            self._handles[name] = handle  # what has happened already is told once this returns
+            return answer
+
+        return self.do(begin)
+
+    def _take_out(self) -> list[Stored]:
+        """Under the lock: hand events to handles, and actions to the loop; returns what was stored."""
+        stored = []
+        for event in self.core.take_events():
+            if isinstance(event, Stored):
+                stored.append(event)
+                continue
+            handle = self._handles.get(_whose(event))
+            if handle is not None:
+                handle.told(event)
+                if isinstance(event, PushOver):
+                    del self._handles[_whose(event)]
+        for action in self.core.take_actions():
+            if isinstance(action, ReadBlock):  # straight to a thread of the store: not by way of the loop
+                self._give_read(action)
+            elif isinstance(action, WriteBlock):
+                self._give_write(action)
+            else:
+                self._actions.append(action)
+        self.changed.notify_all()
+        if not self._woken and self._loop is not None and not self._loop.is_closed():
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._carry_out)
+        return stored
+
+    def _run(self, listen: list[str]) -> None:
+        try:
+            asyncio.run(self._serve(listen))
+        except BaseException as error:
+            self._failed = error
+        finally:
+            self._started.set()
+
+    async def _serve(self, listen: list[str]) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            for address in listen:
+                transport, rest = transport_for(address, self._transports)
+                listener = await transport.listen(rest, self._accepted)
+                self._listeners.append(listener)
+                self.addresses.append(listener.address)
+            self._started.set()
+            await self._over.wait()
+            self._carry_out()
+        finally:
+            for listener in self._listeners:
+                await listener.close()
+            conns = list(self._conns.values())
+            for conn in conns:
+                conn.line.put_nowait(None)
+            tasks = [task for conn in conns for task in conn.tasks]
+            if tasks:  # what was said last is said
+                await asyncio.wait(tasks, timeout=1.0)
+
+    def _carry_out(self) -> None:
+        """In the loop: everything that the core wants done."""
+        while True:
+            with self.changed:
+                self._woken = False
+                actions = list(self._actions)
+                self._actions.clear()
+                wake_at = self.core.wake_at()
+            if not actions:
+                break
+            for action in actions:
+                self._carry_out_one(action)
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_at != float("inf"):
+            self._timer = self._loop.call_later(max(0.0, wake_at - self._clock()), self._tick)
+
+    def _carry_out_one(self, action: Send | Dial | HangUp) -> None:
+        assert self._loop is not None
+        if isinstance(action, Send):
+            conn = self._conns.get(action.conn)
+            if conn is not None:
+                conn.line.put_nowait(action)
+            elif action.item is not None:
+                self.do(self.core.sent, action.item)
+        elif isinstance(action, Dial):
+            task = self._loop.create_task(self._dial(action.address))
+            task.add_done_callback(_raise_in_loop)
+        else:
+            conn = self._conns.get(action.conn)
+            if conn is not None:
+                conn.line.put_nowait(None)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.do(self.core.tick)
+
+    # -- storage ----------------------------------------------------------------------
+
+    def _give_read(self, action: ReadBlock) -> None:
+        lane = self._idle_readers.pop()  # there are as many as the link is wide
+        lane.give(lambda: self._read(lane, action))
+
+    def _give_write(self, action: WriteBlock) -> None:
+        self._writer.give(lambda: self._write(action.item, action.key, action.parent, action.content))
+
+    def _read(self, lane: Lane, action: ReadBlock) -> int:
+        why: str | None = None
+        try:
+            self._store.get_into(action.key, action.into)
+        except TierError as error:
+            why = str(error)
+        except Exception as error:  # whatever a store does, the core has to be answered
+            why = f"{type(error).__name__}: {error}"
+        with self.changed:
+            self._idle_readers.append(lane)
+        self.do(self.core.read_over, action.item, why)
+        return sum(part.nbytes for part in action.into)
+
+    def _write(self, item: int, key: bytes, parent: bytes, content: Sequence[memoryview]) -> int:
+        try:
+            outcome = self._store.put(key, content, parent=parent).value
+        except Exception:
+            outcome = "failed"
+        self.do(self.core.write_over, item, outcome)
+        return sum(part.nbytes for part in content)
+
+    def _close_lanes(self) -> bool:
+        lanes = [*self._readers, self._writer]
+        for lane in lanes:
+            lane.close()
+        return not any(lane.is_alive for lane in lanes)
+
+    # -- connections ------------------------------------------------------------------
+
+    async def _dial(self, address: str) -> None:
+        try:
+            transport, rest = transport_for(address, self._transports)
+            stream = await transport.dial(rest)
+        except (*_GONE, ValueError, TransportMissing) as error:
+            self.do(self.core.undialable, address, str(error))
+            return
+        number = self._take_in(stream)
+        self.do(self.core.dialled, address, number)
+
+    async def _accepted(self, stream: Stream) -> None:
+        if self._closing:
+            stream.close()
+            return
+        number = self._take_in(stream)
+        self.do(self.core.accepted, number)
+
+    def _take_in(self, stream: Stream) -> int:
+        assert self._loop is not None
+        self._numbers += 1
+        number = self._numbers
+        conn = self._conns[number] = _Connection(stream)
+        conn.tasks = [
+            self._loop.create_task(self._listen_to(number, conn)),
+            self._loop.create_task(self._say(number, conn)),
+        ]
+        for task in conn.tasks:
+            task.add_done_callback(_raise_in_loop)
+        return number
+
+    async def _listen_to(self, number: int, conn: _Connection) -> None:
+        why = "the connection has ended"
+        try:
+            while number in self._conns:
+                head = decode_head(await conn.stream.read(HEAD_BYTES))
+                message = decode(await conn.stream.read(head.message_bytes))
+                payload = await conn.stream.read(head.payload_bytes) if head.payload_bytes else b""
+                self.do(self.core.received, number, message, memoryview(payload))
+        except _GONE as error:
+            why = str(error) or why
+        except WireError as error:
+            why = str(error)
+            with self.changed:
+                self.core.depot.counts["not_understood"] += 1
+        self._drop(number, why)
+
+    async def _say(self, number: int, conn: _Connection) -> None:
+        why = "the connection has ended"
+        try:
+            while (action := await conn.line.get()) is not None:
+                payload_bytes = sum(part.nbytes for part in action.payload)
+                try:
+                    await conn.stream.write([encode(action.message, payload_bytes), *action.payload])
+                finally:
+                    if action.item is not None:
+                        self.do(self.core.sent, action.item)
+        except (*_GONE, WireError) as error:
+            why = str(error) or why
+        self._drop(number, why)
+
+    def _drop(self, number: int, why: str) -> None:
+        """A connection is over: its other task ends by that, and what was to be said never will be."""
+        conn = self._conns.pop(number, None)
+        if conn is None:
+            return
+        conn.stream.close()
+        unsaid = []
+        while not conn.line.empty():
+            action = conn.line.get_nowait()
+            if action is not None and action.item is not None:
+                unsaid.append(action.item)
+        conn.line.put_nowait(None)
+        self.do(self.core.lost, number, why)
+        for item in unsaid:
+            self.do(self.core.sent, item)
+
+
+def _whose(event: Event) -> tuple[str, str]:
+    if isinstance(event, (LayerHere, LoadOver)):
+        return "load", event.load
+    if isinstance(event, PushOver):
+        return "push", event.transfer
+    assert isinstance(event, PromptOver)
+    return "prompt", event.transfer
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A mistake of ours in a task is seen, and not kept until the task is forgotten."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        threading.excepthook(
+            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+        )

@@ -1,0 +1,313 @@
+"""One context that is gathered here: what is read for a peer, what is pushed by it, and when it is whole.
+
+    Read    lease for the whole context ── read from storage ── layers streamed back ──▶ kept
+    Offer   lease, or the rest of it ── Need what is neither here nor on its way ── Data ──▶ Complete
+
+Either half may be missing. ``prompts`` has all of them, and tells peers and the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from .buffers import Slot
+from .depot import Depot, Watch
+from .traffic_class import TrafficClass
+from .wire import Abort, Complete, Data, Failed, Need
+
+Answer = Need | Complete | Failed | Abort
+"""What a peer is told of a context."""
+
+
+class Gathering(Protocol):
+    """Who has all contexts, as far as one of them needs it."""
+
+    depot: Depot
+
+    def say(self, conn: int | None, message: Answer) -> None: ...
+    def tell(self, prompt: Prompt) -> None: ...
+    def let_go(self, prompt: Prompt, now: float) -> None: ...
+
+
+class ReadState(Enum):
+    WAITING = "waiting"
+    """For buffers."""
+    READING = "reading"
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+class PromptState(Enum):
+    GATHERING = "gathering"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class ReadHalf:
+    conn: int | None
+    keys: list[bytes]
+    traffic_class: TrafficClass
+    state: ReadState = ReadState.WAITING
+    slots: list[Slot] = field(default_factory=list)
+    """Of the leading blocks that can be had, once the lease is granted."""
+    missing: set[int] = field(default_factory=set)
+    """Indices of slots, of those that are not whole yet."""
+    in_line: dict[int, Chunk] = field(default_factory=dict)
+    """Chunks on the link, by item."""
+
+
+@dataclass(slots=True, eq=False)
+class OfferHalf:
+    conn: int | None
+    keys: list[bytes]
+    slots: list[Slot] = field(default_factory=list)
+    """Empty until the lease is granted."""
+    pending: set[int] = field(default_factory=set)
+    """Indices of slots, of those that are not whole yet."""
+
+
+class Chunk(NamedTuple):
+    """The work of an item of the compute network: one layer of some blocks that were read here."""
+
+    prompt: Prompt
+    layer: int
+    indices: list[int]
+    slots: list[Slot]
+
+
+class Prompt:
+    """One context that is gathered; a ``Holder`` of its lease, and a ``Filler`` of what it has asked for."""
+
+    def __init__(self, prompts: Gathering, transfer: str, now: float) -> None:
+        self.transfer = transfer
+        self.name = f"prompt {transfer}"
+        self.state = PromptState.GATHERING
+        self.why = ""
+        self.read: ReadHalf | None = None
+        self.offer: OfferHalf | None = None
+        self.leased = False
+        self.expected = False
+        self.claimed = False
+        self.watch = Watch(prompts.depot.limits.patience_s, now)
+        self._prompts = prompts
+
+    # -- as a holder ----------------------------------------------------------------
+
+    def granted(self, now: float) -> None:
+        if self.read is not None:
+            self._begin_reading(self.read, now)
+        if self.offer is not None and self.state is PromptState.GATHERING:
+            self._begin_taking(self.offer, now)
+
+    def advanced(self, slot: Slot, before: int, now: float) -> None:
+        depot = self._prompts.depot
+        depot.buffers.renew(self.name, now)
+        self.watch.seen(now)
+        if slot.filled < depot.layers:
+            return
+        if self.read is not None:
+            self.read.missing.discard(slot.index)
+            self._check_read(now)
+        if self.offer is not None:
+            self.offer.pending.discard(slot.index)
+            self._check_offer(now)
+
+    def lost(self, slot: Slot, why: str, now: float) -> None:
+        if self.state is not PromptState.GATHERING or (slot.filler is not None and not slot.bad):
+            return  # or another who holds it sees to it
+        if self.read is not None:
+            self._lose_read(self.read, slot, why, now)
+        if self._offers(slot):
+            assert self.offer is not None
+            if slot.bad or self.offer.conn is None:
+                self.fail(f"a block that was on its way did not come: {why}", now, tell=True)
+            else:
+                self._need([self.offer.slots.index(slot)], self.offer, now)
+        elif slot.bad:  # else the lease keeps its place, for when it is offered
+            self._prompts.depot.drop(self.name, slot, now)
+
+    def lapsed(self, now: float) -> bool:
+        if not self.claimed:
+            self.fail("the lease on its buffers has expired", now, tell=True)
+            if self.state is PromptState.COMPLETE and self.expected:
+                self.state, self.why = PromptState.FAILED, "the lease on its buffers has expired"
+                self._prompts.tell(self)
+            self._prompts.let_go(self, now)
+        return not self.claimed
+
+    # -- as a filler ----------------------------------------------------------------
+
+    def unwanted(self, slot: Slot, now: float) -> None:
+        """Only when the lease ends, and then the peer is told otherwise."""
+
+    # -- the half that reads for a peer ---------------------------------------------
+
+    def _begin_reading(self, read: ReadHalf, now: float) -> None:
+        depot = self._prompts.depot
+        read.state = ReadState.READING
+        read.slots = [depot.buffers.slot(self.name, key) for key in read.keys]
+        read.missing = {slot.index for slot in read.slots if slot.filled < depot.layers}
+        for slot in read.slots:
+            depot.read(self.name, slot, now, read.traffic_class)
+        self._check_read(now)
+
+    def _lose_read(self, read: ReadHalf, slot: Slot, why: str, now: float) -> None:
+        if slot not in read.slots:
+            return
+        place = read.slots.index(slot)
+        self._prompts.say(read.conn, Failed(transfer=self.transfer, index=place, reason=why))
+        # What lies behind is of no use to who reads it. Its places stay, for when it is computed and offered.
+        given_up, read.slots = read.slots[place + 1 :], read.slots[:place]
+        offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
+        for each in given_up:
+            if list(each.holders) == [self.name] and each.index not in offered:
+                self._prompts.depot.stop_reading(each)
+        read.missing.difference_update([slot.index, *(each.index for each in given_up)])
+        self._check_read(now)
+
+    def _check_read(self, now: float) -> None:
+        depot, read = self._prompts.depot, self.read
+        if read is None or read.state is not ReadState.READING:
+            return
+        slots = read.slots
+        if read.missing:
+            return
+        if read.conn is None:  # who asked is gone
+            read.state = ReadState.DONE
+            return
+        read.state = ReadState.STREAMING
+        depot.reads.close(self.name)
+        per = max(1, depot.limits.chunk_bytes // depot.memory.layer_bytes)
+        for layer in range(depot.layers):
+            for start in range(0, len(slots), per):
+                part = slots[start : start + per]
+                chunk = Chunk(self, layer, list(range(start, start + len(part))), part)
+                size = len(part) * depot.memory.layer_bytes
+                for slot in part:
+                    depot.buffers.pin(slot)
+                number = depot.compute.put(self.name, size, chunk, now, read.traffic_class)
+                read.in_line[number] = chunk
+        if not read.in_line:
+            read.state = ReadState.DONE
+        depot.compute.close(self.name)
+
+    # -- the half that is pushed ----------------------------------------------------
+
+    def take_offer(self, offer: OfferHalf, now: float) -> None:
+        self.offer = offer
+        if self._prompts.depot.buffers.granted(self.name):
+            self._begin_taking(offer, now)
+
+    def data(self, message: Data, payload: memoryview, now: float) -> bool:
+        """A layer of some blocks; False: it is not what comes next."""
+        depot, offer = self._prompts.depot, self.offer
+        size = depot.memory.layer_bytes
+        if offer is None or len(payload) != len(message.indices) * size:
+            return False
+        for at, index in enumerate(message.indices):
+            if not 0 <= index < len(offer.slots):
+                return False
+            slot = offer.slots[index]
+            if slot.filler is not self or slot.filled != message.layer or message.layer >= depot.layers:
+                return False
+            depot.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
+            if message.layer + 1 == depot.layers:
+                slot.filler = None
+            depot.counts["bytes_taken"] += size
+            depot.advance(slot, message.layer + 1, now)
+        return True
+
+    def _begin_taking(self, offer: OfferHalf, now: float) -> None:
+        depot = self._prompts.depot
+        if not depot.buffers.extend(self.name, offer.keys):
+            self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, tell=True)
+            return
+        depot.buffers.settle(self.name)
+        offer.slots = [depot.buffers.slot(self.name, key) for key in offer.keys]
+        offer.pending = {slot.index for slot in offer.slots if slot.filled < depot.layers}
+        self._need(
+            [
+                index
+                for index, slot in enumerate(offer.slots)
+                if slot.filled < depot.layers and slot.filler is None
+            ],
+            offer,
+            now,
+        )
+        depot.counts["blocks_offered"] += len(offer.slots)
+        self._check_offer(now)
+
+    def _need(self, indices: list[int], offer: OfferHalf, now: float) -> None:
+        for index in indices:
+            offer.slots[index].filler = self
+        self._prompts.depot.counts["blocks_needed"] += len(indices)
+        self._prompts.say(offer.conn, Need(transfer=self.transfer, indices=indices))
+
+    def _check_offer(self, now: float) -> None:
+        offer = self.offer
+        if self.state is not PromptState.GATHERING or offer is None or offer.pending:
+            return
+        self.state = PromptState.COMPLETE
+        self._prompts.say(offer.conn, Complete(transfer=self.transfer))
+        self._prompts.tell(self)
+
+    # -- the end --------------------------------------------------------------------
+
+    def fail(self, why: str, now: float, tell: bool) -> None:
+        """It will never be whole; ``tell`` the peers that have a part in it."""
+        if self.state is not PromptState.GATHERING:
+            return
+        self.state = PromptState.FAILED
+        self.why = why
+        depot = self._prompts.depot
+        depot.counts["prompts_failed"] += 1
+        if tell:
+            for conn in self.conns():
+                self._prompts.say(conn, Abort(transfer=self.transfer, reason=why))
+        self.stop_streaming()
+        for slot in list(self.offer.slots) if self.offer is not None else ():
+            if slot.filler is self:  # others may wait for what this one was to get
+                depot.fail(slot, why, now)
+        self._prompts.tell(self)
+        self._prompts.let_go(self, now)
+
+    def stop_streaming(self) -> None:
+        """Take back what has not gone out yet."""
+        depot, read = self._prompts.depot, self.read
+        if read is None:
+            return
+        for number, chunk in list(read.in_line.items()):
+            if depot.compute.cancel(number):
+                del read.in_line[number]
+                for slot in chunk.slots:
+                    depot.buffers.unpin(slot)
+        if not read.in_line and read.state is ReadState.STREAMING:
+            read.state = ReadState.DONE
+
+    @property
+    def waits_here(self) -> bool:
+        """For buffers, or for this engine's own links."""
+        if self.leased and not self._prompts.depot.buffers.granted(self.name):
+            return True
+        return self.read is not None and self.read.state is not ReadState.DONE
+
+    def conns(self) -> set[int]:
+        """Peers that have a part in it."""
+        halves = [half.conn for half in (self.read, self.offer) if half is not None]
+        return {conn for conn in halves if conn is not None}
+
+    def let_go_of(self, conn: int) -> bool:
+        """A connection has ended; whether it had been offered there."""
+        if self.read is not None and self.read.conn == conn:
+            self.read.conn = None
+            self.stop_streaming()
+        offered = self.offer is not None and self.offer.conn == conn
+        if self.offer is not None and offered:
+            self.offer.conn = None
+        return offered
+
+    def _offers(self, slot: Slot) -> bool:
+        return self.offer is not None and slot in self.offer.slots

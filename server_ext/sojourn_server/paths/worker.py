@@ -1,0 +1,421 @@
+"""The connector's half beside the model: carries out each step's orders with the traffic manager.
+
+    begin_step       orders come in; reads and pushes begin
+    wait_for_layer   returns once this step's streams have filled a layer
+    save_layer       a layer is computed: what is pushed of it goes out beside the next one's computing
+    end_step         copies of this step are made; what became full is given to the store
+    take_*           what has come of it all
+
+Every method is called by the thread that runs the model. Beside it works one thread for looking into the
+store, which waits for disks, one that gathers what is pushed, and one that fills blocks of requests that do
+not compute yet. None of the methods raises, unless ``strict``: an error ends what it was about, and that is
+computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..tiers.lane import Lane
+from . import orders
+from .face import Prompt, Traffic
+from .face import Push as PushHandle
+from .fetching import Fetching
+from .kv_blocks import KvBlocks
+from .orders import Orders, Reports
+
+STUCK_S = 30.0
+"""The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """Blocks of one request that this step fills."""
+
+    ask: int
+    fetching: Fetching | None
+    skip: int
+    block_ids: list[int]
+    began_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Push:
+    """One prompt on its way out."""
+
+    order: orders.Push
+    handle: PushHandle | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    spoiled: bool = False
+    """What it would send was made of blocks that were not filled."""
+    given: int = 0
+    """Layers on their way, or beyond."""
+
+    @property
+    def over(self) -> bool:
+        return self.handle is None or self.handle.outcome is not None
+
+    def spoil(self) -> None:
+        with self.lock:
+            if not self.spoiled:
+                self.spoiled = True
+                if self.handle is not None:
+                    self.handle.abort()
+
+
+class PathWorker:
+    """Of one engine's worker."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        leading: Callable[[Sequence[bytes]], int],
+        kv: KvBlocks,
+        *,
+        slots: int,
+        log: Callable[[str, BaseException], None] = lambda what, error: None,
+        strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``leading`` says how many leading blocks the store has, and waits for it. ``slots`` are the Full
+        Blocks that fit the buffers. ``log`` is told of errors of ours; ``strict`` raises them, for tests."""
+        self.counts: Counter[str] = Counter()
+        self._traffic = traffic
+        self._leading = leading
+        self._kv = kv
+        self._slots = slots
+        self._log = log
+        self._strict = strict
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Over what other threads change: ``_fetchings``, ``_looking``, ``_taken``, ``_not_filled``."""
+        self._looking: dict[int, float] = {}
+        """Asks that wait for the store to be looked into, and until when."""
+        self._fetchings: dict[int, Fetching] = {}
+        self._unready: set[int] = set()
+        """Asks whose fetch has not been answered."""
+        self._prompts: dict[int, Prompt] = {}
+        self._unsure: set[int] = set()
+        """Asks whose context is waited for."""
+        self._taken: set[str] = set()
+        self._not_filled: set[int] = set()
+        self._streams: list[_Stream] = []
+        self._step_pushes: list[_Push] = []
+        self._pushes: dict[str, _Push] = {}
+        self._held: set[str] = set()
+        self._saves: list[orders.Save] = []
+        self._takes: list[orders.Take] = []
+        self._bad: set[int] = set()
+        """Blocks of this step that were not filled."""
+        self._reports = Reports()
+        self._look_lane = Lane("paths-look")
+        self._give_lane = Lane("paths-give")
+        self._take_lane = Lane("paths-take")
+
+    # -- a step -----------------------------------------------------------------------
+
+    def begin_step(self, step: Orders) -> None:
+        """Before the forward pass, if there is one."""
+        self._bad = set()
+        self._streams, self._step_pushes = [], []
+        self._saves, self._takes = step.saves, step.takes
+        self._bad.update(step.not_filled)
+        for ask in step.ends:
+            self._do("end an ask", self._end, ask)
+        for drop in step.drops:
+            self._do("let go of a context", self._drop, drop)
+        for request in step.aborts:
+            if request in self._pushes:
+                self._do("end a push", self._pushes[request].spoil)
+        for fetch in step.fetches:
+            self._unready.add(fetch.ask)
+            with self._lock:
+                self._looking[fetch.ask] = self._clock() + STUCK_S
+            self._look_lane.give(lambda fetch=fetch: self._look(fetch))  # type: ignore[misc]
+        for expect in step.expects:
+            self._unsure.add(expect.ask)
+            self._do("expect a context", self._expect, expect)
+        for order in step.streams:
+            with self._lock:
+                fetching = self._fetchings.pop(order.ask, None)
+            self._unready.discard(order.ask)
+            now_s = time.perf_counter()
+            self._streams.append(_Stream(order.ask, fetching, order.skip, order.block_ids, now_s))
+        for push in step.pushes:
+            made = _Push(push, None)
+            self._pushes[push.request] = made
+            self._step_pushes.append(made)
+            self._do("offer a prompt", self._offer, made)
+        self._held.update(step.holds)
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward pass has come to a layer: it returns when what is streamed into it is there."""
+        if not self._streams and not self._bad:
+            return
+        layer = self._kv.index.get(name)
+        if layer is None:  # it has no KV of its own
+            return
+        began_s = time.perf_counter()
+        for stream in self._streams:
+            filled: Sequence[int] = ()
+            if stream.fetching is not None:
+                filled = self._do("fill a layer", self._fill, stream, layer) or ()
+            if len(filled) < len(stream.block_ids):
+                self._bad.update(stream.block_ids[len(filled) :])
+        ended_s = time.perf_counter()
+        self._reports.waited_s += ended_s - began_s
+        if layer == len(self._kv) - 1:
+            self._reports.streamed_s += sum(ended_s - stream.began_s for stream in self._streams)
+        if self._bad:
+            for push in self._step_pushes:
+                if not self._bad.isdisjoint(push.order.block_ids):
+                    self._do("end a push", push.spoil)
+
+    def save_layer(self, name: str) -> None:
+        """The forward pass has computed a layer."""
+        layer = self._kv.index.get(name)
+        if layer is None:
+            return
+        for push in self._step_pushes:
+            if not push.spoiled and push.handle is not None and push.given == layer:
+                push.given += 1
+                self._give_lane.give(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
+
+    def end_step(self) -> None:
+        """After the forward pass, or where there was none: blocks may be others' when it returns."""
+        if self._step_pushes:
+            self._wait_for_lane(self._give_lane)
+        for push in self._step_pushes:
+            if push.given < len(self._kv):  # a pass that left layers out, and will not come to them
+                self._do("end a push", push.spoil)
+        for stream in self._streams:
+            if stream.fetching is not None:
+                self._do("let go of blocks", stream.fetching.end)
+        refused: set[str] = set()
+        for save in self._saves:
+            if save.request not in refused and not self._do("store a block", self._save, save):
+                refused.add(save.request)
+                self._reports.stored[save.request] = save.place
+        for take in self._takes:
+            prompt = self._prompts.pop(take.ask, None)
+            self._unsure.discard(take.ask)
+            self._take_lane.give(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
+        self._streams, self._step_pushes, self._saves, self._takes = [], [], [], []
+
+    # -- what has come of it ------------------------------------------------------------
+
+    def take_sent(self) -> set[str]:
+        """Requests that are held, and need not be any more."""
+        sent = {
+            request for request in self._held if request not in self._pushes or self._pushes[request].over
+        }
+        for request in sent:
+            self._held.discard(request)
+            self._pushes.pop(request, None)
+        return sent
+
+    def take_received(self) -> set[str]:
+        """Requests whose blocks have been filled beside the computing, or never will be."""
+        with self._lock:
+            taken, self._taken = self._taken, set()
+        return taken
+
+    def take_not_filled(self) -> set[int]:
+        """Blocks that were not filled, of this step's requests and of those in ``take_received``."""
+        with self._lock:
+            found, self._not_filled = self._not_filled, set()
+        found |= self._bad
+        self._bad = set()
+        self.counts["blocks_not_filled"] += len(found)
+        return found
+
+    def take_reports(self) -> Reports:
+        """For the planner."""
+        with self._lock:
+            looked = [(ask, self._fetchings[ask]) for ask in self._unready if ask in self._fetchings]
+            now_s = self._clock()
+            hung = [ask for ask, deadline_s in self._looking.items() if deadline_s <= now_s]
+            for ask in hung:
+                del self._looking[ask]
+        for ask in hung:  # what it finds is let go of when it comes back, if ever
+            self._unready.discard(ask)
+            self._reports.ready[ask] = 0
+            self.counts["looks_given_up"] += 1
+        for ask, fetching in looked:
+            blocks = self._do("look at a fetch", fetching.ready, otherwise=0)
+            if blocks is not None:
+                self._unready.discard(ask)
+                self._reports.ready[ask] = blocks
+        for ask in list(self._unsure):
+            blocks = self._do("look at a context", self._gathered, ask, otherwise=0)
+            if blocks is not None:
+                self._unsure.discard(ask)
+                self._reports.prompts[ask] = blocks
+        reports, self._reports = self._reports, Reports()
+        return reports
+
+    @property
+    def open_things(self) -> int:
+        """Asks, pushes and holds that have not been ended, here or in other threads."""
+        with self._lock:
+            found = len(self._looking) + len(self._fetchings) + len(self._taken)
+        return found + len(self._prompts) + len(self._pushes) + len(self._held)
+
+    def close(self) -> None:
+        """The engine ends."""
+        for lane in (self._look_lane, self._give_lane, self._take_lane):
+            lane.close()
+
+    # -- asks -------------------------------------------------------------------------
+
+    def _look(self, fetch: orders.Fetch) -> int:
+        """In its own thread: see what the store has, and have it brought here."""
+        stored = 0
+        try:
+            stored = min(self._leading(fetch.keys), self._slots)
+        except Exception as error:
+            self._log("look into the store", error)
+        with self._lock:
+            if fetch.ask not in self._looking:  # nobody waits for it any more
+                return 0
+        fetching = Fetching(self._traffic, fetch)
+        try:
+            fetching.begin(stored)
+        except Exception as error:
+            self._log("begin a fetch", error)
+        with self._lock:
+            wanted = self._looking.pop(fetch.ask, None) is not None
+            if wanted:
+                self._fetchings[fetch.ask] = fetching
+        if not wanted:
+            fetching.end()
+        return 0
+
+    def _expect(self, expect: orders.Expect) -> None:
+        try:
+            self._prompts[expect.ask] = self._traffic.expect(expect.context, epoch=expect.epoch)
+        except ValueError:  # another request waits for it
+            self.counts["prompts_twice"] += 1
+
+    def _gathered(self, ask: int) -> int | None:
+        """Full Blocks of a context that is whole; 0: it never will be, ``None``: wait."""
+        prompt = self._prompts.get(ask)
+        if prompt is None:
+            return 0
+        if prompt.outcome is None:
+            return None
+        try:
+            return len(prompt.blocks()) if prompt.outcome.complete else 0
+        except ValueError:
+            return 0
+
+    def _drop(self, drop: orders.Expect) -> None:
+        try:
+            self._traffic.expect(drop.context, epoch=drop.epoch).end()
+        except ValueError:  # another request waits for it, and sees to it
+            self.counts["prompts_twice"] += 1
+
+    def _end(self, ask: int) -> None:
+        self._unready.discard(ask)
+        self._unsure.discard(ask)
+        with self._lock:
+            self._looking.pop(ask, None)
+            fetching = self._fetchings.pop(ask, None)
+        prompt = self._prompts.pop(ask, None)
+        if fetching is not None:
+            fetching.end()
+        if prompt is not None:
+            prompt.end()
+
+    def _fill(self, stream: _Stream, layer: int) -> list[int]:
+        assert stream.fetching is not None
+        blocks = stream.fetching.layer(layer, STUCK_S)
+        return self._kv.scatter(layer, blocks, stream.skip, stream.block_ids)
+
+    def _take(self, take: orders.Take, prompt: Prompt | None) -> int:
+        """In its own thread: fill a request's blocks with a context that is here."""
+        filled: list[int] = []
+        try:
+            if prompt is not None:
+                blocks = prompt.blocks()
+                for layer in range(len(self._kv)):
+                    filled = self._kv.scatter(layer, blocks, take.skip, take.block_ids, part=layer)
+        except Exception as error:
+            filled = []
+            self._failed("fill a request's blocks", error)
+        finally:
+            with self._lock:
+                self._not_filled.update(take.block_ids[len(filled) :])
+                self._taken.add(take.request)
+            if prompt is not None:
+                prompt.end()
+        return len(filled) * self._kv.engine_bytes * len(self._kv)
+
+    # -- pushes -------------------------------------------------------------------------
+
+    def _offer(self, push: _Push) -> None:
+        order = push.order
+        try:
+            push.handle = self._traffic.offer(order.context, order.address, order.keys, epoch=order.epoch)
+        except ValueError:
+            self.counts["pushes_refused"] += 1
+
+    def _give(self, push: _Push, layer: int) -> int:
+        """In its own thread: copy a layer and send it."""
+        try:
+            blocks = self._kv.gather(layer, push.order.block_ids)
+            with push.lock:
+                if push.spoiled or push.handle is None:
+                    return 0
+                push.handle.give(layer, blocks)
+            return len(blocks) * self._kv.layer_bytes
+        except Exception as error:
+            self._failed("send a layer", error)
+            self._do("end a push", push.spoil)
+            return 0
+
+    # -- the store ----------------------------------------------------------------------
+
+    def _save(self, save: orders.Save) -> bool:
+        """Whether it is stored, will be, or need not be."""
+        if not self._bad.isdisjoint(save.before) or not self._bad.isdisjoint(save.block_ids):
+            return False
+        if not self._leading([save.key]):
+            content = self._kv.gather_full(save.block_ids)
+            if not self._traffic.store(save.request, save.key, save.parent, content):
+                return False
+            self.counts["blocks_given_to_store"] += 1
+        return True
+
+    # -- errors -------------------------------------------------------------------------
+
+    def _do(
+        self, what: str, call: Callable[..., object], *arguments: object, otherwise: object = None
+    ) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._failed(what, error)
+            return otherwise
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.counts["errors"] += 1
+        if self._strict:
+            raise error
+        self._log(what, error)
+
+    @staticmethod
+    def _wait_for_lane(lane: Lane) -> None:
+        done = threading.Event()
+
+        def tell() -> int:
+            done.set()
+            return 0
+
+        lane.give(tell)
+        done.wait(STUCK_S)

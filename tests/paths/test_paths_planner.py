@@ -1,0 +1,321 @@
+"""What the planner asks of the worker, request by request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from paths_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
+from sojourn_server.paths.orders import Expect, Reports, Take
+from sojourn_server.paths.planner import LATER, MAX_FETCHES, NOTHING, Found, PathPlanner, Scheduled
+from sojourn_server.paths.request_params import read_params, tail_key
+
+
+def make(**options: Any) -> PathPlanner:
+    return PathPlanner(block_tokens=16, blocks_per_full=4, **options)
+
+
+def begin(planner: PathPlanner, request: Request) -> Request:
+    assert planner.arrived(request) is None
+    return request
+
+
+def ids(tokens: int, start: int = 100) -> list[int]:
+    return list(range(start, start + -(-tokens // 16)))
+
+
+def step(planner: PathPlanner, name: str, tokens: int) -> None:
+    """A step after which so many tokens of a request are computed."""
+    planner.scheduled([Scheduled(name, tokens)], lambda request: ids(tokens))
+
+
+def test_a_hit_is_fetched_while_the_request_has_no_blocks_and_then_streamed() -> None:
+    planner = make()
+    request = begin(planner, Request("r", prompt(1, 400)))
+    assert planner.ask("r", 0) == LATER
+    assert planner.ask("r", 0) == LATER
+    (fetch,) = planner.take_orders().fetches
+    assert fetch.keys == full_keys(request.tokens)[:6]
+    planner.take_reports(Reports(ready={fetch.ask: 5}))
+    assert planner.ask("r", 0) == Found(320)
+    assert planner.ask("r", 0) == Found(320), "it did not fit this time"
+    planner.allocated("r", ids(400), 320)
+    (stream,) = planner.take_orders().streams
+    assert (stream.ask, stream.skip, stream.block_ids) == (fetch.ask, 0, ids(320))
+    assert planner.open_asks == 0
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(1, 128)))
+    planner.ask("r", 0)
+    assert len(planner.take_orders().fetches[0].keys) == 1
+    begin(planner, Request("s", prompt(1, 64)))
+    assert planner.ask("s", 0) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("now_computed", "found", "skip"), [(80, 240, 1), (64, 256, 0), (320, 0, 0), (336, 0, 0)]
+)
+def test_the_device_may_have_more_when_it_is_asked_again(now_computed: int, found: int, skip: int) -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(1, 400)))
+    planner.ask("r", 64)
+    (fetch,) = planner.take_orders().fetches
+    planner.take_reports(Reports(ready={fetch.ask: 4}))
+    assert planner.ask("r", now_computed) == Found(found)
+    planner.allocated("r", ids(400), found)
+    orders = planner.take_orders()
+    if found:
+        assert orders.streams[0].skip == skip
+        assert orders.streams[0].block_ids == ids(400)[now_computed // 16 : 20]
+    else:
+        assert orders.ends == [fetch.ask]
+
+
+def test_where_the_device_has_lost_what_stood_before_it_is_fetched_again_but_not_for_ever() -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(1, 4000)))
+    computed = 1024
+    assert planner.ask("r", computed) == LATER
+    fetched = []
+    for _ in range(MAX_FETCHES - 1):
+        (fetch,) = planner.take_orders().fetches
+        fetched.append(fetch.ask)
+        planner.take_reports(Reports(ready={fetch.ask: 2}))
+        computed -= FULL_TOKENS
+        assert planner.ask("r", computed) == LATER
+    orders = planner.take_orders()
+    planner.take_reports(Reports(ready={orders.fetches[0].ask: 2}))
+    assert planner.ask("r", computed - FULL_TOKENS) == NOTHING
+    assert orders.ends == fetched[-1:]
+    assert planner.take_orders().ends == [orders.fetches[0].ask]
+
+
+def test_what_the_store_does_not_have_is_asked_for_once() -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(1, 400)))
+    planner.ask("r", 0)
+    planner.take_reports(Reports(ready={planner.take_orders().fetches[0].ask: 0}))
+    assert planner.ask("r", 0) == NOTHING
+    assert planner.ask("r", 0) == NOTHING
+    assert not planner.take_orders().fetches
+
+
+def test_a_preempted_request_asks_again_for_what_it_has_stored() -> None:
+    planner = make()
+    request = begin(planner, Request("r", prompt(1, 100)))
+    planner.ask("r", 0)
+    planner.take_reports(Reports(ready={planner.take_orders().fetches[0].ask: 0}))
+    planner.ask("r", 0)
+    planner.allocated("r", ids(100), 0)
+    request.output += [7] * 60
+    assert planner.ask("r", 0) == LATER
+    assert len(planner.take_orders().fetches[0].keys) == 2
+
+
+def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_over() -> None:
+    planner = make()
+    params = to_prefill("t", "unix:d", decode_share=0.5, epoch="e1")
+    request = begin(planner, Request("r", prompt(1, 400), params))
+    assert planner.ask("r", 0) == LATER
+    (fetch,) = planner.take_orders().fetches
+    assert (fetch.decode_share, fetch.peer, fetch.total, fetch.epoch) == (0.5, "unix:d", 7, "e1")
+    planner.take_reports(Reports(ready={fetch.ask: 2}))
+    planner.ask("r", 0)
+    planner.allocated("r", ids(400), 128)
+    step(planner, "r", 300)
+    assert not planner.take_orders().pushes
+    step(planner, "r", 400)
+    orders = planner.take_orders()
+    (push,) = orders.pushes
+    assert push.context == fetch.context
+    assert push.keys == [*full_keys(request.tokens), tail_key(push.context)]
+    assert (push.address, push.epoch, push.block_ids) == ("unix:d", "e1", ids(400))
+    assert not orders.saves, "the decode side stores it"
+    step(planner, "r", 401)
+    assert not planner.take_orders().pushes
+    finished = planner.finished("r", True)
+    assert finished.hold
+    assert finished.answer == {
+        "do_remote_prefill": True, "transfer": "t", "context": push.context, "stored": 2, "epoch": "e1",
+    }  # fmt: skip
+    assert planner.take_orders().holds == ["r"]
+    assert len(planner) == 0
+
+
+def test_a_prompt_of_whole_full_blocks_has_no_tail() -> None:
+    planner = make()
+    request = begin(planner, Request("r", prompt(1, 128), to_prefill("t")))
+    step(planner, "r", 128)
+    assert planner.take_orders().pushes[0].keys == full_keys(request.tokens)
+
+
+def answer_of(tokens: list[int], transfer: str = "t") -> dict[str, Any]:
+    """What a prefill engine says of a prompt."""
+    planner = make()
+    begin(planner, Request("p", tokens, to_prefill(transfer)))
+    step(planner, "p", len(tokens))
+    answer = planner.finished("p", True).answer
+    assert answer is not None
+    assert read_params(answer).transfer == transfer
+    return answer
+
+
+def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    begin(planner, Request("r", tokens, answer_of(tokens)))
+    assert planner.ask("r", 64) == LATER
+    (expect,) = planner.take_orders().expects
+    assert planner.ask("r", 64) == LATER
+    planner.take_reports(Reports(prompts={expect.ask: 7}))
+    assert planner.ask("r", 64) == Found(336, beside=True)
+    planner.allocated("r", ids(400), 336)
+    assert planner.take_orders().takes == [Take(expect.ask, "r", 4, ids(400)[4:])]
+    planner.allocated("r", ids(400), 0)
+    assert planner.open_asks == 0
+
+
+@pytest.mark.parametrize("blocks", [0, 6, 8])
+def test_a_context_that_is_not_whole_is_fetched_from_the_store_instead(blocks: int) -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    begin(planner, Request("r", tokens, answer_of(tokens)))
+    planner.ask("r", 0)
+    (expect,) = planner.take_orders().expects
+    planner.take_reports(Reports(prompts={expect.ask: blocks}))
+    assert planner.ask("r", 0) == LATER
+    orders = planner.take_orders()
+    assert orders.ends == [expect.ask]
+    assert len(orders.fetches) == 1
+    assert not orders.fetches[0].peer
+
+
+def test_a_context_of_other_tokens_is_never_used() -> None:
+    planner = make()
+    answer = answer_of(prompt(1, 400))
+    other = prompt(1, 400)
+    other[399] += 1
+    begin(planner, Request("r", other, answer))
+    assert planner.ask("r", 0) == LATER
+    orders = planner.take_orders()
+    assert not orders.expects
+    assert orders.drops == [Expect(0, answer["context"], None)]
+    assert planner.counts["prompts_foreign"] == 1
+
+
+def test_a_request_that_is_refused_before_it_was_asked_for_lets_go_of_its_context() -> None:
+    planner = make()
+    answer = answer_of(prompt(1, 400))
+    begin(planner, Request("r", [0], answer))  # as vLLM tells of one that its front end has refused
+    assert planner.finished("r", False) == (False, None)
+    assert planner.take_orders().drops == [Expect(0, answer["context"], None)]
+
+
+def test_an_abort_ends_what_was_asked_for() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    begin(planner, Request("a", tokens))
+    begin(planner, Request("b", tokens, answer_of(tokens)))
+    planner.ask("a", 0)
+    planner.ask("b", 0)
+    orders = planner.take_orders()
+    asks = [orders.fetches[0].ask, orders.expects[0].ask]
+    planner.take_reports(Reports(ready={asks[0]: 3}))
+    for name in "ab":
+        assert planner.finished(name, False) == (False, None)
+    assert planner.take_orders().ends == asks
+    planner.take_reports(Reports(prompts={asks[1]: 7}))  # too late
+    assert (len(planner), planner.open_asks) == (0, 0)
+
+
+def test_a_push_whose_request_is_aborted_is_aborted_too() -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(1, 128), to_prefill("t")))
+    step(planner, "r", 128)
+    assert planner.finished("r", False) == (True, None)
+    orders = planner.take_orders()
+    assert (orders.holds, orders.aborts) == (["r"], ["r"])
+
+
+def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:
+    planner = make(max_saves=2)
+    request = begin(planner, Request("r", prompt(1, 400)))
+    planner.ask("r", 0)
+    planner.take_reports(Reports(ready={planner.take_orders().fetches[0].ask: 1}))
+    planner.ask("r", 0)
+    planner.allocated("r", ids(400), 64)
+    planner.take_orders()
+    keys = full_keys(request.tokens)
+    step(planner, "r", 400)
+    saves = planner.take_orders().saves
+    assert [(save.place, save.key, save.parent) for save in saves] == [
+        (1, keys[1], keys[0]),
+        (2, keys[2], keys[1]),
+    ]
+    assert saves[1].block_ids == ids(400)[8:12]
+    assert saves[1].before == ids(400)[:8]
+    planner.take_reports(Reports(stored={"r": 2}))  # one could not be taken
+    places = []
+    for _ in range(4):
+        request.output.append(1)
+        step(planner, "r", request.num_tokens)
+        places += [save.place for save in planner.take_orders().saves]
+    assert places == [2, 3, 4, 5]
+    request.output += [1] * (448 - request.num_tokens)
+    step(planner, "r", 448)
+    assert [save.place for save in planner.take_orders().saves] == [6], "output is stored as well"
+
+
+def test_on_the_decode_side_what_the_prefill_side_has_found_is_not_stored_again() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    begin(planner, Request("r", tokens, {**answer_of(tokens), "stored": 4}))
+    step(planner, "r", 400)
+    assert [save.place for save in planner.take_orders().saves] == [4, 5]
+
+
+def test_what_cannot_be_read_is_said_and_the_request_goes_without() -> None:
+    planner = make()
+    wrong = planner.arrived(Request("r", prompt(1, 400), {"do_remote_prefill": True, "transfer": 3}))
+    assert wrong is not None
+    assert "transfer is 3" in wrong
+    assert planner.ask("r", 0) == LATER
+    assert planner.take_orders().fetches
+
+
+def test_nothing_is_known_of_a_request_that_has_not_arrived() -> None:
+    planner = make()
+    assert planner.ask("r", 0) == NOTHING
+    planner.allocated("r", [1, 2], 32)
+    assert planner.take_orders().not_filled == [1, 2]
+    assert planner.finished("r", True) == (False, None)
+
+
+def test_once_abandoned_nobody_waits() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    begin(planner, Request("a", tokens))
+    begin(planner, Request("b", tokens, answer_of(tokens)))
+    planner.ask("a", 0)
+    planner.ask("b", 0)
+    planner.take_orders()
+    planner.abandon()
+    assert [planner.ask(name, 0) for name in "ab"] == [NOTHING, NOTHING]
+    assert len(planner.take_orders().ends) == 2
+
+
+def test_what_is_given_up_before_its_step_is_never_begun() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    answer = answer_of(tokens)
+    begin(planner, Request("a", tokens))
+    begin(planner, Request("b", tokens, answer))
+    planner.ask("a", 0)
+    planner.ask("b", 0)
+    planner.finished("a", False)
+    planner.finished("b", False)
+    orders = planner.take_orders()
+    assert (orders.fetches, orders.expects, orders.ends) == ([], [], [])
+    assert orders.drops == [Expect(0, answer["context"], None)]

@@ -1,0 +1,149 @@
+"""The paths connector beside vLLM's own scheduler: what its hooks hand on; an error of ours ends nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.paths.orders import Reports
+from sojourn_server.vllm.paths_connector import PathsConnector, StepReport
+from vllm.v1.outputs import KVConnectorOutput
+
+
+@pytest.fixture
+def engine(make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own scheduler with our connector's first half; the second is what the test says."""
+    from sojourn_server.lab import bare_engine
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    transfer = KVTransferConfig(
+        kv_connector="PathsConnector",
+        kv_connector_module_path="sojourn_server.vllm.paths_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "listen": f"unix:{tmp_path / 'p.sock'}",
+            "store": str(tmp_path / "store"),
+            "store_name": "p",
+            "store_bytes": 1 << 24,
+            "buffer_bytes": 1 << 24,
+        },
+    )
+    monkeypatch.setattr(bare_engine, "_transfer_config", lambda options, page_bytes: transfer)
+    made = make_engine(None, blocks=65, max_model_len=1024)
+    assert isinstance(made.scheduler.connector, PathsConnector)
+    return made
+
+
+def answer(engine: Any, planned: Any, reports: Reports | None = None, **output: Any) -> None:
+    meta = StepReport(reports) if reports is not None else None
+    engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=meta, **output))
+
+
+def test_a_request_waits_without_blocks_until_its_hit_is_here(engine: Any) -> None:
+    free = engine.pool.get_num_free_blocks()
+    engine.add("r", list(range(400)), max_tokens=2)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    assert len(fetch.keys) == 6
+    assert not planned.num_scheduled_tokens
+    assert engine.pool.get_num_free_blocks() == free
+    answer(engine, planned, Reports(ready={fetch.ask: 5}))
+    planned = engine.plan()
+    assert planned.num_scheduled_tokens == {"r": 80}
+    assert planned.has_sync_kv_loads
+    orders = planned.kv_connector_metadata.orders
+    assert len(orders.streams[0].block_ids) == 20
+    assert [save.place for save in orders.saves] == [5]
+    answer(engine, planned)
+    while engine.scheduler.has_requests():
+        answer(engine, engine.plan())
+    assert engine.pool.get_num_free_blocks() == free
+    assert len(engine.scheduler.connector.planner) == 0
+
+
+def test_a_block_that_was_not_filled_is_computed(engine: Any) -> None:
+    engine.add("r", list(range(400)), max_tokens=2)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    answer(engine, planned, Reports(ready={fetch.ask: 6}))
+    planned = engine.plan()
+    (stream,) = planned.kv_connector_metadata.orders.streams
+    answer(engine, planned, invalid_block_ids={stream.block_ids[8]})
+    assert engine.plan().num_scheduled_tokens == {"r": 400 - 128}
+
+
+def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None:
+    free = engine.pool.get_num_free_blocks()
+    request = engine.add("r", list(range(400)))
+    connector = engine.scheduler.connector
+    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    connector.on_new_request(request)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    answer(engine, planned, Reports(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    (push,) = planned.kv_connector_metadata.orders.pushes
+    assert (len(push.keys), len(push.block_ids)) == (7, 25)
+    answer(engine, planned)
+    assert engine.pool.get_num_free_blocks() == free - 25
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.orders.holds == ["r"]
+    answer(engine, planned, finished_sending={"r"})
+    assert engine.pool.get_num_free_blocks() == free
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_an_abort_gives_the_engine_a_step_to_tell_the_worker(engine: Any) -> None:
+    engine.add("r", list(range(400)))
+    planned = engine.plan()
+    answer(engine, planned)
+    engine.abort("r")
+    assert engine.scheduler.has_requests()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    assert engine.plan().kv_connector_metadata.orders.ends == [fetch.ask]
+    assert not engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("broken", ["arrived", "ask", "allocated", "scheduled", "take_reports", "finished"])
+def test_an_error_of_ours_ends_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    planner = engine.scheduler.connector.planner
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(planner, broken, fail)
+    engine.add("r", list(range(400)), max_tokens=3)
+    not_filled = 0
+    for _ in range(10):
+        planned = engine.plan()
+        orders = planned.kv_connector_metadata.orders
+        not_filled += len(orders.not_filled)
+        ready = {fetch.ask: 2 for fetch in orders.fetches}
+        answer(engine, planned, Reports(ready=ready), invalid_block_ids=set(orders.not_filled))
+    assert not engine.scheduler.has_unfinished_requests()
+    assert not_filled == (8 if broken == "allocated" else 0)
+
+
+def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
+    scheduler_half = engine.scheduler.connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    worker = PathsConnector(
+        scheduler_half._vllm_config, KVConnectorRole.WORKER, scheduler_half._kv_cache_config
+    )
+    worker.handle_preemptions(engine.plan().kv_connector_metadata)
+    worker.wait_for_layer_load("a")
+    worker.save_kv_layer("a", SimpleNamespace(), None)  # type: ignore[arg-type]
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    worker.shutdown()

@@ -1,0 +1,144 @@
+"""What the paths connector can be told, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.tiers.shared_store import SharedStore
+from sojourn_server.tiers.vllm_fs import VllmFsStore
+from sojourn_server.vllm.paths_settings import PathsSettings
+from sojourn_server.vllm.settings import SettingsError
+
+FULL_BYTES = 4 * 16 * 2 * 8 * 128 * 2
+"""Four engine blocks of 16 tokens, one layer, in bfloat16."""
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def good(tmp_path: Path, **changed: Any) -> dict[str, Any]:
+    said = {
+        "listen": f"unix:{tmp_path / 'p.sock'}",
+        "store": str(tmp_path / "store"),
+        "store_name": "p",
+        "store_bytes": 1 << 24,
+        "buffer_bytes": 10 * FULL_BYTES + 1,
+    }
+    return {name: value for name, value in {**said, **changed}.items() if value is not None}
+
+
+def read(extra: dict[str, Any], *, block_size: int = 16, groups: int = 1, **transfer: Any) -> PathsSettings:
+    """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
+    import torch
+    from sojourn_server.lab.bare_engine import BareEngineOptions, _config
+    from vllm.config import KVTransferConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    config = _config(BareEngineOptions(block_size=block_size), spec.page_size_bytes)
+    said = {"kv_connector": "PathsConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra, **{**said, **transfer})
+    kv = KVCacheConfig(
+        num_blocks=64,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at in range(groups)],
+    )
+    return PathsSettings.read(config, kv)
+
+
+def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
+    settings = read(good(tmp_path, storage_read_rate=4e6, compute_rate=None, patience_s=2, lease_s=9))
+    assert (settings.block_tokens, settings.per_full, settings.blocks) == (16, 4, 64)
+    assert (settings.identity.block_tokens, settings.identity.block_bytes) == (64, FULL_BYTES)
+    assert settings.limits.slots == 10
+    assert (settings.limits.patience_s, settings.limits.lease_s) == (2, 9)
+    assert (settings.rates.storage_read, settings.rates.compute) == (4e6, None)
+    store = settings.open_store()
+    assert isinstance(store, SharedStore)
+    store.close()
+
+
+def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
+    settings = read(good(tmp_path, store_layout="vllm-fs", store_name=None, store_bytes=None))
+    store = settings.open_store()
+    assert isinstance(store, VllmFsStore)
+    assert len(list((tmp_path / "store").glob("*/config.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"storage_rate": 3}, "unknown setting of the paths 'storage_rate'"),
+        ({"listen": None}, "listen is None"),
+        ({"listen": "p.sock"}, "listen: .*no address"),
+        ({"listen": "nixl:p"}, "listen: .*NIXL is not built in"),
+        ({"store": 3}, "store is 3; expected a directory"),
+        ({"store_layout": "lmdb"}, "store_layout is 'lmdb'"),
+        ({"store_layout": "vllm-fs"}, "store_name is for store_layout sojourn"),
+        ({"store_name": "a/b"}, "store_name is 'a/b'"),
+        ({"store_name": None}, "store_name is None"),
+        ({"store_bytes": 100}, "at least a Full Block of this model, 262144"),
+        ({"buffer_bytes": None}, "buffer_bytes is None"),
+        ({"buffer_bytes": FULL_BYTES - 1}, "at least a Full Block of this model, 262144, and room for the"),
+        ({"buffer_bytes": 1.5}, "buffer_bytes is 1.5"),
+        ({"storage_read_rate": 0}, "more than 0"),
+        ({"compute_rate": "fast"}, "compute_rate is 'fast'"),
+        ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"save": 1}, "save is 1"),
+        ({"patience_s": "long"}, "patience_s is 'long'"),
+        ({"patience_s": -1}, "more than 0 seconds"),
+        ({"lease_s": 1.0}, "must be above patience_s"),
+        ({"read_width": 0}, "read_width is 0"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_with_what_was_expected(
+    tmp_path: Path, changed: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        ({"block_size": 128}, "a Full Block of 64 tokens is not a whole number of engine blocks of 128"),
+        ({"block_size": 48}, "not a whole number of engine blocks of 48"),
+        ({"groups": 2}, "2 groups of KV caches"),
+        ({"kv_role": "kv_producer"}, "expected 'kv_both'"),
+        ({"kv_load_failure_policy": "fail"}, "expected 'recompute'"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_be_served_are_refused(tmp_path: Path, shape: dict[str, Any], what: str) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path), **shape)
+
+
+def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
+        read(good(tmp_path))
+
+
+def test_tensors_that_are_not_as_expected_are_refused() -> None:
+    import torch
+    from sojourn_server.vllm.paths_connector import _rows
+
+    kv = torch.arange(48, dtype=torch.float32).view(4, 3, 4)
+    rows = _rows("a", kv, 4)
+    assert (rows.shape, rows.dtype.name) == ((4, 48), "uint8")
+    rows[0, :4] = 0
+    assert kv[0, 0, 0] == 0, "it is the engine's own memory"
+    with pytest.raises(SettingsError, match="expected 5 blocks"):
+        _rows("a", kv, 5)
+    with pytest.raises(SettingsError, match="KV on meta"):
+        _rows("a", torch.zeros(4, device="meta"), 4)
