@@ -18,11 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lab_pages import FIRST_WORDS, made_by, marked, write_page
+from lab_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sojourn_server.cli.console import write_json
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.http.replicas import Replicas
 from sojourn_server.gateway.http.watch import Description
@@ -172,11 +171,8 @@ def main() -> None:
     console.print(table)
     if options.out is not None:
         made = made_with(sys.argv)
-        told_by = {"command": f"python benchmarks/{made.command}", "machine": made.machine}
-        document = {**told_by, "versions": made.versions, "rounds": options.rounds, **found}
-        write_json(document, str(options.out / "gateway_coordinator.json"))
         text = page(found, made, options.rounds, options.seconds, time.monotonic() - began)
-        write_page(options.out / "gateway_coordinator.md", text, FIRST_WORDS)
+        write_result(options.out, "gateway_coordinator", made, {"rounds": options.rounds, **found}, text)
 
 
 if __name__ == "__main__":

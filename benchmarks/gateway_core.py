@@ -29,12 +29,14 @@ from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
 from sojourn_server.lab.report.results import made_with
 from sojourn_server.policy.fair_share import AgentFairShare, InOrder
 from sojourn_server.policy.routing import RoundRobin, SessionAffinity
+from sojourn_server.policy.routing_delay import LeastDelay
 from sojourn_server.policy.routing_prefix import PrefixAffinity
 from sojourn_server.policy.routing_room import RoomForAll
 from sojourn_server.policy.stealing import WorkStealing
 from sojourn_server.policy.yielding import YieldToUrgent
 
 ROUTINGS: dict[str, Callable[[], Any]] = {
+    "least-delay": LeastDelay,
     "session-affinity": SessionAffinity,
     "room-for-all": RoomForAll,
     "prefix-affinity": PrefixAffinity,

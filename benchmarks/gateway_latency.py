@@ -23,15 +23,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import aiohttp
 import httpx
-from lab_pages import FIRST_WORDS, made_by, write_page
+from lab_pages import made_by, write_result
 from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
-from sojourn_server.cli.console import write_json
 from sojourn_server.lab.report.results import MadeWith, made_with
 from sojourn_server.launch.server import EngineServer
 
@@ -57,8 +55,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(flags: list[str], url: str, replicas: int) -> Iterator[str]:
-    """``sojourn gateway`` until it knows its replicas."""
+def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
+    """``sojourn gateway``, once it knows its replicas."""
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
     with tempfile.TemporaryFile() as log:
         running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -75,7 +73,7 @@ def process(flags: list[str], url: str, replicas: int) -> Iterator[str]:
                     log.seek(0)
                     raise SystemExit(f"no gateway at {url}:\n{log.read().decode()[-3000:]}")
                 time.sleep(0.2)
-            yield url
+            yield running
         finally:
             running.terminate()
             running.wait(60)
@@ -169,7 +167,8 @@ def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
         port = free_port()
         urls = ",".join(server.url for server in servers)
         flags = ["--engines", urls, "--port", str(port), "--log-level", "warning"]
-        url = stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 2))
+        url = f"http://127.0.0.1:{port}"
+        stack.enter_context(process(flags, url, 2))
         return asyncio.run(measure(url, rounds, "standalone"))
 
 
@@ -181,7 +180,8 @@ def on_ray(rounds: int) -> dict[str, list[float]]:
         engines = {"min": 2, "num_cpus": 0.1, "args": list(ARGS), "environment": ENVIRONMENT}
         told = {"model": "tiny", "direct_port": port, "port": free_port(), "engines": engines}
         config.write_text(json.dumps(told))  # JSON is YAML
-        with process(["--ray", str(config)], f"http://127.0.0.1:{port}", 2) as url:
+        url = f"http://127.0.0.1:{port}"
+        with process(["--ray", str(config)], url, 2):
             return asyncio.run(measure(url, rounds, "Ray"))
 
 
@@ -202,16 +202,8 @@ def main() -> None:
     console.print(table)
     if options.out is not None:
         made = made_with(sys.argv)
-        document: dict[str, Any] = {
-            "command": f"python benchmarks/{made.command}",
-            "machine": made.machine,
-            "versions": made.versions,
-            "rounds": options.rounds,
-            **result,
-        }
-        write_json(document, str(options.out / "gateway_latency.json"))
         text = page(result, made, options.rounds, time.monotonic() - began)
-        write_page(options.out / "gateway_latency.md", text, FIRST_WORDS)
+        write_result(options.out, "gateway_latency", made, {"rounds": options.rounds, **result}, text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real engines on the tiny model, in this process; a module's engines are closed at its end."""
+"""Real engines on small models, in this process; a module's engines are closed at its end."""
 
 from __future__ import annotations
 
@@ -51,6 +51,25 @@ def tiny_model(engine_environment: None) -> str:
     from sojourn_server.models import resolve_model
 
     return resolve_model("tiny", progress=False)
+
+
+@pytest.fixture(scope="session")
+def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of one with the tiny one's shape and weights so large that each next token hangs on all
+    tokens before it. (The tiny one says one word again and again, whatever is in its cache.)"""
+    import torch
+    import transformers
+
+    target = tmp_path_factory.mktemp("loud")
+    config = transformers.AutoConfig.from_pretrained(tiny_model)
+    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
+    config.initializer_range = 0.15
+    config.vocab_size = 4096
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
+    return str(target)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,72 @@
-"""Looking into an in-process engine; imported by the tests of this directory."""
+"""Engines in this process: begun, asked and looked into; imported by the tests of this directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+BLOCK_TOKENS = 32
+MOST_OFF = 1e-4
+"""Of a logprob: in float32 the order of additions, which hangs on who else is in the batch, shows in the
+sixth decimal. Twenty times what was seen."""
+
+
+@contextmanager
+def float32_engine(model: str, **settings: Any) -> Iterator[Any]:
+    """An LLM in which equal contexts give equal tokens, closed afterwards. ``settings`` are vLLM's."""
+    from vllm import LLM
+
+    usual = {"dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "seed": 0}
+    llm = LLM(model=model, **{**usual, **settings})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def with_tiers(**extra: Any) -> dict[str, Any]:
+    """Settings of an engine with host memory below its device, and a disk if ``extra`` names one."""
+    from vllm.config import KVTransferConfig
+
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="SojournConnector",
+            kv_connector_module_path="sojourn_server.vllm.connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+    }
+
+
+@contextmanager
+def one_thread(patch: Any) -> Iterator[None]:
+    """Steps of so small a model are so short that threads would mostly wait for each other. ``patch`` is
+    pytest's ``MonkeyPatch``, which its owner takes back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def said(answer: Any) -> tuple[list[int], list[float]]:
+    """Tokens of an output that was asked for with ``logprobs=0``, and the logprob of each."""
+    tokens = list(answer.token_ids)
+    return tokens, [by[token].logprob for by, token in zip(answer.logprobs, tokens, strict=True)]
+
+
+def most_off(here: Sequence[float], there: Sequence[float]) -> float:
+    """How far the logprobs of as many tokens lie apart at most."""
+    return max(abs(one - other) for one, other in zip(here, there, strict=True))
 
 
 def scheduler_of(llm: Any) -> Any:

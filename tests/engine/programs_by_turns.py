@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from typing import Any
+
+from engine_tools import float32_engine, scheduler_of
 
 PROGRAMS = 8
 TURNS = 3
@@ -18,28 +19,19 @@ BLOCKS = 36
 
 def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
     """An engine for one arm."""
-    from vllm import LLM
-
     if sojourn is not None:
         settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
         settings["additional_config"] = {"sojourn": {"strict": True, **sojourn}}
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        block_size=32,
+    with float32_engine(
+        model,
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=BLOCKS + 1,
-        enforce_eager=True,
-        seed=0,
         disable_log_stats=True,
         **settings,
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
+    ) as llm:
+        yield llm
 
 
 def generate(
@@ -59,7 +51,7 @@ def generate(
 
     arms = arm(model, sojourn, **settings)
     llm = next(arms)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     # Real words spread over the vocabulary: the model must have something to continue.
     contexts = [
         [1 + (7919 * (n + 1) * (i + 3)) % 40_000 for i in range(FIRST_PROMPT_TOKENS)] for n in range(programs)

@@ -1,35 +1,39 @@
 """A program moves to another engine: its KV goes by the disk that both share, and no token changes.
 
-On real engines in float32 at temperature 0, with a model as loud as that of ``test_engine_tetris_tokens``:
-each next token hangs on all tokens before it, so KV that was another's would show. A test spoils it, and
-sees it.
+On real engines in float32 at temperature 0, with a model so *loud* that each next token hangs on all tokens
+before it: KV that was another's would show. A test spoils it, and sees it.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from engine_tools import scheduler_of
+from engine_tools import (
+    BLOCK_TOKENS,
+    MOST_OFF,
+    float32_engine,
+    most_off,
+    one_thread,
+    said,
+    scheduler_of,
+    with_tiers,
+)
 from sojourn_server.launch.server import EngineServer
 from sojourn_server.tiers.host_memory import HostMemory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BLOCK_TOKENS = 32
 MIB = 1 << 20
 PROGRAMS = ("P0", "P1", "P2")
 FIRST_TOKENS, TOOL_TOKENS, OUTPUT_TOKENS = 600, 60, 40
 PATIENCE_S = 60.0
-MOST_OFF = 1e-4
-"""Of a logprob, as between a run with preemptions and one without."""
 
 
 class Turn(NamedTuple):
@@ -40,73 +44,31 @@ class Turn(NamedTuple):
     cached_tokens: int
 
 
-@pytest.fixture(scope="module")
-def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    import torch
-    import transformers
-
-    target = tmp_path_factory.mktemp("loud")
-    config = transformers.AutoConfig.from_pretrained(tiny_model)
-    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
-    config.initializer_range = 0.15
-    config.vocab_size = 4096
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
-    return str(target)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def settings() -> Iterator[None]:
-    """Hashes that are the same in every engine, and one thread: steps are short."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Hashes that are the same in every engine, and one thread."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     patch.setenv("PYTHONHASHSEED", "0")
-    yield
+    with one_thread(patch):
+        yield
     patch.undo()
-    torch.set_num_threads(before)
 
 
-@contextmanager
-def engine(model: str, root: Path | None, name: str | None) -> Iterator[Any]:
+def engine(model: str, root: Path | None, name: str | None) -> AbstractContextManager[Any]:
     """One with host memory, and a store of this name in ``root``."""
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
     disk: dict[str, Any] = {}
     if root is not None:
         disk = {"disk": str(root), "disk_bytes": 64 * MIB, "disk_name": name}
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
+    return float32_engine(
+        model,
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         num_gpu_blocks_override=129,
-        enforce_eager=True,
-        seed=0,
         scheduler_cls="sojourn_server.vllm.scheduler.make_scheduler",
         additional_config={"sojourn": {"policy": "continuum", "strict": True}},
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="SojournConnector",
-            kv_connector_module_path="sojourn_server.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host_bytes": 8 * MIB, **disk},
-        ),
+        **with_tiers(host_bytes=8 * MIB, **disk),
     )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def ask(llm: Any, operation: str, **arguments: Any) -> Any:
@@ -126,9 +88,7 @@ def say(llm: Any, program: str, prompt: list[int]) -> Turn:
     )
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     (answer,) = output.outputs
-    tokens = list(answer.token_ids)
-    logprobs = [by[token].logprob for by, token in zip(answer.logprobs, tokens, strict=True)]
-    return Turn(tokens, logprobs, output.num_cached_tokens)
+    return Turn(*said(answer), output.num_cached_tokens)
 
 
 def words(program: str, turn: int, count: int) -> list[int]:
@@ -191,7 +151,7 @@ def test_the_engine_it_moves_to_loads_it_and_says_what_the_old_one_would(loud_mo
             (row,) = ask(b, "program", program_id=program)["ledger"]
             assert row["tokens"]["host"] == turn.cached_tokens
             assert turn.tokens == stayed[program].tokens
-            assert most_off(turn, stayed[program]) < MOST_OFF
+            assert most_off(turn.logprobs, stayed[program].logprobs) < MOST_OFF
         moves = ask(b, "stats")["tiers"]["moves"]
         assert moves["shared"] == sum(one["stored_tokens"] for one in told.values()) // BLOCK_TOKENS
     assert len({tuple(turn.tokens) for turn in stayed.values()}) == len(PROGRAMS), "they must differ"
@@ -254,11 +214,7 @@ def test_two_servers_and_a_gateways_calls(loud_model: str, tmp_path: Path) -> No
             assert call(a, "POST", "/sojourn/v1/events", json=batch).status_code == 200
             stayed = complete(a, f"{program}-stays", third(program, context))
             assert turn.tokens == stayed.tokens
-            assert most_off(turn, stayed) < MOST_OFF
-
-
-def most_off(one: Turn, other: Turn) -> float:
-    return max(abs(here - there) for here, there in zip(one.logprobs, other.logprobs, strict=True))
+            assert most_off(turn.logprobs, stayed.logprobs) < MOST_OFF
 
 
 @contextmanager

@@ -7,24 +7,32 @@ again and again, whatever is in its cache.) A test at the end spoils what comes 
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engine_tools import count_preemptions, scheduler_of
+from engine_tools import (
+    BLOCK_TOKENS,
+    MOST_OFF,
+    count_preemptions,
+    float32_engine,
+    most_off,
+    one_thread,
+    said,
+    scheduler_of,
+    with_tiers,
+)
 from sojourn_server.policy.victim_best_fit import BestFit
 from sojourn_server.tiers.host_memory import HostMemory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
 """Keys and values, of two layers with one head of 32 numbers of four bytes."""
 AMPLE_BLOCKS = 600
@@ -33,9 +41,6 @@ SHORT_BLOCKS = 64
 """For seven that write long, of the 32 that would run at once."""
 HOST_BYTES = 160 * BLOCK_BYTES
 """For most of what is away at once; the rest is computed again, so that both ways meet."""
-MOST_OFF = 1e-4
-"""Of a logprob: in float32 the order of additions, which hangs on who else is in the batch, shows in the
-sixth decimal. Twenty times what was seen."""
 
 POLICY = """
 extends = "tetris"
@@ -75,6 +80,10 @@ class Report:
     counters: dict[str, list[list[Any]]] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def logprobs(self) -> list[list[float]]:
+        return [one.logprobs for one in self.said]
+
     def counted(self, name: str, **labels: str) -> float:
         return sum(n for found, n in self.counters.get(name, ()) if found.items() >= labels.items())
 
@@ -90,70 +99,27 @@ def load(count: int = 80, seed: int = 3) -> list[Wanted]:
     return wanted
 
 
-@pytest.fixture(scope="module")
-def loud_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    import torch
-    import transformers
-
-    target = tmp_path_factory.mktemp("loud")
-    config = transformers.AutoConfig.from_pretrained(tiny_model)
-    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
-    config.initializer_range = 0.15
-    config.vocab_size = 4096
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(target)
-    return str(target)
-
-
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps are so short that threads would mostly wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    yield
-    torch.set_num_threads(before)
+def in_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with one_thread(monkeypatch):
+        yield
 
 
-@contextmanager
-def engine(model: str, policy: Path | None, **settings: Any) -> Iterator[Any]:
+def engine(model: str, policy: Path | None, **settings: Any) -> AbstractContextManager[Any]:
     """Stock with ample memory, or ours with too little."""
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
     if policy is not None:
         settings["scheduler_cls"] = "sojourn_server.vllm.scheduler.make_scheduler"
         settings["additional_config"] = {"sojourn": {"policy_file": str(policy), "strict": True}}
-        settings["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="SojournConnector",
-            kv_connector_module_path="sojourn_server.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host_bytes": HOST_BYTES},
-        )
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
+        settings |= with_tiers(host_bytes=HOST_BYTES)
+    return float32_engine(
+        model,
         max_model_len=512,
         max_num_seqs=32 if policy is not None else 80,
         max_num_batched_tokens=512,
         num_gpu_blocks_override=SHORT_BLOCKS + 1 if policy is not None else AMPLE_BLOCKS,
-        enforce_eager=True,
-        seed=0,
         disable_log_stats=False,
         **settings,
     )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def say(llm: Any, wanted: list[Wanted]) -> Report:
@@ -177,15 +143,12 @@ def say(llm: Any, wanted: list[Wanted]) -> Report:
     before = vllm_preemptions(llm)
     with count_preemptions(llm) as preempted:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    said = []
+    heard = []
     for output in outputs:
         (answer,) = output.outputs
         assert answer.finish_reason == "length"
-        tokens = list(answer.token_ids)
-        said.append(
-            Said(tokens, [by[token].logprob for by, token in zip(answer.logprobs, tokens, strict=True)])
-        )
-    report = Report(said, round(vllm_preemptions(llm) - before), Counter(preempted))
+        heard.append(Said(*said(answer)))
+    report = Report(heard, round(vllm_preemptions(llm) - before), Counter(preempted))
     scheduler = scheduler_of(llm)
     if hasattr(scheduler, "sojourn_call"):
         report.counters = json.loads(scheduler.sojourn_call("drain_metrics", ""))["counters"]
@@ -223,7 +186,7 @@ def test_a_hundred_preemptions_change_no_token(loud_model: str, stock: Report, p
     assert moves["loaded"] * BLOCK_TOKENS > 3000
     assert ours.counted("sojourn_lost_tokens_total", cause="preempted") > 1000, "and some was computed again"
     assert [one.tokens for one in ours.said] == [one.tokens for one in stock.said]
-    assert most_off(ours, stock) < MOST_OFF
+    assert max(map(most_off, ours.logprobs, stock.logprobs)) < MOST_OFF
     # Thrice, while there is anybody else (``BestFit.most_preemptions``); of those that run few, all were.
     assert max(ours.times.values()) <= 2 * BestFit().most_preemptions
 
@@ -238,11 +201,3 @@ def test_kv_that_comes_back_spoilt_would_show(
     assert ours.stats["tiers"]["moves"]["loaded"] > 0
     wrong = sum(one.tokens != its.tokens for one, its in zip(ours.said, stock.said, strict=False))
     assert wrong > 5
-
-
-def most_off(ours: Report, stock: Report) -> float:
-    return max(
-        abs(here - there)
-        for one, its in zip(ours.said, stock.said, strict=True)
-        for here, there in zip(one.logprobs, its.logprobs, strict=True)
-    )

@@ -6,9 +6,8 @@ already changes late digits. The engines differ in nothing but the scheduler.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from engine_tools import with_tiers
 from programs_by_turns import OUTPUT_TOKENS, PROGRAMS, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,23 +45,9 @@ def test_no_hints_and_leases_under_pressure_give_the_tokens_of_stock(smol_model,
     assert taken, "blocks must have been taken in the order by program"
 
 
-def tiers(**extra: Any) -> dict[str, Any]:
-    from vllm.config import KVTransferConfig
-
-    return {
-        "kv_transfer_config": KVTransferConfig(
-            kv_connector="SojournConnector",
-            kv_connector_module_path="sojourn_server.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        )
-    }
-
-
 def test_what_was_in_host_memory_gives_the_tokens_of_stock(smol_model, stock):
     """Programs are moved below by order and ahead of need, and saved as the device loses them."""
-    tokens, report = generate(smol_model, {"policy": "mori"}, hints=True, **tiers(host_bytes=512 * MIB))
+    tokens, report = generate(smol_model, {"policy": "mori"}, hints=True, **with_tiers(host_bytes=512 * MIB))
     assert tokens == stock
     assert report["stats"]["ledger"]["host_tokens"] > 1000
     assert report["stats"]["ledger"]["lost_tokens"] == {}
@@ -75,7 +60,7 @@ def test_what_was_on_disk_gives_the_tokens_of_stock_also_to_a_later_engine(
     smol_model, stock, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    settings = tiers(host_bytes=30 * MIB, disk=str(tmp_path), disk_bytes=1024 * MIB)
+    settings = with_tiers(host_bytes=30 * MIB, disk=str(tmp_path), disk_bytes=1024 * MIB)
     expected = [tokens[: 2 * OUTPUT_TOKENS] for tokens in stock]
     for engine in ("first", "later"):
         tokens, report = generate(smol_model, {"policy": "continuum"}, hints=True, turns=2, **settings)

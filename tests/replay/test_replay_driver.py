@@ -155,6 +155,46 @@ async def test_the_table_says_why_programs_did_not_finish() -> None:
     assert lines[at + 3][0] == "turns"
 
 
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_has_all_its_figures_on_a_usual_terminal(width: int) -> None:
+    tally = Tally()
+    why = "context too long: " + "a reason in a server's own words, " * 5
+    tally.add_program(ProgramOutcome("a", finished=False, completion_s=None, reason=why))
+    tally.add_program(ProgramOutcome("b", finished=True, completion_s=123456.7))
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(tally.table())
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert text.count("123,456.7") == 5
+    for name in ("mean", "p50", "p90", "p95", "p99"):
+        assert f" {name} " in text
+    labels = " ".join(
+        re.sub(r"[│┃]", " ", line.split("│")[1]).strip() for line in text.splitlines() if "│" in line
+    )
+    assert why.strip() in labels
+    assert "time per output token, s" in labels
+
+
+def test_a_synthetic_workload_is_replayed_as_it_is_simulated(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        out = tmp_path / "out.json"
+        command = (
+            f"synthetic:reasoning-math --url {server.url} --programs 2 --token-scale 0.01 --dialect vllm"
+        )
+        result = invoke(*command.split(), "--json", str(out))
+        assert result.exit_code == 0, result.exception
+    document = json.loads(out.read_text())
+    assert (document["trace"], document["programs_finished"]) == ("synthetic:reasoning-math", 2)
+
+
+def test_an_unknown_synthetic_workload_is_named() -> None:
+    error = invoke("synthetic:reasoning-mats", "--url", "http://127.0.0.1:9").exception
+    assert isinstance(error, CliError)
+    assert "did you mean synthetic:reasoning-math?" in error.message
+    assert "docs/traces.md" in error.next_step
+
+
 async def test_a_failing_request_ends_its_program_and_is_counted() -> None:
     with FakeServer(status=500) as server:
         tally = await run(server, [append_only("a"), append_only("b")])

@@ -13,6 +13,9 @@ from sojourn.events import Heartbeat, ProgramEnd
 
 QUICK = """
 import dataclasses, os, signal, sys, time
+for number in (signal.SIGHUP, signal.SIGTERM):
+    # Whoever runs the tests under nohup, or in the background of a shell, has all their children ignore some.
+    signal.signal(number, {handler})
 import sojourn
 from sojourn.config import Config
 resolve = Config.resolve.__func__
@@ -42,8 +45,8 @@ def beating(server):
     """Starts a process with a heartbeat every 50 ms, and waits until it was heard three times."""
     started = []
 
-    def start(body):
-        code = QUICK.format(url=server.url) + textwrap.dedent(body)
+    def start(body, handler="signal.SIG_DFL"):
+        code = QUICK.format(url=server.url, handler=handler) + textwrap.dedent(body)
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -72,6 +75,15 @@ def test_a_killed_process_falls_silent_and_no_end_is_invented(server, beating, n
     assert process.wait(10) == -number, "the signal does what it always did"
     silence_follows(server)
     assert not any(isinstance(e, ProgramEnd) for e in server.events())
+
+
+def test_a_process_that_ignores_a_signal_goes_on_ignoring_it(server, beating):
+    process = beating(OPEN + "time.sleep(60)", handler="signal.SIG_IGN")
+    before = sum(isinstance(e, Heartbeat) for e in server.events())
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    heard(server, before + 3)
+    assert process.poll() is None
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "os._exit(3)", "raise RuntimeError"])

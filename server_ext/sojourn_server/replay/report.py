@@ -25,6 +25,10 @@ OUTPUTS_UNKNOWN = (
 )
 
 
+_LABEL_WIDTH = 12
+"""Of the labels at least: beside it even days in seconds fit on a terminal of 80 columns."""
+
+
 class TurnOutcome(NamedTuple):
     """One turn that was answered."""
 
@@ -132,9 +136,10 @@ class Tally:
         """The same for people."""
         document = self.document()
         table = Table(title="replay", title_justify="left")
-        table.add_column("", no_wrap=True)
+        # A server's reason may be longer than a terminal is wide: it is broken, not the figures.
+        table.add_column("", overflow="fold", min_width=_LABEL_WIDTH)
         for name in ("mean", "p50", "p90", "p95", "p99"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for label, field in (
             ("program completion, s", "completion_s"),
             ("time to first token, s", "ttft_s"),

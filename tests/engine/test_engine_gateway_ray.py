@@ -1,0 +1,161 @@
+"""Two real engines on Ray, twenty programs: an engine and the coordinator are killed, and nobody fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_programs import (
+    PROGRAMS,
+    TURNS,
+    Run,
+    answered,
+    play,
+    share_that_found,
+    share_that_stayed,
+    streams_from,
+)
+from ray_gateway import RayGateway
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENGINE_AFTER, COORDINATOR_AFTER = 40, 60
+"""Answers after which each is killed."""
+START_S = 400.0
+"""What engines may take to be there, on a machine that has much else to do; else a minute or less."""
+COORDINATOR = "ray::CoordinatorActor"
+ENGINES: dict[str, Any] = {
+    "min": 2,
+    "num_cpus": 0.1,
+    "drain_s": 5,
+    "args": [
+        "--max-model-len", 2048, "--max-num-seqs", 16, "--num-gpu-blocks-override", 1024,
+        "--enable-prompt-tokens-details",
+    ],
+    "environment": {
+        # Two engines, two gateways and Ray on a few cores: none should wait for the others in a loop.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # The models are kept there; the gateway's own home is a new one.
+        "HOME": os.environ.get("HOME", ""),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Who there is: what a kill changes."""
+
+    instances: dict[str, str]
+    """Of engines that are up, by replica."""
+    coordinator: int
+    """Its process; 0: there is none."""
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[RayGateway]:
+    pytest.importorskip("vllm")
+    pytest.importorskip("ray.serve")
+    home = Path(tempfile.mkdtemp(prefix="sjr-"))
+    made = RayGateway(home, ENGINES, start_s=START_S)
+    try:
+        made.start()
+        yield made
+    finally:
+        try:
+            made.stop()
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def alive(gateway: RayGateway) -> Alive:
+    try:
+        answer = httpx.get(
+            f"{gateway.url}/sojourn/v1/replicas",
+            headers={"Authorization": "Bearer root"}, timeout=30, trust_env=False,
+        )  # fmt: skip
+        states = answer.json()["replicas"]
+    except httpx.HTTPError:
+        states = []
+    up = {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
+    return Alive(up, next(iter(gateway.pids(COORDINATOR)), 0))
+
+
+def when(gateway: RayGateway, holds: Callable[[Alive], bool]) -> Alive:
+    """Looks until it holds."""
+    end = time.monotonic() + START_S
+    while not holds(now := alive(gateway)):
+        assert time.monotonic() < end, (now, gateway.log.read_text()[-3000:])
+        time.sleep(0.25)
+    return now
+
+
+def harmed(before: Alive, after: Alive, run: Run) -> set[str]:
+    """What there is to show that something was killed while the programs ran."""
+    seen = set()
+    if before.instances.items() - after.instances.items():
+        seen.add("engine")
+    if after.coordinator != before.coordinator:
+        seen.add("coordinator")
+    if run.broken:
+        seen.add("streams")
+    return seen
+
+
+def test_nothing_is_lost_where_nothing_is_killed(gateway: RayGateway) -> None:
+    """What the next test takes for the signs of a kill is not there without one."""
+    run = Run(prefix="quiet", first_token=3000)
+    before = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
+    asyncio.run(play(gateway.url, run, turns=range(2)))
+    assert run.failed == run.silent == []
+    assert run.over
+    assert harmed(before, alive(gateway), run) == set()
+
+
+def test_a_killed_engine_and_a_killed_coordinator_fail_nobody(gateway: RayGateway) -> None:
+    run = Run()
+    before = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
+    dead, other = sorted(before.instances)
+    group = os.getpgid(gateway.listens_at(int(dead.rpartition(":")[2])))
+    assert group != os.getpgid(0)
+
+    async def harm() -> None:
+        await answered(run, ENGINE_AFTER)
+        await streams_from(run, dead)
+        os.killpg(group, signal.SIGKILL)
+        await answered(run, COORDINATOR_AFTER)
+        os.kill(before.coordinator, signal.SIGKILL)
+
+    asyncio.run(play(gateway.url, run, harm))
+    log = gateway.log.read_text()[-3000:]
+    assert run.failed == [], log
+    assert run.silent == []
+    assert run.finished == PROGRAMS, log
+    assert set(run.broken.values()) == {dead}, "only its streams ended early, with an error inside them"
+    at_first = run.at_home()
+    assert min(at_first[dead], at_first[other]) >= PROGRAMS // 4, "both had programs"
+    assert share_that_stayed(run, other) >= 0.95
+    assert share_that_found(run, other) >= 0.9, "their KV was there"
+
+    # A new engine takes the place of the dead one. Who stayed has no reason to go there.
+    after = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
+    assert harmed(before, after, run) == {"engine", "coordinator", "streams"}
+    assert after.instances[other] == before.instances[other]
+    run.finished = 0
+    asyncio.run(play(gateway.url, run, turns=range(TURNS, TURNS + 1)))
+    assert run.failed == run.silent == []
+    assert run.over
+    assert set(run.broken.values()) == {dead}
+    assert share_that_stayed(run, other) >= 0.95

@@ -1,0 +1,140 @@
+"""``sojourn gateway --ray`` as a process, on a cluster of its own, and how to look at what it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+psutil = pytest.importorskip("psutil")
+
+DEADLINE_S = 60.0
+STOPPING = "stopping; requests that are on their way are finished first\n"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RayGateway:
+    """The command: ``start`` waits until it answers, ``stop`` until nothing is left of it."""
+
+    def __init__(self, home: Path, engines: Mapping[str, Any], *, start_s: float = 180.0) -> None:
+        """``home`` should be short: Ray's sockets lie below it. ``engines`` goes into the file.
+
+        ``start_s``: how long it may take until it answers.
+        """
+        self.home = home
+        self.start_s = start_s
+        self.log = home / "log"
+        self.direct, self.served = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.direct}"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            # A token is written into the home; the path of Ray's sockets has to be short.
+            "HOME": str(home),
+            "RAY_TMPDIR": str(home),
+            "ADMIN": "root",
+            "COLUMNS": "200",
+        }
+        self.config: dict[str, Any] = {
+            "model": "tiny",
+            "port": self.served,
+            "direct_port": self.direct,
+            "checkpoint": str(home / "checkpoint"),
+            "keys": {"admin": "ADMIN"},
+            "engines": {"log_dir": str(home / "e"), **engines},
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self.seen: dict[int, Any] = {}
+
+    @property
+    def config_path(self) -> Path:
+        """The file it is told."""
+        return self.home / "config.yaml"
+
+    def start(self) -> None:
+        self.config_path.write_text(json.dumps(self.config))  # JSON is YAML
+        command = [sys.executable, "-m", "sojourn_server.cli", "gateway", "--ray", str(self.config_path)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        end = time.monotonic() + self.start_s
+        while f"http://127.0.0.1:{self.served} answers" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """As a service manager does it; fails if anything is left, or is said that is not ours."""
+        assert self.process is not None
+        self.tree()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(DEADLINE_S)
+            _, left = psutil.wait_procs(list(self.seen.values()), timeout=DEADLINE_S)
+            assert not left, left
+            assert code == 0, self.log.read_text()
+            told = self.log.read_text().partition(STOPPING)
+            assert told[1], told
+            assert not _COLOURS.sub("", told[2]).strip(), "Ray says things that nobody can make use of"
+        finally:
+            for one in self.seen.values():
+                if one.is_running():
+                    one.kill()
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+    def tree(self) -> list[Any]:
+        """All processes that were started, and their children."""
+        assert self.process is not None
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.seen |= {one.pid: one for one in found}
+        return list(found)
+
+    def pids(self, title: str) -> list[int]:
+        """Processes whose command line has these words."""
+        found = []
+        for one in self.tree():
+            try:
+                if title in " ".join(one.cmdline()):
+                    found.append(one.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    def listens_at(self, port: int) -> int:
+        """The process that listens at a port of ours; fails where there is none."""
+        for one in self.tree():
+            try:
+                connections = one.net_connections(kind="tcp")
+            except psutil.Error:
+                continue
+            if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in connections):
+                return int(one.pid)
+        raise AssertionError(f"nobody listens at {port}")
+
+    def run(self, script: Path, *arguments: str) -> str:
+        """A script as a driver on the cluster, which is told the file first; what it prints last."""
+        done = subprocess.run(
+            [sys.executable, str(script), str(self.config_path), *arguments],
+            env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S * 2,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip().splitlines()[-1]
+
+
+def free_port() -> int:
+    """One that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
