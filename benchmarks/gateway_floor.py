@@ -13,148 +13,28 @@ medians, and CPU time of the gateway's process a request. Linux only; run it whi
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gateway_latency import free_port, process
+from gateway_processes import child, content_length, free_port, process
 from lab_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sojourn_server.lab.report.results import MadeWith, made_with
 
-ANSWER = json.dumps(
-    {
-        "id": "cmpl-1", "object": "text_completion", "model": "tiny",
-        "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 64, "completion_tokens": 1, "total_tokens": 65},
-    }
-).encode()  # fmt: skip
-PAGES = {
-    b"/health": b"",
-    b"/metrics": b'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n',
-    b"/v1/completions": ANSWER,
-    b"/v1/models": b'{"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}',
-}
-"""All that a gateway asks of an engine."""
 PAUSE_S = 0.008
-READY_S = 30.0
 WARM_UP = 200
 PATHS = ("uvicorn answers", "uvicorn and aiohttp pass on", "sojourn gateway")
 HEAD = ("before the engine", "hot: added p50 ms", "hot: CPU ms", "cold: added p50 ms", "cold: CPU ms")
-
-
-# -- the processes --------------------------------------------------------------------
-
-
-def serve_engine(port: int) -> None:
-    """Answer whatever is asked, until killed."""
-    import uvloop
-
-    class Answers(asyncio.Protocol):
-        def connection_made(self, transport: Any) -> None:
-            self.transport, self.buffer = transport, b""
-
-        def data_received(self, data: bytes) -> None:
-            self.buffer += data
-            while True:
-                head, found, rest = self.buffer.partition(b"\r\n\r\n")
-                size = _length(head)
-                if not found or len(rest) < size:
-                    return
-                self.buffer = rest[size:]
-                path = head.split(b" ", 2)[1].partition(b"?")[0]
-                body = PAGES.get(path)
-                status = b"200 OK" if body is not None else b"404 Not Found"
-                self.transport.write(
-                    b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-                    % (status, len(body or b""), body or b"")
-                )
-
-    async def run() -> None:
-        server = await asyncio.get_running_loop().create_server(Answers, "127.0.0.1", port)
-        await server.serve_forever()
-
-    uvloop.install()
-    asyncio.run(run())
-
-
-def serve_floor(port: int, engine: int | None) -> None:
-    """uvicorn, and with an engine aiohttp behind it."""
-    import aiohttp
-    import uvicorn
-
-    sessions: list[aiohttp.ClientSession] = []
-
-    async def answer(send: Any, body: bytes) -> None:
-        headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-        if scope["type"] == "lifespan":
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
-        elif scope["path"] == "/health":
-            await answer(send, b'{"replicas": 1}')
-        elif engine is None:
-            await answer(send, ANSWER)
-        else:
-            if not sessions:
-                sessions.append(aiohttp.ClientSession(auto_decompress=False))
-            url = f"http://127.0.0.1:{engine}/v1/completions"
-            passed = {"Content-Type": "application/json", "X-Session-ID": "p"}
-            async with sessions[0].post(url, data=message["body"], headers=passed) as back:
-                await answer(send, await back.read())
-
-    uvicorn.run(
-        app, host="127.0.0.1", port=port, log_level="error", access_log=False, proxy_headers=False,
-        server_header=False, ws="none",
-    )  # fmt: skip
-
-
-def _length(head: bytes) -> int:
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            return int(value)
-    return 0
-
-
-@contextmanager
-def child(*words: str, port: int) -> Iterator[int]:
-    """This file as another process, until it listens; its process id."""
-    with tempfile.TemporaryFile() as log:
-        running = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
-        try:
-            end = time.monotonic() + READY_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except OSError:
-                    if running.poll() is not None or time.monotonic() > end:
-                        log.seek(0)
-                        sys.exit(f"nobody listens at {port}:\n{log.read().decode()[-2000:]}")
-                    time.sleep(0.1)
-            yield running.pid
-        finally:
-            running.kill()
-            running.wait()
 
 
 # -- the client -----------------------------------------------------------------------
@@ -183,7 +63,7 @@ class Connection:
                 sys.exit("the connection was closed")
             got += part
             head, found, rest = got.partition(b"\r\n\r\n")
-            if found and len(rest) >= _length(head):
+            if found and len(rest) >= content_length(head):
                 break
         took_s = time.perf_counter() - began
         if b" 200 " not in head.split(b"\r\n")[0]:
@@ -265,12 +145,6 @@ against that.
 
 def main() -> None:
     """Measure, print, write."""
-    if sys.argv[1:2] == ["--engine"]:
-        serve_engine(int(sys.argv[2]))
-        return
-    if sys.argv[1:2] == ["--floor"]:
-        serve_floor(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path, help="folder to write gateway_floor.json and .md into")

@@ -3,10 +3,11 @@
     python benchmarks/gateway_latency.py --ray --out benchmarks/results
 
 Two engines with the model ``tiny`` answer requests of one token, whose programs have a home. Each round asks
-the same engine once directly and once through the gateway, in an order that turns, one request at a time, so
-that whatever else the machine does hits both. Told are medians and 95th percentiles, and the median of what
-a gateway's request took longer than the direct one of its round. ``--ray`` does the same with a Ray cluster
-on this machine and two gateways, whose homes are known. Run it while nothing else runs.
+the same engine once directly, once through uvicorn and aiohttp that pass a request on and do nothing else
+(what no gateway made of these libraries can be below), and once through the gateway, in an order that turns,
+one request at a time, so that whatever else the machine does hits all. Told are medians and 95th percentiles,
+and the median of what a request took longer than the direct one of its round. ``--ray`` does the same with a
+Ray cluster on this machine and two gateways, whose homes are known. Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
 import aiohttp
-import httpx
+from gateway_processes import child, free_port, process
 from lab_pages import made_by, write_result
 from rich.console import Console
 from rich.progress import Progress, track
@@ -43,45 +42,16 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 WARM_UP = 50
-READY_S = 180.0
+DIRECT, BARE, GATEWAY = "direct", "uvicorn and aiohttp pass on", "gateway"
 HEAD = ("path", "p50 ms", "p95 ms", "added p50 ms", "added p95 ms")
 
 
-def free_port() -> int:
-    """One that nobody has at the moment."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
-@contextmanager
-def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
-    """``sojourn gateway``, once it knows its replicas."""
-    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
-    with tempfile.TemporaryFile() as log:
-        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            end = time.monotonic() + READY_S
-            while True:
-                try:
-                    known = httpx.get(f"{url}/health", timeout=5, trust_env=False).json()
-                    if known.get("replicas", 0) >= replicas:
-                        break
-                except (httpx.HTTPError, ValueError):
-                    pass
-                if running.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise SystemExit(f"no gateway at {url}:\n{log.read().decode()[-3000:]}")
-                time.sleep(0.2)
-            yield running
-        finally:
-            running.terminate()
-            running.wait(60)
-
-
-async def measure(gateway: str, rounds: int, label: str) -> dict[str, list[float]]:
-    """Seconds of each request, of direct ones and of those through a gateway, in the order of rounds."""
-    took: dict[str, list[float]] = {"direct": [], "gateway": []}
+async def measure(
+    gateway: str, rounds: int, label: str, bare: Mapping[str, str] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each request by its path, in the order of rounds. ``bare``: an engine's address → that of
+    what passes on to it and does nothing else."""
+    took: dict[str, list[float]] = {name: [] for name in (DIRECT, *([BARE] if bare else []), GATEWAY)}
     async with aiohttp.ClientSession() as http:
 
         async def ask(url: str, program: int) -> tuple[float, str]:
@@ -101,9 +71,10 @@ async def measure(gateway: str, rounds: int, label: str) -> dict[str, list[float
             for number in range(WARM_UP + rounds):
                 program = number % PROGRAMS
                 direct = f"http://{homes[program]}"
-                pair = [("direct", direct), ("gateway", gateway)]
-                for name, url in pair if number // PROGRAMS % 2 else reversed(pair):
-                    seconds, _ = await ask(url, program)
+                urls = {DIRECT: direct, GATEWAY: gateway, **({BARE: bare[direct]} if bare else {})}
+                turn = number // PROGRAMS % len(urls)
+                for name in [*urls, *urls][turn : turn + len(urls)]:
+                    seconds, _ = await ask(urls[name], program)
                     if number >= WARM_UP:
                         took[name].append(seconds)
                 shown.advance(task)
@@ -116,13 +87,15 @@ def figures(took: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     def at(values: list[float], share: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
 
-    added = [through - direct for through, direct in zip(took["gateway"], took["direct"], strict=True)]
+    def added(values: list[float]) -> list[float]:
+        return [through - direct for through, direct in zip(values, took[DIRECT], strict=True)]
+
     return {
         name: {
             "p50_ms": round(1000 * median(values), 3),
             "p95_ms": at(values, 0.95),
-            "added_p50_ms": round(1000 * median(added), 3) if name == "gateway" else 0.0,
-            "added_p95_ms": at(added, 0.95) if name == "gateway" else 0.0,
+            "added_p50_ms": round(1000 * median(added(values)), 3),
+            "added_p95_ms": at(added(values), 0.95),
         }
         for name, values in took.items()
     }
@@ -146,8 +119,8 @@ def page(result: dict[str, dict[str, dict[str, float]]], made: MadeWith, rounds:
 {made_by(made, wall_s)}
 
 Two engines with `tiny`, requests of 64 tokens of prompt and one of output, one at a time, {rounds} rounds; in
-each the direct request and those through gateways take turns. "Added" is against the direct one of the same
-round.
+each the direct request, one through the same libraries doing nothing else, and those through gateways take
+turns. "Added" is against the direct one of the same round.
 
 | {" | ".join(HEAD)} |
 |---|--:|--:|--:|--:|
@@ -169,7 +142,12 @@ def standalone(rounds: int, console: Console) -> dict[str, list[float]]:
         flags = ["--engines", urls, "--port", str(port), "--log-level", "warning"]
         url = f"http://127.0.0.1:{port}"
         stack.enter_context(process(flags, url, 2))
-        return asyncio.run(measure(url, rounds, "standalone"))
+        bare = {}
+        for server in servers:
+            passes, engine = free_port(), int(server.url.rpartition(":")[2])
+            stack.enter_context(child("--floor", str(passes), str(engine), port=passes))
+            bare[server.url] = f"http://127.0.0.1:{passes}"
+        return asyncio.run(measure(url, rounds, "standalone", bare))
 
 
 def on_ray(rounds: int) -> dict[str, list[float]]:

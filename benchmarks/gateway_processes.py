@@ -1,0 +1,182 @@
+"""Processes that the gateway's benchmarks start: a gateway, the same libraries doing nothing else, an engine.
+
+python gateway_processes.py --engine PORT           # answers everything with the same bytes at once
+python gateway_processes.py --floor PORT            # uvicorn, which answers so by itself
+python gateway_processes.py --floor PORT ENGINE     # uvicorn and aiohttp, which pass on to that port
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+ANSWER = json.dumps(
+    {
+        "id": "cmpl-1", "object": "text_completion", "model": "tiny",
+        "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 64, "completion_tokens": 1, "total_tokens": 65},
+    }
+).encode()  # fmt: skip
+PAGES = {
+    b"/health": b"",
+    b"/metrics": b'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n',
+    b"/v1/completions": ANSWER,
+    b"/v1/models": b'{"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}',
+}
+"""All that a gateway asks of an engine."""
+GATEWAY_READY_S = 180.0
+CHILD_READY_S = 30.0
+
+
+def free_port() -> int:
+    """One that nobody has at the moment."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
+    """``sojourn gateway``, once it knows its replicas."""
+    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
+    with tempfile.TemporaryFile() as log:
+        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            end = time.monotonic() + GATEWAY_READY_S
+            while True:
+                try:
+                    known = httpx.get(f"{url}/health", timeout=5, trust_env=False).json()
+                    if known.get("replicas", 0) >= replicas:
+                        break
+                except (httpx.HTTPError, ValueError):
+                    pass
+                if running.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise SystemExit(f"no gateway at {url}:\n{log.read().decode()[-3000:]}")
+                time.sleep(0.2)
+            yield running
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+@contextmanager
+def child(*words: str, port: int) -> Iterator[int]:
+    """This file as another process, until it listens; its process id."""
+    with tempfile.TemporaryFile() as log:
+        running = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            end = time.monotonic() + CHILD_READY_S
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    if running.poll() is not None or time.monotonic() > end:
+                        log.seek(0)
+                        sys.exit(f"nobody listens at {port}:\n{log.read().decode()[-2000:]}")
+                    time.sleep(0.1)
+            yield running.pid
+        finally:
+            running.kill()
+            running.wait()
+
+
+def serve_engine(port: int) -> None:
+    """Answer whatever is asked, until killed."""
+    import uvloop
+
+    class Answers(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport, self.buffer = transport, b""
+
+        def data_received(self, data: bytes) -> None:
+            self.buffer += data
+            while True:
+                head, found, rest = self.buffer.partition(b"\r\n\r\n")
+                size = content_length(head)
+                if not found or len(rest) < size:
+                    return
+                self.buffer = rest[size:]
+                path = head.split(b" ", 2)[1].partition(b"?")[0]
+                body = PAGES.get(path)
+                status = b"200 OK" if body is not None else b"404 Not Found"
+                self.transport.write(
+                    b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                    % (status, len(body or b""), body or b"")
+                )
+
+    async def run() -> None:
+        server = await asyncio.get_running_loop().create_server(Answers, "127.0.0.1", port)
+        await server.serve_forever()
+
+    uvloop.install()
+    asyncio.run(run())
+
+
+def serve_floor(port: int, engine: int | None) -> None:
+    """uvicorn, and with an engine aiohttp behind it."""
+    import aiohttp
+    import uvicorn
+
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def answer(send: Any, body: bytes) -> None:
+        headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        if scope["type"] == "lifespan":
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+        elif scope["path"] == "/health":
+            await answer(send, b'{"replicas": 1}')
+        elif engine is None:
+            await answer(send, ANSWER)
+        else:
+            if not sessions:
+                sessions.append(aiohttp.ClientSession(auto_decompress=False))
+            url = f"http://127.0.0.1:{engine}/v1/completions"
+            named = dict(scope["headers"])
+            passed = {"Content-Type": "application/json", "X-Session-ID": named[b"x-session-id"].decode()}
+            async with sessions[0].post(url, data=message["body"], headers=passed) as back:
+                await answer(send, await back.read())
+
+    uvicorn.run(
+        app, host="127.0.0.1", port=port, log_level="error", access_log=False, proxy_headers=False,
+        server_header=False, ws="none",
+    )  # fmt: skip
+
+
+def content_length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+def main() -> None:
+    """Be the process that the command line names."""
+    kind, port, *rest = sys.argv[1:]
+    if kind == "--engine":
+        serve_engine(int(port))
+    else:
+        serve_floor(int(port), int(rest[0]) if rest else None)
+
+
+if __name__ == "__main__":
+    main()
