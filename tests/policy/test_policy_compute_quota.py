@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policy.compute_quota import AttentionCosts, ComputeQuota, Prefill
+from sojourn_server.policy.compute_quota import AttentionCosts, ComputeQuota, OpenStep, Prefill
 from sojourn_server.policy.step_costs import StepCosts
 
 FLAT = AttentionCosts(pair_s=0.0, token_s=0.001)
@@ -19,7 +19,16 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
     # Tokens 5, 6 and 7 (from 1) of a context of four before them look back at 5, 6 and 7 tokens.
     assert costs.seconds(4, 3) == 5 + 6 + 7
     assert AttentionCosts(pair_s=0.0, token_s=2.0, request_s=1.0).seconds(4, 3) == 7.0
-    assert AttentionCosts.of(StepCosts(1, 2, 3, 4, 5)) == AttentionCosts(pair_s=3)
+    assert AttentionCosts(pair_s=0.0, kv_token_s=3.0).seconds(4, 3) == 21.0
+    assert AttentionCosts.of(StepCosts(1, 2, 3, 4, 5)) == AttentionCosts(pair_s=3, kv_token_s=4)
+
+
+def test_a_chunk_ends_where_a_block_does() -> None:
+    quota = ComputeQuota(costs=FLAT, quota_s=0.3, block_tokens=64)
+    assert quota.chunk(40, 500, 0.2, first=False) == 24 + 2 * 64
+    assert quota.chunk(40, 500, 0.02, first=False) == 0
+    assert quota.chunk(40, 500, 0.02, first=True) == 24, "the rest of its block"
+    assert quota.chunk(40, 20, 0.0, first=True) == 20, "or of the prompt"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,7 @@ costs = st.builds(
     pair_s=st.floats(0, 1e-6),
     token_s=st.floats(0, 1e-3),
     request_s=st.floats(0, 1e-2),
+    kv_token_s=st.floats(0, 1e-6),
 )
 
 
@@ -97,17 +107,76 @@ def test_never_above_the_quota_but_for_the_floor(
         last = waiting[len(plan.chunks) - 1]
         left_s = quota_s - sum(cost.seconds(r.cached, r.new) for r in waiting[: len(plan.chunks) - 1])
         if plan.chunks[-1] < last.new:
-            assert plan.chunks[-1] % block == 0
+            assert (last.cached + plan.chunks[-1]) % block == 0
             assert cost.seconds(last.cached, plan.chunks[-1] + block) > left_s * (1 - 1e-9)
         elif len(plan.chunks) < len(waiting):
             following = waiting[len(plan.chunks)]
-            whole, part = following.new, min(block, following.new)
+            whole, part = following.new, block - following.cached % block
             rest_s = quota_s - plan.attention_s
             room = at_most - plan.tokens
             if whole <= room:
                 assert cost.seconds(following.cached, whole) > rest_s * (1 - 1e-9)
-            if block <= min(whole, room):
+            if part <= min(whole, room):
                 assert cost.seconds(following.cached, part) > rest_s * (1 - 1e-9)
+
+
+@given(waiting_lists, costs, st.floats(1e-4, 1.0), st.sampled_from([1, 16, 64]))
+def test_a_step_that_an_engine_packs_is_the_one_that_is_planned(
+    waiting: list[Prefill], cost: AttentionCosts, quota_s: float, block: int
+) -> None:
+    quota = ComputeQuota(costs=cost, quota_s=quota_s, block_tokens=block)
+    plan = quota.plan(waiting)
+    step = OpenStep(quota, 0.0)
+    chunks = []
+    for number, (cached, new) in enumerate(waiting):
+        chunks.append(step.offer(str(number), cached, new))
+        if chunks[-1]:
+            step.take(str(number), cached, chunks[-1])
+    chunks += [0]
+    last = len(plan.chunks) - 1
+    assert tuple(chunks[: last + 1]) == plan.chunks
+    assert not any(chunks[last + 1 :])
+    assert step.prompts_s == pytest.approx(plan.attention_s)
+    assert step.closed == (
+        len(plan.chunks) < len(waiting) or (last >= 0 and chunks[last] < waiting[last].new)
+    )
+    assert step.cut == (str(last) if last >= 0 and chunks[last] < waiting[last].new else None)
+
+
+def opened(decodes_s: float = 0.0) -> OpenStep:
+    return OpenStep(ComputeQuota(costs=FLAT, quota_s=0.3, block_tokens=64), decodes_s)
+
+
+def test_what_generates_comes_before_prompts_and_keeps_none_out_for_ever() -> None:
+    assert opened(0.1).offer("a", 0, 500) == 192
+    assert opened(5.0).offer("a", 0, 500) == 64, "one block all the same"
+    step = opened(5.0)
+    step.take("a", 0, step.offer("a", 0, 10))
+    assert step.offer("b", 0, 10) == 0
+    assert (step.closed, step.cut) == (True, None)
+
+
+def test_who_cannot_be_cut_gets_all_or_nothing() -> None:
+    assert opened().offer("a", 0, 500, divisible=False) == 500, "the first of a step"
+    step = opened()
+    step.take("a", 0, step.offer("a", 0, 200))
+    assert step.offer("b", 0, 90, divisible=False) == 90
+    assert step.offer("b", 0, 110, divisible=False) == 0
+    assert step.offer("c", 0, 1) == 0, "nobody passes"
+    assert step.cut is None
+
+
+def test_who_is_preempted_gives_its_share_back() -> None:
+    step = opened()
+    step.take("a", 0, step.offer("a", 0, 200))
+    step.take("b", 0, step.offer("b", 0, 200))
+    assert (step.cut, step.taken()) == ("b", {"a", "b"})
+    step.leave("nobody")
+    step.leave("b")
+    assert (step.cut, step.closed, step.taken()) == (None, False, {"a"})
+    assert step.offer("c", 0, 90) == 90
+    step.leave("a")
+    assert step.prompts_s == 0.0
 
 
 @pytest.mark.parametrize("bad", [Prefill(0, 0), Prefill(-1, 5)])

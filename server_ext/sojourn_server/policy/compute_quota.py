@@ -20,27 +20,34 @@ from .step_costs import StepCosts
 class AttentionCosts:
     """Seconds of attention in a step, fitted to an engine in advance: all layers, one request after another.
 
-    A request of ``cached`` tokens that are there and ``new`` ones computes new·cached + new·(new+1)/2 pairs.
-    Raises ``ValueError`` for costs that are not finite and ≥ 0.
+    A request of ``cached`` tokens that are there and ``new`` ones computes new·cached + new·(new+1)/2 pairs
+    and reads the KV of cached + new tokens. Raises ``ValueError`` for costs that are not finite and ≥ 0.
     """
 
     pair_s: float
     token_s: float = 0.0
     request_s: float = 0.0
+    kv_token_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= cost < math.inf for cost in (self.pair_s, self.token_s, self.request_s)):
+        costs = (self.pair_s, self.token_s, self.request_s, self.kv_token_s)
+        if not all(0 <= cost < math.inf for cost in costs):
             raise ValueError(f"{self}; expected seconds, finite and ≥ 0")
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """The part of a step's fitted costs that is attention's: pairs alone, since a profile's seconds a
-        token and a request are mostly those of other layers."""
-        return cls(pair_s=costs.pair_s)
+        """The part of a step's fitted costs that is attention's: pairs, and the KV read, which is nearly all
+        that a decode costs. A profile's seconds a token and a request are mostly those of other layers."""
+        return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
 
     def seconds(self, cached: int, new: int) -> float:
         """What one request adds."""
-        return self.pair_s * new * (cached + (new + 1) / 2) + self.token_s * new + self.request_s
+        return (
+            self.pair_s * new * (cached + (new + 1) / 2)
+            + self.kv_token_s * (cached + new)
+            + self.token_s * new
+            + self.request_s
+        )
 
 
 class Prefill(NamedTuple):
@@ -70,9 +77,9 @@ class StepPlan(NamedTuple):
 class ComputeQuota:
     """Packs requests in their order until attention would take longer than ``quota_s``.
 
-    The first that does not fit whole gets the largest chunk that does, in multiples of ``block_tokens``,
-    found by halving; nobody behind it is looked at. A step in which nothing fits computes one block all the
-    same, so that it always goes on. Raises ``ValueError``.
+    The first that does not fit whole is cut: it gets as much as does fit, up to the end of a block of
+    ``block_tokens``, found by halving; nobody behind it is looked at. A step in which nothing fits computes
+    one block all the same, so that it always goes on. Raises ``ValueError``.
     """
 
     costs: AttentionCosts
@@ -102,30 +109,86 @@ class ComputeQuota:
                 raise ValueError(f"a request of {cached} cached and {new} new tokens; expected ≥ 0 and ≥ 1")
             if len(chunks) >= requests_at_most or tokens >= tokens_at_most:
                 break
-            chunk = new if tokens + new <= tokens_at_most else int(tokens_at_most - tokens)
-            cost_s = self.costs.seconds(cached, chunk)
-            if cost_s > left_s:
-                chunk = self._largest(cached, chunk, left_s)
-                if not chunk:
-                    if chunks:
-                        break
-                    chunk = int(min(self.block_tokens, new, tokens_at_most))
-                cost_s = self.costs.seconds(cached, chunk)
+            most = new if tokens + new <= tokens_at_most else int(tokens_at_most - tokens)
+            chunk = self.chunk(cached, most, left_s, first=not chunks)
+            if not chunk:
+                break
             chunks.append(chunk)
             tokens += chunk
-            spent_s += cost_s
+            spent_s += self.costs.seconds(cached, chunk)
             left_s = self.quota_s - spent_s
             if chunk < new:
                 break
         return StepPlan(tuple(chunks), spent_s)
 
-    def _largest(self, cached: int, most: int, left_s: float) -> int:
-        """The largest multiple of a block below ``most`` that takes at most ``left_s``; 0: none does."""
-        low, high = 0, most // self.block_tokens
+    def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
+        """How many of a request's ``new`` tokens take at most ``left_s``: all, as many as end with a block,
+        or none; of the ``first`` of a step the rest of a block at least."""
+        if self.costs.seconds(cached, new) <= left_s:
+            return new
+        # Where the context ends within a block, the first end of a block is nearer than a block.
+        ahead = cached % self.block_tokens
+        low, high = 0, (ahead + new) // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            if self.costs.seconds(cached, middle * self.block_tokens) <= left_s:
+            if self.costs.seconds(cached, middle * self.block_tokens - ahead) <= left_s:
                 low = middle
             else:
                 high = middle - 1
-        return low * self.block_tokens
+        if low:
+            return low * self.block_tokens - ahead
+        return min(new, self.block_tokens - ahead) if first else 0
+
+
+class OpenStep:
+    """A step that an engine packs by itself: it is asked about one prompt after the other, in their order.
+
+    ``decodes_s`` of the quota are spoken for by requests that generate: they are in every step, wherever in
+    line they stand, and nobody waits for a token because of prompts. The rest is the prompts'.
+    """
+
+    __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
+
+    def __init__(self, quota: ComputeQuota, decodes_s: float) -> None:
+        self._quota = quota
+        self._taken: dict[str, float] = {}
+        self.decodes_s = decodes_s
+        self.prompts_s = 0.0
+        """Of those taken so far."""
+        self.closed = False
+        """Somebody did not fit: nobody else gets anything."""
+        self.cut: str | None = None
+        """Who was cut; not who was kept out whole."""
+
+    def offer(self, request_id: str, cached: int, new: int, *, divisible: bool = True) -> int:
+        """How many of ``new`` tokens it may compute. One that is not ``divisible`` gets all or none, and all
+        where it is the step's first. What it computes in the end is to be told with ``take``."""
+        if self.closed:
+            return 0
+        left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
+        chunk = self._quota.chunk(cached, new, left_s, first=not self._taken)
+        if chunk < new:
+            self.closed = True
+            if not divisible:
+                return 0 if self._taken else new
+            self.cut = request_id if chunk else None
+        return chunk
+
+    def take(self, request_id: str, cached: int, chunk: int) -> None:
+        """It computes so much in this step."""
+        seconds = self._quota.costs.seconds(cached, chunk)
+        self._taken[request_id] = seconds
+        self.prompts_s += seconds
+
+    def taken(self) -> set[str]:
+        """Who computes something, as far as is known."""
+        return set(self._taken)
+
+    def leave(self, request_id: str) -> None:
+        """It computes nothing after all; harmless where it was to compute nothing anyway."""
+        if request_id not in self._taken:
+            return
+        del self._taken[request_id]
+        self.prompts_s = math.fsum(self._taken.values())
+        if request_id == self.cut:  # nobody has been kept out but those behind it
+            self.cut, self.closed = None, False

@@ -22,6 +22,7 @@ from .adapter import SchedulerAdapter
 from .connector import waited
 from .hidden_rows import CARRIED_AS
 from .settings import Settings
+from .step_quota import StepQuota
 
 
 class UnsupportedModel(RuntimeError):
@@ -40,6 +41,8 @@ class SojournMixin:
     """Tells a ``SchedulerAdapter`` what the engine's scheduler does. Mix in before a scheduler class."""
 
     sojourn: SchedulerAdapter
+    sojourn_quota: StepQuota | None
+    """Where a compute quota is set."""
     sojourn_clock = staticmethod(time.monotonic)
     """Seconds, monotonic; the lab puts its virtual clock here."""
 
@@ -53,6 +56,7 @@ class SojournMixin:
             )
         settings = Settings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)  # type: ignore[arg-type]
+        self.sojourn_quota = StepQuota.of(self, settings, self.sojourn.steward, self.sojourn.guarded)
 
     def add_request(self, request: Any) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
@@ -61,8 +65,13 @@ class SojournMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.sojourn.guarded(self.sojourn.before_step)
+        quota = self.sojourn_quota
+        if quota is not None:
+            quota.open_step()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_step, output)
+        if quota is not None:
+            self.sojourn.guarded(quota.close_step, output)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +95,8 @@ class SojournMixin:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.sojourn.guarded(self.sojourn.preempted, request)
+        if self.sojourn_quota is not None:
+            self.sojourn.guarded(self.sojourn_quota.preempted, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

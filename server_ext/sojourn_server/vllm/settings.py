@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.state import StewardLimits
+from ..policy.compute_quota import AttentionCosts
 from ..policy.costs import EngineProfile
 from ..policy.own_policies import classes_beside
 from ..policy.preset import Preset, parse_preset, preset_text
@@ -43,6 +44,8 @@ class Settings:
     gate_timeout_s: float = 600.0
     """A request whose program gets no place on the device for so long is refused with an error."""
     max_programs: int = 20_000
+    compute_quota_s: float = 0.0
+    """Seconds of attention that a step may take at most, going by the profile; 0: any."""
     strict: bool = False
     """Raise our own errors instead of counting them and carrying on. For tests."""
 
@@ -64,6 +67,11 @@ class Settings:
             raise SettingsError(f"lease_budget_fraction is {settings.lease_budget_fraction}; expected 0 to 1")
         if settings.max_programs < 1:
             raise SettingsError(f"max_programs is {settings.max_programs}; expected at least 1")
+        if settings.compute_quota_s and settings.profile_file is None:
+            raise SettingsError(
+                f"compute_quota_s is {settings.compute_quota_s:g}, and nothing says what attention costs "
+                "here; expected a profile_file (sojourn profile measures one, --sojourn-profile names it)"
+            )
         return settings
 
     def preset(self) -> Preset:
@@ -91,6 +99,30 @@ class Settings:
             return EngineProfile.from_toml(Path(self.profile_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
+
+    def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
+        """What the compute quota goes by; ``None``: there is no quota. ``chunked``: whether the engine cuts
+        prompts. Raises ``SettingsError``."""
+        if not self.compute_quota_s:
+            return None
+        if not chunked:
+            raise SettingsError(
+                f"compute_quota_s is {self.compute_quota_s:g}, but this engine computes prompts whole; "
+                "expected chunked prefill (no --no-enable-chunked-prefill)"
+            )
+        profile = self.profile()
+        steps = profile.steps if profile is not None else None
+        if steps is None:
+            raise SettingsError(
+                f"profile_file {self.profile_file} does not say what a step costs, which compute_quota_s "
+                "goes by; measure it again with sojourn profile (without --no-decode)"
+            )
+        if not steps.pair_s:
+            raise SettingsError(
+                f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would keep "
+                "nobody back; measure longer contexts: sojourn profile --max-context TOKENS"
+            )
+        return AttentionCosts.of(steps)
 
     def limits(self) -> StewardLimits:
         """The steward's bounds."""

@@ -86,12 +86,18 @@ class PolicyQueue(RequestQueue):
         self._may_pass = may_pass
         self._holds_line = holds_line
         self._shut = False
+        self._step_is_full = False
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
         """A new step begins: the gate may be asked again."""
         self._shut = False
+        self._step_is_full = False
         self._peeked = None
+
+    def fill_step(self) -> None:
+        """To the scheduler there is nobody else to admit in this step."""
+        self._step_is_full = True
 
     def add_request(self, request: Request) -> None:
         self._peeked = None
@@ -140,6 +146,8 @@ class PolicyQueue(RequestQueue):
             self._peeked = peeked
 
     def __bool__(self) -> bool:
+        if self._step_is_full:
+            return False
         if self._peeked is None:
             self._peeked = self._first()
         return self._peeked is not None
