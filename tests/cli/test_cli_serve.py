@@ -277,3 +277,62 @@ def test_what_makes_a_policy_useless_is_said():
         "prefix caching"
         not in invoke("tiny", "--policy", "stock", "--no-enable-prefix-caching", "--dry-run").output
     )
+
+
+# -- engines of a pair -------------------------------------------------------------------
+
+
+def member(store, *more, role="prefill"):
+    return ["--role", role, "--kv-store", str(store), "--kv-buffer-gib", "0.001", *more]
+
+
+def transfer_config(parts):
+    return json.loads(parts[parts.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+
+
+def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_path, nothing_starts):
+    parts = dry_run("tiny", *member(tmp_path, "--storage-nic-gbit", "0.032"), "--port", "8123")
+    assert '{"sojourn": {"policy": "observe"}}' in parts
+    extra = transfer_config(parts)
+    assert extra["role"] == "prefill"
+    assert extra["node"] == socket.gethostname()
+    assert extra["store_name"].endswith("-prefill-8123")
+    assert extra["storage_read_rate"] == 4e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_holds_kv_is_told_to_be_of_no_use_there(tmp_path, nothing_starts):
+    for policy, noted in (("continuum", 1), ("mori", 1), ("observe", 0), ("stock", 0)):
+        with serve_command.console.capture() as said:
+            result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run")
+        assert result.exit_code == 0, result.exception
+        assert said.get().count("on this decode engine, whose room that takes") == noted, policy
+
+
+def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, nothing_starts, monkeypatch):
+    monkeypatch.setattr(versions, "installed_vllm", lambda: "9.9.9")
+    assert "9.9.9" in failure("tiny", *member(tmp_path), "--policy", "stock", "--dry-run").message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-node", "n"], "say which by --role"),
+        (["--role", "prefill"], "needs --kv-store"),
+        (["--role", "both", "--kv-store", "."], "expected prefill or decode"),
+        ([*member("."), "--kv-host-gib", "0.001"], "both say where KV lies"),
+        (member("nowhere"), "is not there; expected the directory"),
+        ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is no address"),
+        ([*member("."), "--kv-listen", "tcp:192.0.2.1:0"], "cannot listen there"),
+        ([*member("."), "--compute-nic-gbit", "-1"], "--compute-nic-gbit is -1"),
+        (["--role", "prefill", "--kv-store", ".", "--kv-buffer-gib", "1e7"], "--kv-buffer-gib is 1e+07"),
+    ],
+)
+def test_a_member_that_cannot_be_fails_before_anything_is_loaded(
+    tmp_path, nothing_starts, monkeypatch, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    error = failure("tiny", *options)
+    assert message in error.message
+    assert error.next_step
+    assert list(tmp_path.iterdir()) == []

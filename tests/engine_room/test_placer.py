@@ -579,7 +579,7 @@ def test_of_very_many_programs_no_more_is_asked_than_two_percent_of_the_time_all
     engine = Engine(policy, blocks=50_000)
     for number in range(FEW_PROGRAMS + 2000):
         request = engine.come(f"p{number}", 2)
-        engine.wait(0.11)
+        engine.wait(0.01)
         engine.admit(request)
         engine.finish(request)
     engine.wait(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
+    settings = read(good(tmp_path))
+    assert (settings.role, settings.node) == (None, socket.gethostname())
+    settings = read(good(tmp_path, role="decode", node="n7"))
+    assert (settings.role, settings.node) == ("decode", "n7")
+
+
 def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
     settings = read(good(tmp_path, store_layout="vllm-fs", store_name=None, store_bytes=None))
     store = settings.open_store()
@@ -97,6 +105,9 @@ def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
         ({"patience_s": -1}, "more than 0 seconds"),
         ({"lease_s": 1.0}, "must be above patience_s"),
         ({"read_width": 0}, "read_width is 0"),
+        ({"listen": "tcp:h"}, "listen: 'h' is no host and port"),
+        ({"role": "both"}, "role is 'both'; expected prefill or decode"),
+        ({"node": ""}, "node is ''; expected a machine's name"),
     ],
     ids=str,
 )

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from sojourn.ids import ProgramId
 
 from ..policy.base import EntryPolicy
-from ..policy.forecast import DemandView
 from ..policy.views import EntryView, GrowthView, RunningView
 from ..program.status import Signal
 from ..program.table import ProgramTable
 from .leases import LeaseBook
+from .prospects import Prospects
+from .requests import Requests
 from .state import Histories, Pool, StewardLimits, Ticket
 
 
@@ -27,6 +28,8 @@ class EntryGate:
         histories: Histories,
         table: ProgramTable,
         leases: LeaseBook,
+        requests: Requests,
+        prospects: Prospects,
     ) -> None:
         self._policy = policy
         self._pool = pool
@@ -34,6 +37,8 @@ class EntryGate:
         self._histories = histories
         self._table = table
         self._leases = leases
+        self._requests = requests
+        self._prospects = prospects
         self._holding: dict[str, Ticket] = {}
         """Requests of programs that hold KV: admitted, or let in a moment ago."""
 
@@ -68,16 +73,16 @@ class EntryGate:
         now: float,
         *,
         anything_running: bool,
-        idle_s: float,
-        own: RunningView | None = None,
-        demand: DemandView | None = None,
+        output_tokens: int = 0,
+        most_tokens: int = 0,
     ) -> bool:
-        """Whether the request may be admitted. ``need_blocks`` is what its prompt takes, ``free_blocks`` what
-        the pool has; nothing has run for ``idle_s`` seconds. For a policy that forecasts ``own`` is the
-        request as it would run, beside ``demand``."""
+        """Whether the request may be admitted. ``need_blocks`` is what its context takes, ``free_blocks``
+        what the pool has; it has written ``output_tokens``, and ``most_tokens`` may follow."""
         program = ticket.program
         if program is None or not self.concerns(ticket):
             return True
+        own = self._own(ticket, need_blocks, output_tokens, most_tokens, now)
+        demand = self._prospects.demand if own is not None else None
         later = sum(lease.blocks for lease in self._leases if lease.rank > ticket.rank)
         growth, turns = self._histories.growth_tokens, self._histories.turns
         entry = EntryView(
@@ -93,7 +98,7 @@ class EntryGate:
             mean_growth_tokens=growth.mean(),
             programs_seen=turns.count(),
             mean_turns=turns.mean_turns(),
-            idle_s=idle_s,
+            idle_s=self._requests.idle_s(now, anything_running),
             own=own,
             needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),
             room_blocks=demand.room_blocks if demand is not None else 0,
@@ -107,12 +112,26 @@ class EntryGate:
             self.holds_none(ticket.request_id)
             if ticket.gated_since_s is None:
                 ticket.gated_since_s = now
+        if enters and own is not None:
+            self._prospects.came(own)
         return enters
 
     def holds_the_line(self, ticket: Ticket, now: float) -> bool:
         """Whether a request that is kept out has waited so long that nobody later may go past it."""
         since = ticket.gated_since_s
         return since is not None and now - since > self._limits.line_patience_s
+
+    def _own(
+        self, ticket: Ticket, need_blocks: int, output_tokens: int, most_tokens: int, now: float
+    ) -> RunningView | None:
+        """The request as it would run, for a policy that forecasts; ``None``: it does not."""
+        if not self._policy.forecasts:
+            return None
+        self._prospects.not_in(ticket.request_id)
+        tokens = need_blocks * self._pool.block_size
+        return self._prospects.would_run(
+            ticket, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
+        )
 
     def _holding_before(self, rank: int) -> Iterator[GrowthView]:
         """Programs that arrived before ``rank`` and hold KV, each once."""

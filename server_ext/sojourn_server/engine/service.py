@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from sojourn.ids import ProgramId
@@ -19,6 +19,7 @@ from sojourn.wire import (
     encode,
 )
 
+from ..metrics.links import LinkMeter
 from ..program.graphs import KnownGraph
 from ..program.record import Program
 from ..program.status import ProgramStatus
@@ -34,6 +35,14 @@ MAX_TOOLS_SHOWN = 256
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
 
 Gauges = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class Paths(Protocol):
+    """An engine's half of a pair: what capabilities and stats have under ``paths``."""
+
+    def capabilities(self) -> dict[str, Any] | None: ...
+
+    def stats(self) -> dict[str, Any] | None: ...
 
 
 class UnknownOperation(ValueError):
@@ -52,7 +61,7 @@ class Service:
     capabilities tell of the tiers (``docs/wire.md``), ``None`` where there are none. ``persist`` has a chain
     of block hashes written to disk; it answers ``stored_blocks``, of the first ones, ``pending_blocks`` and
     ``pending_bytes``, which are being written, and ``shared``, whether other engines read them; or only the
-    ``reason`` why it cannot.
+    ``reason`` why it cannot. ``paths`` is asked for what there is to tell of a pair.
     """
 
     def __init__(
@@ -66,12 +75,15 @@ class Service:
         below_device: Callable[[], dict[str, Any] | None] = lambda: None,
         network_state: Callable[[], dict[str, Any] | None] = lambda: None,
         persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
+        paths: Paths | None = None,
     ) -> None:
         self._steward = steward
         self._tier_state = tier_state
         self._below_device = below_device
         self._network_state = network_state
         self._persist_chain = persist
+        self._paths = paths
+        self._links = LinkMeter(steward.recorder)
         self._counted: dict[tuple[str, str], float] = {}
         """Of totals of the tiers what metrics have had already, by metric and label."""
         self._desk = desk if desk is not None else Desk(steward)
@@ -129,6 +141,7 @@ class Service:
             },
             "engine": self._engine,
             "tiers": self._below_device(),
+            "paths": self._paths.capabilities() if self._paths is not None else None,
         }
 
     def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
@@ -220,6 +233,7 @@ class Service:
             },
             "pool": {"block_size": steward.pool.block_size, **self._pool_state()},
             "tiers": self._tier_state(),
+            "paths": self._paths.stats() if self._paths is not None else None,
             "placed": {tier.value: count for tier, count in steward.placer.counts().items()},
             "ledger": msgspec.to_builtins(steward.ledger.totals),
             "output_lengths": {**steward.prospects.known(), "network": self._network_state()},
@@ -286,6 +300,7 @@ class Service:
             for tier, states in tiers.items()
             for state, blocks in states.items()
         ]
+        gauges |= self._links.take(self._paths.stats() if self._paths is not None else None)
         return steward.recorder.drain(gauges)
 
     def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:

@@ -45,6 +45,7 @@ from .prospects import Prospects
 from .requests import Requests
 from .state import Histories, Pool, StewardLimits, Ticket
 from .turn_records import TurnRecords
+from .victims import Victims
 
 
 class Steward:
@@ -93,14 +94,6 @@ class Steward:
         """Records of requests whose first token is still to come, by their ids."""
         self.refused: list[str] = []
         """Requests that the engine is to end with an error: they were parked for ``gate_timeout_s``."""
-        self.gate = EntryGate(
-            preset.entry,
-            pool,
-            limits=self.limits,
-            histories=self.histories,
-            table=self.table,
-            leases=self.leases,
-        )
         self.foreseer = Foreseer(preset, pool, histories=self.histories, graphs=self.graphs, table=self.table)
         moves = Moves(self.table, self.keeper, self.foreseer, self.journal)
         self.prospects = Prospects(
@@ -110,6 +103,17 @@ class Steward:
             reload=self.reload,
             tickets=self.tickets,
             recorder=self.recorder,
+        )
+        self._victims = Victims(preset.victim, self.prospects, self.requests)
+        self.gate = EntryGate(
+            preset.entry,
+            pool,
+            limits=self.limits,
+            histories=self.histories,
+            table=self.table,
+            leases=self.leases,
+            requests=self.requests,
+            prospects=self.prospects,
         )
         self.placer = Placer(preset.placement, pool, histories=self.histories, moved=moves.made)
         self.owners = Owners(preset.eviction, table=self.table, foreseer=self.foreseer, placer=self.placer)
@@ -373,28 +377,15 @@ class Steward:
         It is asked about those ``behind_gate`` only. ``need_blocks`` is what its context takes,
         ``free_blocks`` what the pool has; it has written ``output_tokens``, and ``most_tokens`` may follow.
         """
-        asked = self.gate.concerns(ticket)
-        idle_s = self.requests.idle_s(now, anything_running) if asked else 0.0
-        own = None
-        if asked and self.preset.entry.forecasts:
-            self.prospects.not_in(ticket.request_id)
-            tokens = need_blocks * self.pool.block_size
-            own = self.prospects.would_run(
-                ticket, tokens=tokens, output_tokens=output_tokens, most_tokens=most_tokens, now=now
-            )
-        enters = self.gate.may_enter(
+        return self.gate.may_enter(
             ticket,
             need_blocks,
             free_blocks,
             now,
             anything_running=anything_running,
-            idle_s=idle_s,
-            own=own,
-            demand=self.prospects.demand if own is not None else None,
+            output_tokens=output_tokens,
+            most_tokens=most_tokens,
         )
-        if enters and own is not None:
-            self.prospects.came(own)
-        return enters
 
     def behind_gate(self, ticket: Ticket) -> bool:
         """Whether the entry policy has a say in a waiting request."""
@@ -425,8 +416,7 @@ class Steward:
         self, running: Sequence[RunningView], short_blocks: int, now: float, *, used_blocks: int = 0
     ) -> str | None:
         """Which running request to preempt; None: the engine's choice. ``used_blocks`` are in use or held."""
-        views = self.prospects.foreseen(self.requests.served(running, now), now)
-        return self.preset.victim.victim(views, self.prospects.need(views, short_blocks, used_blocks), now)
+        return self._victims.choose(running, short_blocks, used_blocks, now)
 
     def look_ahead(
         self,
@@ -445,14 +435,7 @@ class Steward:
         queued will take ``queued_s`` more.
         """
         self.prospects.copied(out_s_per_token, back_s_per_token, queued_s)
-        if self.prospects.look(running, used_blocks, now) is None:
-            return None
-        views = self.prospects.foreseen(self.requests.served(running, now), now)
-        victim = self.preset.victim.victim(views, self.prospects.need(views, 0, used_blocks), now)
-        view = next((view for view in views if view.request_id == victim), None)
-        if view is None or self.prospects.recovery(view.context_tokens, now) is not Recovery.OFFLOAD:
-            return None
-        return victim
+        return self._victims.coming(running, used_blocks, now)
 
     def guessed(
         self,

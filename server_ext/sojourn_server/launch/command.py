@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BadOption as BadOption
+from .pairs import PairOptions, check_block_size, pair_config
 from .redaction import redacted
 from .tiers import TierOptions, hash_seed, transfer_config
 
@@ -53,6 +54,7 @@ class EngineFacts:
     """Names of the installed general and platform plugins that vLLM loads by default."""
     cpus: tuple[int, ...] = ()
     """CPU ids this process may run on."""
+    hostname: str = "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class ServeOptions:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``additional_config.sojourn``."""
     tiers: TierOptions = field(default_factory=TierOptions)
+    pair: PairOptions = field(default_factory=PairOptions)
     chat_template: str | None = None
     """Given for the models that are made here: they also get tool calling and a served name."""
     engine_args: tuple[str, ...] = ()
@@ -149,10 +152,16 @@ def build_command(options: ServeOptions, facts: EngineFacts, environ: Mapping[st
         stock = options.policy == STOCK
         config = transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
         if options.tiers.backend == "sojourn":
-            _check_served(flags)
+            _check_served(flags, "tiers below the device")
         added += ["--kv-transfer-config", json.dumps(config)]
-        env.update(hash_seed(options.tiers, environ))
-    env["VLLM_PLUGINS"] = _plugins(options.policy, facts, environ)
+        if options.tiers.disk is not None:
+            env.update(hash_seed(environ))
+    if options.pair.any:
+        config = _pair_config(options, flags, facts)
+        added += ["--kv-transfer-config", json.dumps(config)]
+        env.update(hash_seed(environ))
+    # A member of a pair tells gateways of itself, whoever schedules.
+    env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK or options.pair.any, facts, environ)
     # A report, not a behaviour: without it an answer does not say how much of the prompt was reused.
     default("--enable-prompt-tokens-details")
 
@@ -293,25 +302,55 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
 
 
-def _plugins(policy: str, facts: EngineFacts, environ: Mapping[str, str]) -> str:
+def _pair_config(options: ServeOptions, flags: Flags, facts: EngineFacts) -> dict[str, Any]:
+    """For ``--kv-transfer-config``. Raises ``BadOption``."""
+    pair = options.pair
+    address = listen_address(options.engine_args)
+    port = None if address is None else address[1]
+    config = pair_config(pair, cpu_build=facts.cpu_build, hostname=facts.hostname, port=port)
+    if options.tiers.any:
+        raise BadOption(
+            f"--role {pair.role} and --kv-host-gib both say where KV lies below the device; give one: what a "
+            "pair computes is in --kv-store"
+        )
+    if flags.has("--kv-transfer-config"):
+        raise BadOption("--kv-transfer-config is how --role is installed; give one of the two, not both")
+    for flag, why in _NOT_OF_PAIRS.items():
+        if any(_name(arg) == flag for arg in flags.args):
+            raise BadOption(f"{flag}: {why}; start an engine of a pair without it")
+    ranks = flags.value("--data-parallel-size") or flags.value("-dp")
+    if ranks not in (None, "1"):
+        raise BadOption(f"--data-parallel-size is {ranks}; each engine of a pair has a server of its own")
+    _check_served(flags, "the paths of a pair")
+    check_block_size(flags.value("--block-size"))
+    return config
+
+
+_NOT_OF_PAIRS = {
+    "--speculative-config": "the paths of a pair do not serve engines that guess tokens ahead so far",
+    "--no-enable-prefix-caching": "stored KV is found by the names that prefix caching gives it",
+}
+
+
+def _plugins(ours: bool, facts: EngineFacts, environ: Mapping[str, str]) -> str:
     """``VLLM_PLUGINS`` is an allow-list: naming ours alone would switch the user's other plugins off."""
     listed = environ.get("VLLM_PLUGINS")
     names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
     kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN]
-    return ",".join(kept if policy == STOCK else [*kept, PLUGIN])
+    return ",".join([*kept, PLUGIN] if ours else kept)
 
 
 _OF_SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
-def _check_served(flags: Flags) -> None:
-    """Our tiers refuse such engines themselves, but after minutes. Raises ``BadOption``."""
+def _check_served(flags: Flags, what: str) -> None:
+    """Our connectors refuse such engines themselves, but after minutes. Raises ``BadOption``."""
     for flag in _OF_SEVERAL_WORKERS:
         count = flags.value(flag)
         if count not in (None, "1"):
-            raise BadOption(f"{flag} is {count}; tiers below the device serve engines of one worker so far")
+            raise BadOption(f"{flag} is {count}; {what} serve engines of one worker so far")
     if any(_name(arg) == "--async-scheduling" for arg in flags.args):
-        raise BadOption("--async-scheduling: tiers below the device need one step at a time so far")
+        raise BadOption(f"--async-scheduling: {what} need one step at a time so far")
 
 
 def _cpu_environment(flags: Flags, facts: EngineFacts, environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from importlib import metadata
 
@@ -25,6 +26,7 @@ def engine_facts() -> EngineFacts:
         cpu_build=is_cpu_build(),
         has_vllm_cli=_has_distribution("vllm"),
         plugins=tuple(sorted(plugins - {PLUGIN})),
+        hostname=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
     )
 

@@ -50,7 +50,7 @@ class EngineServer:
 
     ``serve_args`` go to ``sojourn serve`` as they are, ours and vLLM's. ``env`` is added to this
     process's environment. ``log_path`` defaults to a temporary file that goes with the server;
-    a named one stays.
+    a named one stays. ``policy`` ``None`` leaves it to ``sojourn serve``.
     ``port`` 0 is one that nobody had. Entering blocks until requests are answered and raises ``ServerFailed``
     where that takes more than ``ready_timeout_s``.
     """
@@ -59,7 +59,7 @@ class EngineServer:
         self,
         model: str,
         *,
-        policy: str = "continuum",
+        policy: str | None = "continuum",
         serve_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
@@ -169,8 +169,9 @@ class EngineServer:
 
     def _command(self) -> list[str]:
         names = [] if self._named_by_caller else ["--served-model-name", self.model, self._alias]
+        policy = [] if self.policy is None else ["--policy", self.policy]
         return [
-            sys.executable, "-m", "sojourn_server.cli", "serve", self.model, "--policy", self.policy,
+            sys.executable, "-m", "sojourn_server.cli", "serve", self.model, *policy,
             "--host", "127.0.0.1", "--port", str(self.port), *names, *self._serve_args,
         ]  # fmt: skip
 

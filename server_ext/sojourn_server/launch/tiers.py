@@ -42,7 +42,7 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
         raise BadOption(
             "host memory below the device has no size, and a disk is filled from it: give --kv-host-gib"
         )
-    _check_size("--kv-host-gib", options.host_gib)
+    check_size("--kv-host-gib", options.host_gib)
     if (options.disk is None) != (options.disk_gib is None):
         raise BadOption("--kv-disk and --kv-disk-gib go together: the directory, and how much it may hold")
     if options.disk_name is not None and options.disk is None:
@@ -74,7 +74,7 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
         )
     extra: dict[str, Any] = {"host_bytes": host_bytes}
     if options.disk is not None and options.disk_gib is not None:
-        _check_size("--kv-disk-gib", options.disk_gib)
+        check_size("--kv-disk-gib", options.disk_gib)
         extra |= {"disk": options.disk, "disk_bytes": int(options.disk_gib * GIB)}
         if options.disk_name is not None:
             extra["disk_name"] = options.disk_name
@@ -88,13 +88,12 @@ def transfer_config(options: TierOptions, *, cpu_build: bool, stock: bool) -> di
     }
 
 
-def hash_seed(options: TierOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """What blocks on disk need to be found again by a later process: hashes that do not change."""
-    if options.disk is None or environ.get("PYTHONHASHSEED") not in (None, "random"):
-        return {}
-    return {"PYTHONHASHSEED": "0"}
+def hash_seed(environ: Mapping[str, str]) -> dict[str, str]:
+    """What stored blocks need to be found again by another process: hashes that do not change."""
+    return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 
-def _check_size(flag: str, gib: float) -> None:
+def check_size(flag: str, gib: float) -> None:
+    """Raises ``BadOption`` for what is no size."""
     if not 0 < gib < math.inf:
         raise BadOption(f"{flag} is {gib}; expected a size in GiB, more than 0")

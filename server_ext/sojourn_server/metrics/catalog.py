@@ -101,6 +101,21 @@ TIER_MOVES = frozenset(
 )
 """What became of blocks below the device; ``docs/tiers.md`` says what each means."""
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
+LINKS = frozenset({"storage", "compute"})
+LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
+LINK_LANES = frozenset(
+    {("storage", "read"), ("storage", "write"), ("compute", "sent"), ("compute", "received")}
+)
+"""Links, each in its own directions."""
+SLOT_STATES = frozenset({"used", "free"})
+PATH_OUTCOMES = frozenset(
+    {"loads_whole", "loads_short", "loads_aborted"}
+    | {"pushes_complete", "pushes_failed", "pushes_refused", "prompts_complete", "prompts_failed"}
+    | {"blocks_read", "blocks_unread", "blocks_merged", "blocks_not_filled"}
+    | {"write_stored", "write_already", "write_full", "write_disk_full", "write_failed", "write_stalled"}
+    | {"writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors"}
+)
+"""What became of loads, pushes, contexts and blocks on the paths (``docs/dualpath-transport.md``)."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
 TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
@@ -152,6 +167,10 @@ CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
 """1 to 256 preemptions."""
 RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
 """A 64th to 64 times."""
+ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))
+"""1 ms to 4.1 s."""
+QUOTA_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1, 1.5, 2.0)
+"""Above 1 are steps that compute one block all the same."""
 POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """1 µs to 1.05 s, each four times the one before."""
 
@@ -205,6 +224,31 @@ _ALL = (
         "Seconds for which forward passes waited for copies between device and host memory.",
     ),
     _gauge("sojourn_tier_jobs", "Copies between tiers that are under way or queued, in jobs."),
+    _counter(
+        "sojourn_link_bytes_total",
+        "KV bytes that a link of this engine has moved: to and from storage, to and from other engines.",
+        LINK_LANES,
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge(
+        "sojourn_link_queued_seconds",
+        "Seconds until what is asked of a link now would begin; 0 too where its speed is not known yet.",
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge(
+        "sojourn_link_queued_bytes",
+        "KV bytes that wait for a link, or are under way.",
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge("sojourn_path_slots", "Full Blocks that fit this engine's buffers, by state.", state=SLOT_STATES),
+    _counter(
+        "sojourn_path_outcomes_total",
+        "Loads, pushes, contexts and blocks between engines and storage, by what became of them.",
+        what=PATH_OUTCOMES,
+    ),
     _counter(
         "sojourn_prompt_tokens_total",
         "Prompt tokens of programs' turns: reused on the device or from host memory, new, in the last "
@@ -276,6 +320,17 @@ _ALL = (
         "Preemptions in a row, each within ten engine steps of the one before; 1: one alone.",
         CASCADE_BUCKETS,
     ),
+    _histogram(
+        "sojourn_step_attention_seconds",
+        "Attention of a step that computes prompts, going by the profile. Only with a compute quota.",
+        ATTENTION_BUCKETS_S,
+    ),
+    _histogram(
+        "sojourn_step_quota_ratio",
+        "Attention of a step in which not all prompts in line fitted, as a share of the compute quota.",
+        QUOTA_BUCKETS,
+    ),
+    _counter("sojourn_quota_cuts_total", "Prompts that the compute quota cut, each step anew."),
     _histogram(
         "sojourn_output_length_ratio",
         "Tokens of outputs that ended, by how many were expected in their first 32 tokens: 1 is as expected.",

@@ -27,6 +27,11 @@ class Load(Protocol):
         """Leading layers that are here, of all blocks that will come."""
         ...
 
+    @property
+    def streamed_s(self) -> float:
+        """Seconds from the moment when its first layer was here to the newest one."""
+        ...
+
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait until a layer is here, or never will be; whether it is."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -48,11 +49,15 @@ class LoadHandle(Handle):
         """Of how many: of no more than fit the buffers."""
         self.outcome: LoadOver | None = None
         self._layers = 0
+        self._first_s = self._newest_s = 0.0
         self._core = core
 
     def told(self, event: Event) -> None:
         if isinstance(event, LayerHere):
             self._layers = event.layer + 1
+            self._newest_s = time.perf_counter()
+            if not event.layer:
+                self._first_s = self._newest_s
         elif isinstance(event, LoadOver):
             self.outcome = event
 
@@ -60,6 +65,11 @@ class LoadHandle(Handle):
     def layers_here(self) -> int:
         """Leading layers that are here, of all blocks that will come."""
         return self._layers
+
+    @property
+    def streamed_s(self) -> float:
+        """Seconds from the moment when its first layer was here to the newest one."""
+        return self._newest_s - self._first_s
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait until a layer is here, or never will be; whether it is."""

@@ -215,9 +215,15 @@ class Link:
             return 0.0
         if self.rate is not None:
             return max(0.0, self._busy_until_s - now) + self._waiting_bytes / self.rate
+        return self.seconds_for(queued)
+
+    def seconds_for(self, nbytes: int) -> float | None:
+        """How long it takes for so many bytes, by its rate, else by the newest items; ``None``: not known."""
+        if self.rate is not None:
+            return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:
             return None
-        return queued * self._newest_s / self._newest_bytes
+        return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
         """Bytes moved so far, those of items under way counted as the rate says: a number that shows progress

@@ -82,6 +82,15 @@ def transport_for(address: str, transports: Mapping[str, Transport]) -> tuple[Tr
     raise TransportMissing(f"{address}: there is no transport {scheme!r} here; use {known}")
 
 
+def check_address(address: str) -> None:
+    """Whether an engine may be told to listen there. Raises ``ValueError`` and ``TransportMissing``."""
+    transport, rest = transport_for(address, built_in())
+    if isinstance(transport, UnixTransport):
+        _unix_path(rest)
+    else:
+        _host_and_port(rest)
+
+
 class SocketStream:
     """A stream over a socket."""
 

@@ -26,13 +26,22 @@ from .block_order import BlockOrder
 from .block_owners import Owner
 from .bucket_order import Score
 from .connector import SojournConnector
-from .engine_facts import below_device, block_bytes, blocks_below, described, host_s_per_token, vllm_version
+from .engine_facts import (
+    below_device,
+    block_bytes,
+    blocks_below,
+    described,
+    host_s_per_token,
+    member_of_pair,
+    vllm_version,
+)
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .hidden_rows import HiddenRows
 from .history_file import HistoryFile
 from .length_guesses import LengthGuesses, are_read
 from .outlook import Outlook, most_tokens
 from .outputs import ToolCallReader
+from .pool_count import PoolCount
 from .settings import Settings, check_scheduling
 from .shortage import Shortage
 from .waiting_line import WaitingLine
@@ -41,12 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger("vllm.sojourn")
-
-EASILY_COUNTED = 20_000
-"""Pools of fewer blocks are counted each time somebody asks: at most 2 ms."""
-
-COUNTING_S_PER_BLOCK = 40e-6
-"""Blocks of larger pools are counted anew no sooner than this times their number: 0.2 % of the time."""
 
 _OUTCOMES = {
     RequestStatus.FINISHED_STOPPED: TurnOutcome.STOPPED,
@@ -101,6 +104,7 @@ class SchedulerAdapter:
             below_device=lambda: below_device(scheduler),
             network_state=lambda: self._guesses.state() if self._guesses is not None else None,
             persist=self._persist,
+            paths=member_of_pair(scheduler),
         )
         self.reader = ToolCallReader(scheduler.vllm_config.model_config)
         connector = scheduler.connector
@@ -119,6 +123,7 @@ class SchedulerAdapter:
         )
         self._queue = self._pool.free_block_queue = self._order.queue
         self._held = HeldBlocks(self._pool, self._queue)
+        self._count = PoolCount(self._pool, self._held, clock)
         check_scheduling(preset, scheduler.policy.value)
         self._line = WaitingLine(scheduler, self.steward, clock=clock, guarded=self.guarded)
         self._outlook = Outlook(scheduler, self.steward, self._below)
@@ -136,8 +141,6 @@ class SchedulerAdapter:
         if preset.remaining.reads_states and are_read(scheduler.vllm_config):
             self._guesses = LengthGuesses(scheduler, self.steward, settings.network_file, rank)
         self._scheduled_at: float | None = None
-        self._pool_state: dict[str, int] | None = None
-        self._pool_state_at = 0.0
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %d tokens",
             preset.name, type(scheduler).__name__, self.steward.pool.blocks, self.steward.pool.block_size,
@@ -290,7 +293,7 @@ class SchedulerAdapter:
                 block_hashes=request.block_hashes,
                 held_blocks=self._held.blocks(),
                 unheld_blocks=self._held.unheld(cached),
-                used_blocks=self._used_blocks(),
+                used_blocks=self._count.used_blocks(),
             ),
             now,
         )
@@ -411,7 +414,7 @@ class SchedulerAdapter:
                 now,
                 held_blocks=self._held.blocks(),
                 unheld_blocks=self._held.unheld(blocks),
-                used_blocks=self._used_blocks(),
+                used_blocks=self._count.used_blocks(),
             )
             if lease is not None:
                 self._held.hold(program_id, blocks)
@@ -434,38 +437,12 @@ class SchedulerAdapter:
 
     def pool_state(self) -> dict[str, int]:
         """Blocks by state. In use and cached are told apart: cached blocks are free to be reused."""
-        now = self._clock()
-        blocks = self._pool.num_gpu_blocks
-        age_s = now - self._pool_state_at
-        if self._pool_state is None or blocks < EASILY_COUNTED or age_s >= blocks * COUNTING_S_PER_BLOCK:
-            self._pool_state, self._pool_state_at = self._count_blocks(), now
-        return self._pool_state
+        return self._count.by_state()
 
     def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
         if self._below is None:
             return {"reason": "nothing of ours is below this engine's device"}
         return self._below.persist(hashes, self._held)
-
-    def _used_blocks(self) -> int:
-        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
-
-    def _count_blocks(self) -> dict[str, int]:
-        pool = self._pool
-        total = pool.num_gpu_blocks - 1
-        available = pool.get_num_free_blocks()
-        cached_and_free = 0
-        if available:
-            cached_and_free = sum(
-                1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0
-            )
-        leased = self._held.blocks()
-        return {
-            "total": total,
-            "running": total - available - leased,
-            "leased": leased,
-            "cached": cached_and_free,
-            "free": available - cached_and_free,
-        }
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run one hook; our failure is counted and logged, never the engine's (unless ``strict``)."""

@@ -7,6 +7,7 @@ is ``EngineCore.sojourn_call``, which our ``vllm.general_plugins`` entry point a
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import weakref
 from argparse import Namespace
@@ -97,8 +98,10 @@ class VllmEngine:
             if not isinstance(answer, str):
                 raise EngineError(f"{op}: the engine answered {type(answer).__name__}, expected JSON text")
             if is_stock(answer):
-                self._stock = "the engine's scheduler is vLLM's own"
-                raise EngineStock(self._stock)
+                why = "the engine's scheduler is vLLM's own"
+                if "answers" not in json.loads(answer):  # an engine of a pair answers other questions
+                    self._stock = why
+                raise EngineStock(why)
         return answers
 
     async def _call(self, op: str, payload: str) -> list[Any]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..policy.costs import EngineProfile
 from .connector import SojournConnector
+from .paths_connector import PathsConnector
+from .paths_member import PathsMember
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -15,8 +17,9 @@ def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> flo
     """Where the engine has a connector and the profile a bandwidth; None: not known."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = block_bytes(scheduler)
-    if scheduler.connector is None or not bytes_per_s or not size:
-        return None
+    connector = scheduler.connector
+    if connector is None or isinstance(connector, PathsConnector) or not bytes_per_s or not size:
+        return None  # a pair's KV comes from storage, at a speed of its own
     return size / scheduler.block_size / bytes_per_s
 
 
@@ -32,7 +35,7 @@ def blocks_below(scheduler: Scheduler) -> tuple[int, int]:
 def below_device(scheduler: Scheduler) -> dict[str, Any] | None:
     """What capabilities tell of host memory and disk below the device; ``None``: there is nothing."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
-    if connector is None or transfer is None:
+    if connector is None or transfer is None or isinstance(connector, PathsConnector):
         return None
     told = {"connector": str(transfer.kv_connector), "on": True, "off_because": None, "disk": None}
     if isinstance(connector, SojournConnector):
@@ -47,6 +50,12 @@ def below_device(scheduler: Scheduler) -> dict[str, Any] | None:
     host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
     told["host"] = {"blocks": None, "bytes": host_bytes} if isinstance(host_bytes, int) else None
     return told
+
+
+def member_of_pair(scheduler: Scheduler) -> PathsMember | None:
+    """What tells of the paths to storage and to other engines; ``None``: this one is alone."""
+    connector = scheduler.connector
+    return connector.member if isinstance(connector, PathsConnector) else None
 
 
 def block_bytes(scheduler: Scheduler) -> int:

@@ -7,7 +7,6 @@ nothing is decided here. It needs no scheduler of ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,9 @@ from vllm.logger import init_logger
 
 from ..paths.orders import Orders, Reports
 from ..paths.planner import PathPlanner, Scheduled
+from .paths_member import PathsMember, reachable
 from .paths_settings import PathsSettings
+from .paths_stats import PathsStats
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 blocks_per_full=self.settings.per_full,
                 saves=self.settings.save,
             )
+            self.member = PathsMember(self.settings, self.planner.counts)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -272,6 +274,25 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         reports = self._worker.take_reports() if self._worker is not None else None
         return StepReport(reports) if reports else None
 
+    def get_kv_connector_stats(self) -> PathsStats | None:
+        """How long steps stood still for KV since the last call, for vLLM's log."""
+        times = self._worker.take_times() if self._worker is not None else None
+        return PathsStats.of(times) if times else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PathsStats:
+        """What was told, in another process."""
+        return PathsStats(data=data or {})
+
+    def told(self) -> dict[str, Any] | None:
+        """How the traffic goes, for who asks over HTTP; ``None``: it has not begun, or is over."""
+        from ..paths.told import told_of
+
+        if self._traffic is None or self._worker is None:
+            return None
+        told = told_of(self._traffic, self._worker.counts)
+        return {**told, "addresses": [reachable(address) for address in told["addresses"]]}
+
     def shutdown(self) -> None:
         """The worker ends."""
         worker, self._worker = self._worker, None
@@ -296,10 +317,3 @@ def _rows(name: str, cache: Any, blocks: int) -> Bytes:
         )
     rows: Bytes = cache.view(blocks, -1).view(torch.uint8).numpy()
     return rows
-
-
-def told_of(report: Any) -> Mapping[str, float]:
-    """Seconds of a step that its forward pass waited for layers, and that they took to come."""
-    if not isinstance(report, StepReport):
-        return {}
-    return {"waited_s": report.reports.waited_s, "streamed_s": report.reports.streamed_s}

@@ -13,17 +13,20 @@ block_tokens         of a Full Block, 64 where it is left out
 save                 false: store nothing
 read_width, patience_s, lease_s
                      as in ``PathLimits``
+role                 "prefill" or "decode": what a gateway sends this engine; left out: it is told to none
+node                 the machine whose storage link this engine uses; left out: the host's name
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..launch.machine_memory import read_memory
 from ..paths.limits import LinkRates, PathLimits
-from ..paths.transport import TransportMissing, built_in, transport_for
+from ..paths.transport import TransportMissing, check_address
 from ..tiers.full_block import KvIdentity
 from ..tiers.shared_store import SharedStore
 from ..tiers.store import FULL_BLOCK_TOKENS, Store, blocks_per_full
@@ -36,11 +39,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_EXPECTED = {"store": "a directory", "listen": "unix:PATH or tcp:HOST:PORT", "node": "a machine's name"}
 LAYOUTS = ("sojourn", "vllm-fs")
+ROLES = ("prefill", "decode")
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _KNOWN = (
     "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
-    "save", "read_width", "patience_s", "lease_s",
+    "save", "read_width", "patience_s", "lease_s", "role", "node",
 )  # fmt: skip
 
 
@@ -65,6 +70,9 @@ class PathsSettings:
     rates: LinkRates
     fs_layout: VllmFsLayout | None
     """Of vLLM's folder, where that is the store."""
+    role: str | None
+    """Of ``ROLES``; ``None``: it is in no pair that a gateway makes."""
+    node: str
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PathsSettings:
@@ -106,14 +114,17 @@ class PathsSettings:
             store_bytes = _whole(given, "store_bytes")
             if store_bytes < identity.block_bytes:
                 raise SettingsError(
-                    f"store_bytes is {store_bytes}; expected at least a Full Block of this model, "
-                    f"{identity.block_bytes}"
+                    f"store_bytes (--kv-store-gib) is {store_bytes}; expected at least a Full Block of this "
+                    f"model, {identity.block_bytes}"
                 )
         listen = _text(given, "listen")
         try:
-            transport_for(listen, built_in())
+            check_address(listen)
         except (ValueError, TransportMissing) as error:
             raise SettingsError(f"listen: {error}") from error
+        role = given.get("role")
+        if role is not None and role not in ROLES:
+            raise SettingsError(f"role is {role!r}; expected {' or '.join(ROLES)}")
         return cls(
             listen=listen,
             store=_text(given, "store"),
@@ -128,6 +139,8 @@ class PathsSettings:
             limits=_limits(given, identity, with_tensors=bool(sizes)),
             rates=_rates(given),
             fs_layout=fs_layout,
+            role=role,
+            node=_text(given, "node") if "node" in given else socket.gethostname(),
         )
 
     def open_store(self) -> Store:
@@ -216,13 +229,14 @@ def _limits(given: dict[str, Any], identity: KvIdentity, with_tensors: bool) -> 
     slots = buffer_bytes // identity.block_bytes
     if slots < 1:
         raise SettingsError(
-            f"buffer_bytes is {buffer_bytes}; expected at least a Full Block of this model, "
-            f"{identity.block_bytes}, and room for the longest prompt"
+            f"buffer_bytes (--kv-buffer-gib) is {buffer_bytes}; expected at least a Full Block of this "
+            f"model, {identity.block_bytes}, and room for the longest prompt"
         )
     memory = read_memory()
     if with_tensors and buffer_bytes > memory.total_bytes:
         raise SettingsError(
-            f"buffer_bytes is {buffer_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
+            f"buffer_bytes (--kv-buffer-gib) is {buffer_bytes}; expected at most what {memory.owner} has, "
+            f"{memory.total_bytes}"
         )
     bounds: dict[str, Any] = {name: given[name] for name in ("patience_s", "lease_s") if name in given}
     for name, value in bounds.items():
@@ -254,7 +268,7 @@ def _rates(given: dict[str, Any]) -> LinkRates:
 def _text(given: dict[str, Any], name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str) or not value:
-        what = "a directory" if name == "store" else "unix:PATH or tcp:HOST:PORT"
+        what = _EXPECTED[name]
         raise SettingsError(f"{name} is {value!r}; expected {what}")
     return value
 

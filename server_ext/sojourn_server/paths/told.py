@@ -1,0 +1,43 @@
+"""What a traffic manager tells those who ask how it goes: numbers, as JSON has them.
+
+Nothing is collected beforehand: the sums are made when somebody asks, under the lock that whoever asks for a
+load takes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .manager import TrafficManager
+
+UNKNOWN_S = 0.0
+"""Seconds that are not known: a link that was given no rate has a speed once it has moved something."""
+
+
+def told_of(traffic: TrafficManager, counts: Mapping[str, int]) -> dict[str, Any]:
+    """How an engine's traffic goes; ``counts`` are its worker's, beside the manager's own.
+
+    ``addresses`` and ``epoch`` are what peers need; ``links`` by name, each with ``queued_bytes``,
+    ``queued_s`` and ``moved_bytes``; ``received_bytes`` came from peers; ``block_s`` is what the link from
+    storage takes for a Full Block.
+    """
+    told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
+    told["counts"] = dict(sorted({**told["counts"], **counts}.items()))
+    return told
+
+
+def _numbers(traffic: TrafficManager, now: float) -> dict[str, Any]:
+    depot = traffic.core.depot
+    stats = traffic.core.stats(now)
+    for link in stats["links"].values():
+        if link["queued_s"] is None:
+            link["queued_s"] = UNKNOWN_S
+    return {
+        **stats,
+        "addresses": list(traffic.addresses),
+        "epoch": traffic.epoch,
+        "received_bytes": depot.counts["bytes_fetched"] + depot.counts["bytes_taken"],
+        "block_s": depot.reads.seconds_for(depot.memory.block_bytes) or UNKNOWN_S,
+    }

@@ -1,0 +1,108 @@
+"""What of an engine of a pair is told before it starts, on real folders and sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from sojourn_server.launch import pair_checks
+from sojourn_server.launch.errors import BadOption
+from sojourn_server.launch.pairs import PairOptions
+from sojourn_server.tiers.full_block import KvIdentity
+from sojourn_server.tiers.shared_store import SharedStore
+
+IDENTITY = KvIdentity(
+    model="/m [] torch.float32 abc None auto",
+    kv_dtype="float32",
+    block_tokens=64,
+    block_bytes=1000,
+    layers=2,
+    hash_scheme="sha256/seed=0/32",
+    vllm_version="0.32.0",
+)
+
+
+def check(store, try_it=True, **options):
+    asked = PairOptions(role="decode", store=str(store), **{"store_gib": 1e-6, "buffer_gib": 1e-3, **options})
+    return pair_checks.check_pair(asked, "d", vllm_version="0.32.0", weights="/m []", try_it=try_it)
+
+
+def refused(store, **options):
+    with pytest.raises(BadOption) as caught:
+        check(store, **options)
+    assert caught.value.next_step
+    return caught.value
+
+
+def test_a_folder_that_all_may_write_is_fine(tmp_path):
+    assert check(tmp_path) == []
+    with SharedStore.open(tmp_path, IDENTITY, name="p", budget_bytes=1000)._own:
+        assert check(tmp_path) == [], "another engine of the pair runs there"
+    assert os.listdir(tmp_path) == [folder.name for folder in tmp_path.glob("*-p")], "nothing is left"
+
+
+def test_a_folder_that_is_not_there_may_be_a_disk_to_mount(tmp_path):
+    error = refused(tmp_path / "nowhere")
+    assert f"--kv-store {tmp_path}/nowhere is not there; expected the directory" in str(error)
+    assert "mount" in error.next_step
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_and_what_cannot_be_written_are_no_stores(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert "file is not a directory" in str(refused(tmp_path / "file"))
+
+    def denied(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", denied)
+    error = refused(tmp_path)
+    assert f"--kv-store {tmp_path} cannot be written: Permission denied" in str(error)
+    assert "--kv-store" in error.next_step
+
+
+def test_a_dry_run_makes_nothing_and_opens_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **options: pytest.fail("made something"))
+    monkeypatch.setattr(socket, "socket", lambda *arguments: pytest.fail("opened something"))
+    assert check(tmp_path, try_it=False, listen="tcp:192.0.2.1:1") == []
+
+
+def test_a_name_that_is_taken_and_a_store_of_something_else(tmp_path):
+    with SharedStore.open(tmp_path, IDENTITY, name="d", budget_bytes=1000)._own:
+        error = refused(tmp_path)
+        assert "is in use by this process itself" in str(error)
+        assert "--kv-store-name" in error.next_step
+        assert "--kv-disk" not in error.next_step
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(BadOption, match="is for something else"):
+        pair_checks.check_pair(
+            PairOptions(role="decode", store=str(tmp_path), buffer_gib=1e-3),
+            "d",
+            vllm_version="9",
+            weights=None,
+        )
+
+
+def test_memory_and_room_are_those_of_this_machine(tmp_path):
+    assert "--kv-buffer-gib is 1e+07; expected at most" in str(refused(tmp_path, buffer_gib=1e7))
+    (note,) = check(tmp_path, store_gib=1e9)
+    assert note.startswith("--kv-store-gib is 1e+09, and ")
+
+
+@pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "tcp:0.0.0.0:0", "tcp:localhost:0"])
+def test_an_address_of_this_machine_is_fine(tmp_path, listen):
+    assert check(tmp_path, listen=listen) == []
+
+
+def test_an_address_where_nobody_can_listen(tmp_path):
+    assert "tcp:192.0.2.1:0: cannot listen there" in str(refused(tmp_path, listen="tcp:192.0.2.1:0"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "port 0" in refused(tmp_path, listen=f"tcp:127.0.0.1:{port}").next_step
+    assert check(tmp_path, listen=f"unix:{tmp_path}/s") == []
+    error = refused(tmp_path, listen=f"unix:{tmp_path}/nowhere/s")
+    assert f"no socket can be made in {tmp_path}/nowhere" in str(error)
