@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sojourn_server.cli.gateway import _READ_SIDES
+from sojourn_server.gateway.pd.standalone import READ_SIDES
 
 ENGINES = ["--engines", "http://127.0.0.1:1"]
+PAIR = ["--prefill", "http://h:1", "--decode", "http://h:2"]
 
 
-def gateway(*flags: str) -> subprocess.CompletedProcess[str]:
+def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    surrounding = {name: text for name, text in os.environ.items() if not name.startswith("SOJOURN_")}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**surrounding, **environment}
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,8 +35,28 @@ def gateway(*flags: str) -> subprocess.CompletedProcess[str]:
         ([*ENGINES, "--tenants", "nowhere.toml"], "No such file"),
         ([*ENGINES, "--tenants", "x.toml", "--api-key", "k"], "both given"),
         ([*ENGINES, "--admin-key", ""], "--admin-key is empty"),
+        ([*ENGINES, "--admin-key", "k", "--api-key", "k"], "the admin key is everybody's too"),
+        ([*ENGINES, "--policy", "continuum"], "continuum is an engine's policy, not a cluster's"),
+        ([*ENGINES, "--state", __file__ + "/state"], "/state cannot be written: "),
+        ([*ENGINES, "--state", str(Path(__file__).parent)], "cannot be written: Is a directory"),
         ([*ENGINES, "--api-key", " "], "--api-key is empty"),
         ([*ENGINES, "--log-level", "loud"], "--log-level is 'loud'"),
+        (["--prefill", "http://h:1"], "--prefill is given without --decode"),
+        (["--decode", "http://h:1"], "--decode is given without --prefill"),
+        (["--prefill", ",", "--decode", "http://h:1"], "no prefill engines were named"),
+        (["--prefill", "http://h:1", "--decode", "h:2"], "no address of an engine"),
+        (
+            ["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"],
+            "with --prefill and with --decode",
+        ),
+        (["--prefill", "http://h:1,http://h:1", "--decode", "http://h:2"], "named twice"),
+        ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
+        ([*PAIR, "--policy", "saga"], "--policy and --prefill are both given"),
+        ([*PAIR, "--policy-file", "x.toml"], "--policy-file and --prefill are both given"),
+        ([*PAIR, "--state", "x"], "--state and --prefill are both given"),
+        ([*PAIR, "--read-side", "left"], "--read-side is 'left'"),
+        ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
+        ([*ENGINES, "--read-side", "split"], "--read-side is given without --prefill and --decode"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(flags: list[str], told: str) -> None:
@@ -49,9 +76,45 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "--port" in done.stderr
 
 
+def test_a_tenants_key_is_not_the_admins(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[tenants]\na = ["one"]\nb = ["two"]\n')
+    done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_ADMIN_KEY="two")
+    assert done.returncode == 2
+    assert "the admin key is b's too" in done.stderr
+    assert "two" not in done.stderr.replace(str(tmp_path), "")
+
+
+def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_command_line(
+    tmp_path: Path,
+) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants]\na = 3\n")
+    done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_API_KEY="k")
+    assert "note: SOJOURN_API_KEY is left aside" in done.stderr
+    assert "the keys of a are no list" in done.stderr
+    done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
+    assert "--tenants and --api-key are both given" in done.stderr
+
+
+def test_the_folder_of_a_state_is_made(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        state = tmp_path / "a" / "b" / "state"
+        done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]), "--state", str(state))
+    assert "cannot be listened at" in done.stderr
+    assert [*state.parent.parent.rglob("*")] == [state.parent]
+
+
+def test_read_sides_are_those_that_a_gateway_of_pairs_has() -> None:
+    assert tuple(READ_SIDES) == _READ_SIDES
+
+
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:
     code = (
         "import sys; import sojourn_server.gateway.http.standalone, sojourn_server.cli.gateway; "
+        "import sojourn_server.gateway.pd.standalone; "
         "print([name for name in ('vllm', 'ray', 'torch', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,12 +1,25 @@
-"""The Grafana board and the documents name metrics that there are, and all of them."""
+"""The Grafana board and the documents name metrics that there are, and all of them; counters begin at 0."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import sojourn_server.gateway
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.from_preset import reasons_of
 from sojourn_server.gateway.http.books import Books
+from sojourn_server.policy.cluster_preset import (
+    REGISTRY,
+    cluster_preset_names,
+    load_cluster_preset,
+    parse_cluster_preset,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 _NAME = re.compile(r"sojourn_gateway_[a-z_]+[a-z]")
@@ -43,3 +56,68 @@ def test_the_page_lists_every_metric() -> None:
     page = (DOCS / "gateway.md").read_text("utf-8")
     listed = set(re.findall(r"^\| `(sojourn_gateway_[a-z_]+)`", page, re.MULTILINE))
     assert listed == {name.removesuffix("_bucket") for name in exposed()}
+
+
+@pytest.mark.parametrize("name", cluster_preset_names())
+def test_a_first_increment_can_be_seen(name: str) -> None:
+    """``rate()`` sees none of a series that appears with it."""
+    preset = load_cluster_preset(name)
+    shown = Books(reasons_of(preset)).exposition((), {}).decode()
+    reasons = reasons_of(preset)
+    assert reasons
+    for reason in reasons:
+        assert f'sojourn_gateway_requests_total{{reason="{reason}"}} 0.0' in shown
+        assert f'sojourn_gateway_moves_total{{reason="{reason}"}} 0.0' in shown
+    assert {"stolen_idle", "stolen_load_ratio"} <= {*reasons} or not preset.stealing.steals
+    assert ("made_way" in reasons) is preset.yielding.yields
+    for code in facts.REFUSALS:
+        assert f'sojourn_gateway_refused_total{{code="{code}"}} 0.0' in shown
+    for bare in ("recalls", "cut_streams"):
+        assert f"sojourn_gateway_{bare}_total 0.0" in shown
+
+
+@pytest.mark.parametrize("question", ["routing", "stealing"])
+def test_policies_list_the_reasons_that_they_give(question: str) -> None:
+    for name in REGISTRY[question]:
+        policy = getattr(parse_cluster_preset(_preset(question, name), source="x"), question)
+        body = ast.parse(inspect.getsource(type(policy)))
+        given = {
+            word
+            for call in _calls(body, "Route", "Steal")
+            for word in _words(call.args[-1 if question == "stealing" else 1])
+            if not (isinstance(call.args[0], ast.Constant) and call.args[0].value is None)
+        }
+        assert given == {*getattr(policy, "reasons", ())}, name
+
+
+def test_all_codes_of_refusals_are_listed() -> None:
+    room = Path(sojourn_server.gateway.__file__).parent
+    given = {
+        word
+        for path in room.rglob("*.py")
+        for call in _calls(ast.parse(path.read_text("utf-8")), "Refuse", "_refuse", "refuse")
+        if len(call.args) > 2
+        for word in _words(call.args[2])
+    }
+    assert given == {*facts.REFUSALS}
+
+
+def _preset(question: str, name: str) -> str:
+    return f'routing = "{name}"' if question == "routing" else f'routing = "random"\n{question} = "{name}"'
+
+
+def _calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", None)
+        if isinstance(node, ast.Call) and name in names:
+            yield node
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Texts that an expression may come to; of ``a if b == "c" else d`` not what is asked."""
+    if isinstance(node, ast.IfExp):
+        yield from _words(node.body)
+        yield from _words(node.orelse)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.core import CoreLimits, RoutingCore
 from sojourn_server.gateway.core.facts import Send
-from sojourn_server.gateway.core.placing import LOOKED_AT, RESIDENT_FOR_S
+from sojourn_server.gateway.core.placing import LOOKED_AT
 from sojourn_server.gateway.core.programs import LEAST_ENDED, Expectations, Program
+from sojourn_server.policy.cluster_preset import load_cluster_preset, parse_cluster_preset
 from sojourn_server.policy.fair_share import AgentFairShare, InOrder
 from sojourn_server.policy.replica_views import ReplicaView, Resident, Route, RouteView
 from sojourn_server.policy.routing_delay import LeastDelay
@@ -79,7 +83,8 @@ def test_it_is_told_of_those_at_home_and_what_they_have_left() -> None:
     it.take(asked("c"), 5.0)
     assert set(routing.views[3].residents) == {"e0"}
     it.take(facts.ReplicaGone("e0", "1"), 6.0)
-    assert it.homes.residents.keys() == {"e1"}
+    it.take(asked("d"), 7.0)
+    assert set(routing.views[-1].residents) <= {"e1"}
 
 
 def test_of_agents_of_which_nothing_is_known_as_much_is_left_as_was() -> None:
@@ -92,17 +97,32 @@ def test_of_agents_of_which_nothing_is_known_as_much_is_left_as_was() -> None:
     assert routing.views[-1].residents == {}, "nobody knows whether it comes back"
     it.take(asked("a3", 110, program="a"), 10.0)
     it.take(asked("c"), 11.0)
-    assert routing.views[-1].residents["e0"][0] == Resident(107, 110, 3, 3.0)
+    assert Resident(107, 110, 3, 3.0) in routing.views[-1].residents["e0"]
 
 
-def test_who_was_not_heard_of_for_long_keeps_nobody_out() -> None:
-    it = core(LeastDelay(), expected=expectations())
+@pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
+def test_who_was_not_heard_of_for_long_keeps_nobody_out(resident_for_s: float) -> None:
+    preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
+    it = core(parse_cluster_preset(preset, source="x").routing, expected=expectations())
     keep_busy(it)
     it.take(asked("a"), 0.0)
     it.take(facts.Ended("a", 5, "e0"), 1.0)
     assert sends(it.take(asked("b"), 2.0)) == []
-    assert sends(it.take(facts.Tick(), 1.0 + RESIDENT_FOR_S - 0.1)) == []
-    assert sends(it.take(facts.Tick(), 1.0 + RESIDENT_FOR_S)) == ["b"]
+    assert sends(it.take(facts.Tick(), 1.0 + resident_for_s - 0.1)) == []
+    assert sends(it.take(facts.Tick(), 1.0 + resident_for_s)) == ["b"]
+
+
+def test_the_shipped_preset_takes_nobody_to_come_back_after_five_minutes() -> None:
+    assert load_cluster_preset("sojourn").routing == LeastDelay(resident_for_s=300.0)
+
+
+def test_a_policy_that_names_no_time_is_told_of_all_who_are_at_home() -> None:
+    routing = Noted()
+    it = core(routing, expected=expectations())
+    it.take(asked("a"), 0.0)
+    it.take(facts.Ended("a", 5, "e0"), 1.0)
+    it.take(asked("b"), 1e6)
+    assert len(routing.views[-1].residents["e0"]) == 1
 
 
 def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
@@ -189,3 +209,90 @@ def test_of_ten_thousand_who_wait_one_is_asked_about_at_a_time() -> None:
     tenant = f"t{int(first[1:]) % 7}"
     assert len(sends(it.take(facts.ProgramEnded(first, tenant), 2.0))) == 1
     assert len(routing.views) == 2
+
+
+# -- the count is what it would be if everybody were looked at ---------------------------
+
+
+@dataclass
+class Checked:
+    """A least-delay policy whose view is compared with the programs themselves."""
+
+    core: Any = None
+    policy: LeastDelay = field(default_factory=lambda: LeastDelay(resident_for_s=20.0))
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+    resident_for_s: float = 20.0
+
+    def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
+        if not (view.home is not None and view.cached):
+            but = self.core.requests.by_id[view.request_id].program
+            shown = [replica.replica_id for replica in replicas]
+            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
+        return self.policy.route(view, replicas, now)
+
+    def all_at(self, replica_id: str, but: Program | None, now: float) -> tuple[Resident, ...]:
+        """One program after the other."""
+        rows: dict[tuple[float, int], Resident] = {}
+        for one in self.core.programs:
+            comes_back = one.turns_left is not None and now - one.last_s < self.resident_for_s
+            there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
+            if not there or one is but:
+                continue
+            left = max(1.0, one.turns if one.turns_left is None else one.turns_left)
+            before = rows.get((left, one.turns), Resident(0, 0, one.turns, left, 0))
+            rows[left, one.turns] = Resident(
+                before.context_tokens + one.context_tokens,
+                before.size_tokens + max(one.size_tokens, one.context_tokens),
+                one.turns,
+                left,
+                before.programs + 1,
+            )
+        return tuple(rows[alike] for alike in sorted(rows))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["ask", "ask", "ask", "end", "end", "over", "dropped", "tick", "drain", "gone", "seen"]
+        ),
+        st.integers(0, 7),
+        st.sampled_from(["coder", "clerk", "stranger", None]),
+        st.integers(1, 400),
+        st.sampled_from([0.0, 0.5, 3.0, 19.5, 20.0, -4.0]),
+    ),
+    min_size=5,
+    max_size=80,
+)
+
+
+@given(steps=STEPS)
+def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> None:
+    routing = Checked()
+    it = routing.core = core(routing, replicas=3, expected=expectations())
+    it.take(facts.ReplicaSeen("e1", "1", 100_000), 0.0)
+    now = 0.0
+    for number, (step, which, kind, tokens, later) in enumerate(steps):
+        now += later
+        name, replica_id = f"p{which}", f"e{which % 3}"
+        if step == "ask":
+            it.take(facts.Asked(f"r{number}", "t", tokens, name, agent_type=kind), now)
+        elif step == "end" and it.requests.by_id:
+            one = list(it.requests.by_id.values())[which % len(it.requests.by_id)]
+            it.take(facts.Ended(one.request_id, tokens, one.replica_id), now)
+        elif step == "over":
+            it.take(facts.ProgramEnded(name, "t"), now)
+        elif step == "dropped":
+            it.take(facts.KvDropped(name, "t", replica_id), now)
+        elif step == "drain":
+            it.take(facts.ReplicaDrains(replica_id), now)
+        elif step == "gone":
+            it.take(facts.ReplicaGone(replica_id, "1"), now)
+        elif step == "seen":
+            it.take(facts.ReplicaSeen(replica_id, "1", 100_000), now)
+        else:
+            it.take(facts.Tick(), now)
+    # Whatever was left uncounted so far is looked at now.
+    it.take(facts.ReplicaSeen("last", "1", 100_000), now)
+    it.take(asked("last"), now)
+    assert it.counts.policy_failures == 0, it.counts.newest_policy_failure

@@ -66,11 +66,11 @@ async def test_another_tenants_program_is_not_ended_by_events_that_ride() -> Non
     async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
         await it.chat("victim", key="ka")
         assert (await it.chat(key="kb", temperature=0.5, **hint)).status == 200
-        assert rode(fakes[0]) == [("tool_start", "mine")]
+        assert rode(fakes[0]) == [("tool_start", "bob/mine")]
         assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
         assert fakes[0].requests[-1]["temperature"] == 0.5
         assert await it.home("victim") == fakes[0].name
-        assert fakes[0].of("victim") == []
+        assert fakes[0].of("alice/victim") == []
 
 
 async def test_nor_by_those_of_a_request_of_no_program() -> None:
@@ -78,8 +78,9 @@ async def test_nor_by_those_of_a_request_of_no_program() -> None:
         await it.chat("victim", key="ka")
         hint = riding("victim", {**END, "program_id": "victim"}, implicit=True)
         assert (await it.chat(key="kb", **hint)).status == 200
-        assert rode(fakes[0]) == []
+        assert rode(fakes[0]) == [("program_end", "bob/victim")]
         assert await it.home("victim") == fakes[0].name
+        assert fakes[0].of("alice/victim") == []
 
 
 async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:

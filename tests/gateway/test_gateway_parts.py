@@ -298,7 +298,7 @@ def test_a_policy_that_fails_is_said_in_the_log_with_its_reason_and_not_at_each_
     now = [100.0]
     policies: list[Any] = [Fails(), NoStealing(), InOrder()]
     core = RoutingCore(*policies, CoreLimits())
-    decider = LocalDecider(core, ("t",), lambda: now[0])
+    decider = LocalDecider(core, lambda: now[0])
     decider.tell(facts.ReplicaSeen("a", "1", 1000))
     with caplog.at_level("ERROR"):
         for number in range(5):

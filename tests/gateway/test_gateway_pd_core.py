@@ -74,13 +74,71 @@ def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
     assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
 
 
-def test_without_both_sides_requests_wait_and_go_in_their_order() -> None:
-    it = core("p1")
+@pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
+def test_without_both_sides_whoever_comes_is_told_to_come_again(there: str, absent: str) -> None:
+    it = core(*([there] if there else []))
+    refused = only(it.take(asked("a"), 1.0))
+    assert (refused.status, refused.code) == (503, "no_room")
+    assert refused.retry_after_s
+    assert f"no {absent} engine" in refused.message
+    assert not it.flights
+    assert not it.programs
+
+
+def test_where_all_of_a_role_are_drained_there_is_no_pair() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(facts.ReplicaDrains("d1"), 1.0)
+    it.take(facts.ReplicaDrains("d2"), 1.0)
+    assert only(it.take(asked("a"), 2.0)).status == 503
+    it.take(facts.ReplicaStays("d2"), 3.0)
+    assert only(it.take(asked("a"), 4.0)).replica_id == "d2"
+
+
+def test_an_engine_in_doubt_is_waited_for() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(facts.Failed("a", "d1"), 2.0)
+    assert it.take(asked("b"), 3.0) == []
+    sent: list[Any] = it.take(seen("d1"), 4.0)
+    assert [one.request_id for one in sent] == ["a", "b"]
+
+
+def test_whose_engine_has_gone_waits_and_goes_in_its_order() -> None:
+    it = core("p1", "d1")
     for name in "abc":
-        assert it.take(asked(name), 1.0) == []
+        it.take(asked(name), 1.0)
+    assert it.take(facts.ReplicaGone("d1", "1"), 2.0) == []
     assert it.waiting == 3
-    sent: list[Any] = it.take(seen("d1"), 2.0)
+    sent: list[Any] = it.take(seen("d1", "2"), 3.0)
     assert [one.request_id for one in sent] == ["a", "b", "c"]
+
+
+def test_which_life_of_a_decode_engine_is_meant_is_said() -> None:
+    it = core("p1")
+    it.take(seen("d1", "1", epoch="e1"), 0.0)
+    assert only(it.take(asked("a"), 1.0)).epoch == "e1"
+    again = only(it.take(seen("d1", "2", epoch="e2"), 2.0))
+    assert (again.request_id, again.epoch) == ("a", "e2")
+
+
+def known(it: PdCore) -> list[tuple[str, int, int]]:
+    return [(key[1], one.requests, one.turns) for key, one in it.programs.items()]
+
+
+def test_a_program_is_known_while_it_has_a_request_and_after_its_first_answer() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 640, "p"), 1.0)
+    it.take(asked("b", 640, "q"), 1.0)
+    assert [(key[1], one.requests, one.turns) for key, one in it.programs.items()] == [
+        ("p", 1, 0),
+        ("q", 1, 0),
+    ]
+    it.take(facts.Ended("a", 10, "d1"), 2.0)
+    it.take(facts.Ended("b"), 2.0)
+    assert known(it) == [("p", 0, 1)]
+    assert it.stored_tokens("t", "p") == 650
+    it.take(facts.ProgramEnded("p", "t"), 3.0)
+    assert not it.programs
 
 
 def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
@@ -90,8 +148,9 @@ def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_com
 
 
 def test_whoever_waited_too_long_is_refused() -> None:
-    it = core("p1", wait_s=60.0)
+    it = core("p1", "d1", wait_s=60.0)
     it.take(asked("a"), 1.0)
+    assert it.take(facts.ReplicaGone("d1", "1"), 2.0) == []
     assert it.take(facts.Tick(), 60.0) == [Probe("p1", "1")]
     refused = [one for one in it.take(facts.Tick(), 61.5) if isinstance(one, Refuse)]
     assert (only(refused).request_id, only(refused).status) == ("a", 503)
@@ -181,12 +240,13 @@ def test_a_drained_engine_gets_nobody_new_also_after_a_blip() -> None:
 
 
 def test_who_waits_for_more_than_is_left_waits_for_what_is_left() -> None:
-    it = PdCore()
+    it = core("p1")
     it.take(seen("d1", kv_tokens=20_000), 0.0)
-    assert it.take(asked("a", 15_000), 1.0) == []
+    assert only(it.take(asked("a", 15_000), 1.0)).replica_id == "d1"
+    assert it.take(asked("b", 15_000), 1.0) == []
     it.take(facts.ReplicaGone("d1", "1"), 2.0)
-    it.take(seen("d2", kv_tokens=5_000), 3.0)
-    assert only(it.take(seen("p1"), 4.0)).replica_id == "d2"
+    assert only(it.take(seen("d2", kv_tokens=5_000), 3.0)).request_id == "a"
+    assert only(it.take(facts.Ended("a", 1, "d2"), 4.0)).request_id == "b"
 
 
 @pytest.mark.parametrize(
@@ -232,6 +292,8 @@ class Life(RuleBasedStateMachine):
         self.lives = dict.fromkeys(NAMES, 1)
         self.sent: dict[str, SendPair] = {}
         self.open: set[str] = set()
+        for name in ("p1", "d1"):  # without both nobody is taken in
+            self.core.take(seen(name), self.now)
 
     def tell(self, fact: Any) -> None:
         self.now += 0.1
@@ -302,6 +364,7 @@ class Life(RuleBasedStateMachine):
         assert books.in_flight == len(self.open)
         assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
         for name, flight in self.core.flights.items():
+            assert self.core.programs or flight.asked.program_id is None
             if flight.decode_id is not None:
                 assert self.sent[name].replica_id == flight.decode_id
                 assert flight.decode_id in self.core.engines

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.apis import Api
-from sojourn_server.gateway.http.legs import decode_body, prefill_body, read_prefilled
+from sojourn_server.gateway.http.engines import Answer, failed
+from sojourn_server.gateway.http.legs import _OF_THE_ANSWER, decode_body, prefill_body, read_prefilled
 from sojourn_server.gateway.http.question import BadQuestion, read_question
 
 CONTEXT = json.dumps({"program_id": "p", "sojourn": {"events": []}})
@@ -25,13 +27,13 @@ def asked(**more: Any) -> bytes:
         (Api.CHAT, {"max_tokens": 500}, {"max_completion_tokens": 1}),
         (Api.CHAT, {"max_completion_tokens": 500}, {"max_completion_tokens": 1}),
         (Api.COMPLETIONS, {"max_tokens": 500}, {"max_tokens": 1}),
-        (Api.RESPONSES, {"max_output_tokens": 500}, {"max_output_tokens": 1}),
+        (Api.RESPONSES, {"max_output_tokens": 500}, {"max_output_tokens": 1, "store": False}),
         (Api.MESSAGES, {"max_tokens": 500}, {"max_tokens": 1}),
         (Api.MESSAGES, {}, {"max_tokens": 1}),
     ],
 )
 def test_the_prefill_engine_computes_the_prompt_and_one_token(
-    api: Api, given_length: dict[str, int], set_length: dict[str, int]
+    api: Api, given_length: dict[str, int], set_length: dict[str, object]
 ) -> None:
     body = asked(
         **given_length, stream=True, stream_options={"include_usage": True}, n=3, min_tokens=9, seed=7,
@@ -64,22 +66,40 @@ def test_what_it_answers_goes_to_the_decode_engine_with_the_clients_own_body() -
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"[]", b"{", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": 3}', b"{}", b"\xff"],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": 3}',
+        b'{"kv_transfer_params": {"transfer": "t1"}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": 1}}',
+        b"{}",
+        b"\xff",
+    ],
 )
 def test_an_engine_that_says_nothing_of_kv_is_no_prefill_engine(answer: bytes) -> None:
     assert read_prefilled(answer) is None
 
 
-def test_without_word_of_it_the_decode_engine_gets_the_body_as_it_came() -> None:
-    body = b'{ "odd":1e999,"model" : "tiny"}'
-    assert decode_body(body, None) is body
-
-
 def test_what_a_client_says_of_kv_is_not_passed_on() -> None:
-    body = asked(kv_transfer_params={"do_remote_prefill": True, "transfer": "another's"})
-    assert json.loads(decode_body(body, None)) == json.loads(asked())
+    forged = {"do_remote_prefill": True, "transfer": "another's"}
+    body = asked(kv_transfer_params=forged, ec_transfer_params=forged)
     told = {"transfer": "mine"}
-    assert json.loads(decode_body(body, told))["kv_transfer_params"] == told
+    assert json.loads(decode_body(body, told)) == {**json.loads(asked()), "kv_transfer_params": told}
+    assert b"another's" not in prefill_body(Api.CHAT, body, "t1", "tcp:d:1", 0.25)
+
+
+def test_the_life_of_the_decode_engine_that_is_meant_is_told_where_it_is_known() -> None:
+    sent = json.loads(prefill_body(Api.CHAT, asked(), "t1", "tcp:d:1", 0.25, "e1"))
+    assert sent["kv_transfer_params"]["epoch"] == "e1"
+
+
+def test_a_prefill_engine_answers_at_once_and_keeps_no_answer() -> None:
+    body = json.dumps({"model": "tiny", "input": "hi", "background": True, "store": True}).encode()
+    sent = json.loads(prefill_body(Api.RESPONSES, body, "t1", "tcp:d:1", 0.25))
+    assert "background" not in sent
+    assert sent["store"] is False
 
 
 @given(
@@ -93,8 +113,7 @@ def test_what_a_client_says_of_kv_is_not_passed_on() -> None:
 )
 def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
     lengths = {"max_tokens", "max_completion_tokens", "min_tokens"}
-    of_the_answer = {"stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "echo"}
-    changed = {"kv_transfer_params", "vllm_xargs", "model", "messages"} | lengths | of_the_answer
+    changed = {"kv_transfer_params", "vllm_xargs", "model", "messages", "stream", *_OF_THE_ANSWER} | lengths
     kept = {key: value for key, value in more.items() if key not in changed}
     body = asked(**kept)
     try:
@@ -104,3 +123,32 @@ def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
     for sent in (prefill_body(Api.CHAT, body, "t", "tcp:d:1", 0.0), decode_body(body, {"transfer": "t"})):
         document = json.loads(sent)
         assert {key: document[key] for key in kept} == kept
+
+
+def answered(status: int, first: bytes = b"{}", is_stream: bool = False) -> Answer:
+    return Answer(SimpleNamespace(status=status), first, is_stream)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_an_engine_that_says_so_has_failed(status: int) -> None:
+    assert failed(answered(status))
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 409, 429, 501])
+def test_what_is_wrong_with_a_request_is_no_failure(status: int) -> None:
+    assert not failed(answered(status))
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (b'data: {"error": {"message": "x", "code": 500}}\n\n', True),
+        (b'data: {"error": {"message": "x", "code": "server_error"}}\n\n', True),
+        (b'event: error\ndata: {"type": "error", "error": {"type": "api_error"}}\n\n', True),
+        (b'data: {"error": {"message": "x", "code": 400}}\n\n', False),
+        (b'data: {"choices": [{"delta": {"content": "error 500"}}]}\n\n', False),
+        (b"", False),
+    ],
+)
+def test_a_stream_may_begin_with_a_failure(first: bytes, expected: bool) -> None:
+    assert failed(answered(200, first, is_stream=True)) is expected

@@ -50,6 +50,8 @@ def test_what_travels_is_read_back_the_same() -> None:
         ({"model": " "}, "model is ' '; expected a model's name"),
         ({"model": "m", "engins": {}}, "there is no key engins; did you mean engines?"),
         ({"model": "m", "zzz": 1}, "there is no key zzz; known are address"),
+        ({"model": "m", "prefill": {"min": 1}}, "prefill: pairs on Ray: not yet"),
+        ({"decode": None}, "decode: pairs on Ray: not yet"),
         ({"model": "m", "engines": {"mim": 1}}, "there is no key engines.mim; did you mean engines.min?"),
         ({"model": "m", "engines": 3}, "engines is 3; expected keys and values"),
         ({"model": "m", "engines": {"min": 0}}, "engines.min is 0; expected at least 1"),

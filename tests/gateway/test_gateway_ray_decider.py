@@ -166,12 +166,10 @@ async def test_another_gateway_learns_of_homes() -> None:
         home = await it.turn(one, "p")
         await until(lambda: other.home("t", "p") == home)
         assert told == [(("t", "p"), None, home)]
-        assert other.is_anothers("u", "p")
-        assert not other.is_anothers("t", "p")
+        assert other.home("u", "p") is None, "another tenant's program of this id is another one"
         assert await it.turn(other, "p") == home
         one.tell(facts.ProgramEnded("p", "t"))
         await until(lambda: other.home("t", "p") is None)
-        assert not other.is_anothers("u", "p")
 
 
 async def test_policies_that_do_not_keep_turns_at_home_are_always_asked() -> None:
@@ -627,13 +625,3 @@ async def test_who_moves_a_program_also_tells_its_old_replica() -> None:
 async def test_engines_hear_how_many_there_should_be() -> None:
     async with cluster("a") as it:
         assert (await it.engine("a")).wanted_engines == 1
-
-
-@pytest.mark.parametrize("tenant", ["t", "u"])
-async def test_a_program_id_in_use_elsewhere_is_seen_before_it_has_a_home(tenant: str) -> None:
-    async with cluster("a") as it:
-        gateway = await it.gateway()
-        ticket = it.ask(gateway, "p")
-        assert gateway.is_anothers(tenant, "p") is (tenant != "t")
-        gateway.close(ticket)
-        assert not gateway.is_anothers(tenant, "p") or gateway.home("t", "p") is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +52,24 @@ def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
 def test_phase_2(case: str, engines: list[tuple[int, int, int]], chosen: int | None) -> None:
     views = [DecodeView(n, 0, 0, *told) for n, told in enumerate(engines)]
     assert choose_decode(views, request(0, 10), most_tokens=100) == chosen, case
+
+
+some_engines = st.lists(
+    st.tuples(st.sampled_from([5, 10, 99]), st.integers(0, 12), st.integers(0, 3)), max_size=8
+)
+
+
+@given(some_engines, st.integers(0, 14), st.randoms(use_true_random=False))
+def test_phase_2_is_the_least_by_the_rule(
+    engines: list[tuple[int, int, int]], most: int, shuffled: random.Random
+) -> None:
+    views = [DecodeView(n, 0, 0, *told) for n, told in enumerate(engines)]
+    shuffled.shuffle(views)
+    fitting = [view for view in views if view.free_kv_tokens >= 10]
+    low = [(v.requests, v.tokens, v.number) for v in fitting if v.tokens + 2 <= most]
+    high = [(v.tokens, v.requests, v.number) for v in fitting if v.tokens + 2 > most]
+    expected = min(low or high)[2] if fitting else None
+    assert choose_decode(views, request(0, 2, 10), most) == expected
 
 
 def test_who_finds_no_memory_waits_in_line_and_nobody_passes() -> None:

@@ -109,9 +109,8 @@ def test_engines_come_and_go() -> None:
     pairs.remove_prefill(0)
     pairs.add_prefill(2, 0)
     pairs.add_decode(3, 0, 0, 60)
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [
-        (0, 3)
-    ]  # its prefill engine was told before it went
+    # It had the engine that went, and nobody had been told of it.
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(2, 3)]
     pairs.prefilled(2)
     pairs.end(1)
     pairs.end(2)
@@ -195,3 +194,125 @@ def test_the_same_story_gives_the_same_pairs() -> None:
         return found
 
     assert played() == played()
+
+
+fleet_story = st.lists(
+    st.one_of(
+        st.tuples(st.just("come"), st.integers(1, 300), st.integers(0, 9)),
+        st.tuples(st.just("end"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("prefilled"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("prefill engine comes"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("prefill engine goes"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("decode engine comes"), st.integers(0, 3), st.integers(60, 200)),
+        st.tuples(st.just("decode engine goes"), st.integers(0, 5), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300)
+@given(fleet_story)
+def test_while_engines_come_and_go_nobody_waits_for_ever(told: list[tuple[str, int, int]]) -> None:
+    """Each request waits for two things: none may hold one of them while another waits for it who holds the
+    other. In the end those who have a pair end, and then everybody has had one."""
+    pairs = PairScheduler(PrefillLimits(most_tokens=60.0))
+    for node in range(4):
+        pairs.add_node(node, BLOCK_S)
+    prefill, decode = {0}, {1}
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, 1, 1, 150)
+    numbers = iter(range(2, 200))
+    paired: dict[int | str, Pair] = {}
+    waiting: set[int | str] = set()
+
+    def dispatch(now: float) -> None:
+        for pair in pairs.dispatch(now):
+            assert pair.prefill in prefill, "nothing more goes to an engine that was removed"
+            assert pair.decode in decode
+            waiting.remove(pair.request.request_id)
+            paired[pair.request.request_id] = pair
+
+    for name, (what, amount, more) in enumerate(told):
+        if what == "come":
+            request = PdRequest(name, amount, 0, kv_tokens=amount)
+            try:
+                pairs.submit(request)
+            except ValueError:
+                assert amount > pairs.decode.largest_kv_tokens() > 0
+            else:
+                waiting.add(name)
+        elif what == "end" and (waiting or paired):
+            mine = sorted(waiting | paired.keys())[amount % (len(waiting) + len(paired))]
+            pairs.end(mine)
+            waiting.discard(mine)
+            paired.pop(mine, None)
+        elif what == "prefilled" and paired:
+            pairs.prefilled(sorted(paired)[amount % len(paired)])
+        elif what == "prefill engine comes":
+            prefill.add(number := next(numbers))
+            pairs.add_prefill(number, amount)
+        elif what == "prefill engine goes" and prefill:
+            prefill.remove(number := sorted(prefill)[amount % len(prefill)])
+            pairs.remove_prefill(number)
+        elif what == "decode engine comes":
+            decode.add(number := next(numbers))
+            pairs.add_decode(number, amount, amount, more)
+        elif what == "decode engine goes" and decode:
+            decode.remove(number := sorted(decode)[amount % len(decode)])
+            pairs.remove_decode(number)
+        if amount % 3:
+            dispatch(float(name))
+        assert pairs.fleet.in_flight == len(waiting) + len(paired)
+    if not prefill:
+        prefill.add(number := next(numbers))
+        pairs.add_prefill(number, 0)
+    decode.add(number := next(numbers))
+    pairs.add_decode(number, 3, 3, 300)
+    for _ in range(len(told) + 1):
+        dispatch(1000.0)
+        for mine in list(paired):
+            pairs.prefilled(mine)
+            pairs.end(mine)
+            del paired[mine]
+    assert not waiting
+    assert all(view.tokens == 0 for view in pairs.prefill.views())
+    assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.views())
+
+
+def test_whom_an_engine_left_behind_does_not_hold_what_others_wait_for() -> None:
+    pairs = PairScheduler(PrefillLimits(most_tokens=50.0))
+    for node in range(3):
+        pairs.add_node(node, BLOCK_S)
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, 1, 1, 100)
+    pairs.add_decode(2, 2, 2, 100)
+    pairs.submit(PdRequest("a", 70, 0, kv_tokens=30))
+    pairs.submit(PdRequest("b", 60, 0, kv_tokens=60))
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 1)]
+    pairs.prefilled("a")
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
+    pairs.prefilled("b")
+    pairs.submit(PdRequest("c", 60, 0, kv_tokens=60))  # has the prefill engine, waits for memory beside b
+    pairs.submit(PdRequest("d", 60, 0, kv_tokens=60))  # has memory beside a, waits for the prefill engine
+    assert pairs.dispatch(0.0) == []
+    pairs.remove_decode(2)  # c can only go where d has the memory
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == ["c"]
+    for over in ("a", "b", "c"):
+        pairs.end(over)
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == ["d"]
+
+
+def test_a_request_that_is_too_large_for_what_is_left_waits_and_holds_nothing() -> None:
+    pairs = PairScheduler(PrefillLimits(most_tokens=50.0))
+    for node in range(2):
+        pairs.add_node(node, BLOCK_S)
+    pairs.add_decode(1, 1, 1, 200)
+    pairs.submit(ask(0, tokens=150))
+    pairs.submit(ask(1, tokens=60))
+    pairs.remove_decode(1)
+    pairs.add_decode(2, 1, 1, 100)
+    pairs.add_prefill(3, 0)
+    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [1]
+    pairs.prefilled(1)
+    pairs.add_decode(4, 0, 0, 200)
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(3, 4)]

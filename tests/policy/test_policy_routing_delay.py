@@ -92,6 +92,12 @@ def test_it_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:
     assert LeastDelay().route(request(), [shut], 0.0) == NOBODY
 
 
+@pytest.mark.parametrize("resident_for_s", [-0.1, float("nan")])
+def test_a_time_is_not_negative(resident_for_s: float) -> None:
+    with pytest.raises(ValueError, match="expected seconds ≥ 0"):
+        LeastDelay(resident_for_s=resident_for_s)
+
+
 @pytest.mark.parametrize("most_full", [0.0, -1.0, 1.01])
 def test_a_share_of_memory_is_one(most_full: float) -> None:
     with pytest.raises(ValueError, match="expected above 0"):
@@ -127,3 +133,55 @@ def test_beside_one_more_nobody_is_delayed_less(programs: list[Resident], newcom
     assert delay(newcomer, ()) == 0.0
     assert delay(newcomer, programs) >= delay(newcomer, programs[1:]) > -1e-9
     assert delay(newcomer, programs) == pytest.approx(delay(newcomer, programs[::-1]))
+
+
+def together(programs: list[Resident]) -> tuple[Resident, ...]:
+    """Those alike as one."""
+    found: dict[tuple[float, int], Resident] = {}
+    for one in programs:
+        before = found.get((one.turns_left, one.turns), Resident(0, 0, one.turns, one.turns_left, 0))
+        found[one.turns_left, one.turns] = before._replace(
+            context_tokens=before.context_tokens + one.context_tokens,
+            size_tokens=before.size_tokens + one.size_tokens,
+            programs=before.programs + 1,
+        )
+    return tuple(found[alike] for alike in sorted(found))
+
+
+alike = residents.map(lambda some: [one for one in some for _ in range(1 + one.turns % 3)])
+
+
+@given(programs=alike, newcomer=residents.map(lambda some: some[0]))
+def test_those_alike_count_as_each_of_them_would(programs: list[Resident], newcomer: Resident) -> None:
+    assert delay(newcomer, together(programs)) == pytest.approx(delay(newcomer, programs))
+    assert most_tokens(together(programs)) == pytest.approx(most_tokens(programs))
+
+
+@given(
+    there=st.lists(residents | st.just([]), min_size=1, max_size=5),
+    newcomer=residents.map(lambda some: some[0]),
+    in_flight=st.lists(st.integers(0, 1), min_size=5, max_size=5),
+    loads=st.lists(st.sampled_from([0.1, 0.5]), min_size=5, max_size=5),
+)
+def test_it_is_the_first_of_the_best_where_memory_lasts(
+    there: list[list[Resident]], newcomer: Resident, in_flight: list[int], loads: list[float]
+) -> None:
+    names = [f"r{number}" for number in range(len(there))]
+    replicas = [
+        replica(name, *some, load=load)._replace(in_flight=busy)
+        for name, some, busy, load in zip(names, there, in_flight, loads, strict=False)
+    ]
+    view = request(
+        newcomer.turns_left, newcomer.size_tokens, **dict(zip(names, map(tuple, there), strict=True))
+    )
+    comes = Resident(view.context_tokens, max(newcomer.size_tokens, 100), 0, newcomer.turns_left)
+    view = view._replace(size_tokens=comes.size_tokens)
+    alone, best, chosen = newcomer.turns_left <= 1.0, None, None
+    for one, some in zip(replicas, there, strict=True):
+        if some and not alone and one.in_flight and most_tokens([*some, comes]) > 0.9 * POOL:
+            continue
+        delayed = delay(comes, some)
+        rank = (one.load, delayed, one.homed) if alone else (delayed, one.load, one.homed)
+        if best is None or rank < best:
+            best, chosen = rank, one.replica_id
+    assert LeastDelay().route(view, replicas, 0.0).replica_id == chosen

@@ -1,4 +1,5 @@
-"""``sojourn gateway``: one address for several engines, that sends a program's turns to where its KV is."""
+"""``sojourn gateway``: one address for several engines, that sends a program's turns to where its KV is, or
+for pairs of engines that prefill and decode."""
 
 from __future__ import annotations
 
@@ -13,8 +14,14 @@ import typer
 from .console import CliError, console
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from sojourn_server.gateway.http.tenants import Tenants
     from sojourn_server.policy.cluster_preset import ClusterPreset
+
+_ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
+_PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
+_READ_SIDES = ("shorter", "split", "prefill")
 
 
 def register(app: typer.Typer) -> None:
@@ -27,13 +34,23 @@ def register(app: typer.Typer) -> None:
 def gateway(
     context: typer.Context,
     engines: list[str] = typer.Option([], help="Addresses of engines, http://HOST:PORT; commas or repeated"),
+    prefill: list[str] = typer.Option(
+        [], help="In place of --engines: addresses of engines of --role prefill (docs/dualpath.md)"
+    ),
+    decode: list[str] = typer.Option([], help="With --prefill: addresses of engines of --role decode"),
+    read_side: str = typer.Option(
+        "shorter",
+        help="With --prefill: who reads KV from storage: shorter (the shorter queue), split or prefill",
+    ),
     policy: str = typer.Option("sojourn", help="A cluster preset's name"),
     policy_file: Path | None = typer.Option(None, help="A TOML cluster preset in place of a named one"),
     host: str = typer.Option("127.0.0.1", help="Address to listen at"),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen at; 0: any that is free"),
     tenants: Path | None = typer.Option(None, help="TOML file of tenants and their keys"),
     api_key: str | None = typer.Option(
-        None, envvar="SOJOURN_API_KEY", help="One key for everybody, where there is no file of tenants"
+        None,
+        envvar="SOJOURN_API_KEY",
+        help="One key that everybody has to show, where there is no file of tenants",
     ),
     engine_key: str | None = typer.Option(
         None, envvar="SOJOURN_ENGINE_KEY", help="Key shown to engines in place of the client's own"
@@ -62,22 +79,27 @@ def gateway(
     if ray is not None:
         _serve_on_ray(ray, _given(context, "ray"))
         return
-    from sojourn_server.gateway.http.replicas import BadAddress, read_url
-
-    try:
-        urls = [read_url(part) for text in engines for part in text.split(",") if part.strip()]
-    except BadAddress as error:
-        raise CliError(str(error), "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT") from None
-    if not urls:
-        raise CliError("no engines were named", "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT")
-    twice = sorted({url for url in urls if urls.count(url) > 1})
+    in_pairs = _in_pairs(context, prefill, decode, read_side)
+    named = {"prefill": prefill, "decode": decode} if in_pairs else {"engines": engines}
+    urls = {role: _urls(role, texts, _PAIRS if in_pairs else _ENGINES) for role, texts in named.items()}
+    every = [url for found in urls.values() for url in found]
+    twice = sorted({url for url in every if every.count(url) > 1})
     if twice:
-        raise CliError(f"{', '.join(twice)} is named twice", "name each engine once")
+        both = in_pairs and twice[0] in urls["prefill"] and twice[0] in urls["decode"]
+        how = "with --prefill and with --decode" if both else "twice"
+        raise CliError(f"{', '.join(twice)} is named {how}", "name each engine once")
     for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
         if key is not None and not key.strip():
             raise CliError(f"{name} is empty", "leave it out, or give a key")
-    preset = _preset(policy, policy_file)
-    known = _tenants(tenants, api_key)
+    preset = None if in_pairs else _preset(policy, policy_file)
+    if tenants is not None and api_key is not None and "--api-key" not in _given(context, but="tenants"):
+        # It is there for the SDK as well, which shows it: not a word about who may come in.
+        console.print(
+            f"[yellow]note:[/] SOJOURN_API_KEY is left aside: {tenants} says whose keys are known",
+            soft_wrap=True,
+        )
+        api_key = None
+    known = _tenants(tenants, api_key, admin_key)
     if log_level not in ("debug", "info", "warning", "error"):
         raise CliError(f"--log-level is {log_level!r}", "expected debug, info, warning or error")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -87,39 +109,75 @@ def gateway(
             "reaches it may use the engines. --tenants or --api-key checks keys.",
             soft_wrap=True,
         )
-    _serve(urls, preset, known, host, port, engine_key, admin_key, max_waiting, wait_s, state, log_level)
-
-
-def _serve(
-    urls: list[str],
-    preset: ClusterPreset,
-    known: Tenants,
-    host: str,
-    port: int,
-    engine_key: str | None,
-    admin_key: str | None,
-    max_waiting: int,
-    wait_s: float,
-    state: Path | None,
-    log_level: str,
-) -> None:
-    import uvicorn
-
     from sojourn_server.gateway.core.limits import CoreLimits
     from sojourn_server.gateway.http.app import GatewayOptions
-    from sojourn_server.gateway.http.standalone import build
 
     limits = CoreLimits(most_waiting=max_waiting, wait_s=wait_s)
     options = GatewayOptions(
-        policy=preset.name,
+        policy=preset.name if preset is not None else "dualpath",
         engine_key=engine_key,
         admin_key=admin_key,
-        reads_prefixes=preset.routing.reads_prefixes,
+        reads_prefixes=preset is not None and preset.routing.reads_prefixes,
     )
-    _, app = build(urls, preset, known, options, limits=limits, state=state)
+    if preset is None:
+        from sojourn_server.gateway.pd.standalone import build_pairs
+
+        _, app = build_pairs(
+            urls["prefill"], urls["decode"], known, options, read_side=read_side, limits=limits
+        )
+        served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
+    else:
+        from sojourn_server.gateway.http.standalone import build
+
+        if state is not None:
+            _check_state(state)
+        _, app = build(every, preset, known, options, limits=limits, state=state)
+        served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     _check_port(host, port)
-    many = "engine" if len(urls) == 1 else "engines"
-    console.print(f"policy {preset.name}: {len(urls)} {many} behind http://{host}:{port}", highlight=False)
+    console.print(f"{served} behind http://{host}:{port}", highlight=False)
+    _serve(app, host, port, log_level)
+
+
+def _in_pairs(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
+    """Whether engines that prefill and decode were named, and nothing beside that means nothing there."""
+    given = {"--prefill": prefill, "--decode": decode}
+    there = [flag for flag, texts in given.items() if texts]
+    others = _given(context, but="prefill")
+    if not there:
+        if "--read-side" in others:
+            raise CliError("--read-side is given without --prefill and --decode", _PAIRS)
+        return False
+    if len(there) == 1:
+        [absent] = given.keys() - there
+        raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
+    for flag in ("--engines", "--policy", "--policy-file", "--state"):
+        if flag in others:
+            why = {"--engines": "an engine has one role", "--state": "no program is at home at an engine"}
+            raise CliError(
+                f"{flag} and --prefill are both given; {why.get(flag, 'pairs are chosen by load alone')}",
+                f"leave {flag} out",
+            )
+    if read_side not in _READ_SIDES:
+        raise CliError(f"--read-side is {read_side!r}", f"expected {', '.join(_READ_SIDES)}")
+    return True
+
+
+def _urls(role: str, texts: list[str], example: str) -> list[str]:
+    """Addresses of one option, each of which may have several between commas."""
+    from sojourn_server.gateway.http.replicas import BadAddress, read_url
+
+    try:
+        urls = [read_url(part) for text in texts for part in text.split(",") if part.strip()]
+    except BadAddress as error:
+        raise CliError(str(error), example) from None
+    if not urls:
+        raise CliError(f"no {'engines' if role == 'engines' else f'{role} engines'} were named", example)
+    return urls
+
+
+def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
+    import uvicorn
+
     uvicorn.run(
         app,
         host=host,
@@ -133,6 +191,19 @@ def _serve(
         server_header=False,
         proxy_headers=False,
     )
+
+
+def _check_state(path: Path) -> None:
+    """Make its folder; what could not be written would be lost at the end."""
+    from sojourn_server.gateway.http.kept_state import make_place
+
+    try:
+        make_place(path)
+    except OSError as error:
+        raise CliError(
+            f"--state {path} cannot be written: {error.strerror or error}",
+            "name a file in a folder that can be written",
+        ) from None
 
 
 def _check_port(host: str, port: int) -> None:
@@ -178,7 +249,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         raise CliError(str(error), "docs/ray.md lists the keys") from None
     known = _preset(config.policy, Path(config.policy_file) if config.policy_file is not None else None)
     if config.tenants is not None:
-        _tenants(Path(config.tenants), None)
+        _tenants(Path(config.tenants), None, None)
     set_environment(config)
     from sojourn_server.gateway.ray.serving import serve_until_stopped
 
@@ -194,27 +265,43 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
 def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:
     from sojourn_server.policy.building import PresetError
-    from sojourn_server.policy.cluster_preset import load_cluster_preset, read_cluster_preset
+    from sojourn_server.policy.cluster_preset import (
+        cluster_preset_names,
+        load_cluster_preset,
+        read_cluster_preset,
+    )
+    from sojourn_server.policy.preset import preset_names
 
     try:
         return load_cluster_preset(policy) if policy_file is None else read_cluster_preset(policy_file)
     except PresetError as error:
+        if policy_file is None and policy in preset_names():
+            made_for = [name for name in cluster_preset_names() if load_cluster_preset(name).engine == policy]
+            raise CliError(
+                f"{policy} is an engine's policy, not a cluster's; expected one of "
+                f"{', '.join(cluster_preset_names())}",
+                f"engines run it: sojourn serve MODEL --policy {policy}; here "
+                + (f"--policy {made_for[0]} is made for it" if made_for else "leave --policy out"),
+            ) from None
         raise CliError(str(error), "docs/gateway.md lists the cluster presets") from None
 
 
-def _tenants(path: Path | None, api_key: str | None) -> Tenants:
+def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> Tenants:
     from sojourn_server.gateway.http.tenants import EVERYBODY, Tenants, TenantsError, read_tenants
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
-    if path is None:
-        return Tenants({api_key: EVERYBODY} if api_key else None)
     try:
-        return read_tenants(path)
+        known = read_tenants(path) if path is not None else Tenants({api_key: EVERYBODY} if api_key else None)
     except TenantsError as error:
         unset = "the environment has no" in str(error)
         how = 'write [tenants] and under it lines NAME = ["KEY", ...]'
         raise CliError(str(error), "export it, or take the line out" if unset else how) from None
+    try:
+        known.check_admin(admin_key)
+    except TenantsError as error:
+        raise CliError(str(error), "choose another admin key") from None
+    return known
 
 
 def _is_loopback(host: str) -> bool:

@@ -59,17 +59,25 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
     Of those that it fits: where it brings nobody above ``most_tokens``, the fewest requests, then fewest
     tokens; else the fewest tokens. Then the lowest number.
     """
-    best: tuple[bool, int, int, int] | None = None
+    needs, adds = request.kv_tokens, request.tokens
+    best: tuple[int, int, int] | None = None
+    below = False
+    fewest = 0
     for engine in engines:
-        if engine.free_kv_tokens < request.kv_tokens:
+        if engine.free_kv_tokens < needs:
             continue
-        if engine.tokens + request.tokens <= most_tokens:
-            key = (False, engine.requests, engine.tokens, engine.number)
-        else:
-            key = (True, engine.tokens, engine.requests, engine.number)
-        if best is None or key < best:
-            best = key
-    return None if best is None else best[3]
+        if engine.tokens + adds <= most_tokens:
+            requests = engine.requests
+            if below and requests > fewest:  # most of them, and a thousand decisions a second are made
+                continue
+            mine = (requests, engine.tokens, engine.number)
+            if not below or best is None or mine < best:
+                best, below, fewest = mine, True, requests
+        elif not below:
+            mine = (engine.tokens, engine.requests, engine.number)
+            if best is None or mine < best:
+                best = mine
+    return None if best is None else best[2]
 
 
 class _Engine:

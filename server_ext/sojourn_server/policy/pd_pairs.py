@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .pd_decode import HIGH_TOKENS_RATIO, DecodeEngines
@@ -60,9 +61,10 @@ class PairScheduler:
         self._side = side or ShorterQueue()
         self._line: deque[_Flight] = deque()
         """Who waits for a prefill engine."""
-        self._homeless: deque[PdRequest] = deque()
-        """Who came while there was no decode engine."""
+        self._homeless: dict[int | str, _Flight] = {}
+        """Whom no decode engine that is there could hold. They are in no line."""
         self._flights: dict[int | str, _Flight] = {}
+        """As they came."""
 
     # -- the fleet ---------------------------------------------------------------------
 
@@ -80,12 +82,17 @@ class PairScheduler:
         self._decode.add(number, node, group, kv_tokens)
 
     def remove_prefill(self, number: int) -> None:
-        """Nothing more goes there; what is there ends by itself, or is given up by ``end``."""
+        """Nothing more goes there; what is there ends by itself, or is given up by ``end``.
+
+        Costs time for each request that waits. Raises ``KeyError`` for an engine that is not there.
+        """
         self._prefill.remove(number)
+        self._line_up(())
 
     def remove_decode(self, number: int) -> None:
-        """As ``remove_prefill``. Who waited for its group alone goes to another one."""
-        self._homeless.extend(self._decode.remove(number))
+        """As ``remove_prefill``. Who waited for its group goes to another one, and whom none could hold waits
+        until one comes that can."""
+        self._line_up(self._decode.remove(number))
 
     # -- facts -------------------------------------------------------------------------
 
@@ -96,10 +103,13 @@ class PairScheduler:
             raise ValueError(f"request {request.request_id!r} is here already")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
             raise ValueError(f"{request}; expected at least one token, and nothing below 0")
-        if not self._decode.queue(request):
-            self._homeless.append(request)
-        flight = self._flights[request.request_id] = _Flight(request)
-        self._line.append(flight)
+        self._house()  # who came before goes before
+        flight = _Flight(request)
+        if self._decode.queue(request):
+            self._line.append(flight)
+        else:
+            self._homeless[request.request_id] = flight
+        self._flights[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
         """Its prompt is computed: the prefill engine is done with it. Raises ``KeyError`` for a stranger."""
@@ -111,14 +121,16 @@ class PairScheduler:
     def end(self, request_id: int | str) -> None:
         """It has its answer, or was given up wherever it was. Raises ``KeyError`` for a stranger."""
         flight = self._flights.pop(request_id)
+        if self._homeless.pop(request_id, None) is not None:
+            return
         if flight.prefill is None:
             self._line.remove(flight)
         elif not flight.prefilled:
             self._prefill.finish(flight.prefill, flight.request.tokens)
         if flight.decode is not None:
             self._decode.finish(flight.decode, flight.request)
-        elif not self._decode.withdraw(request_id):
-            self._homeless.remove(flight.request)
+        else:
+            self._decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
         """A node says how many seconds of reading wait for its storage NIC. Raises ``ValueError``."""
@@ -129,6 +141,7 @@ class PairScheduler:
 
     def dispatch(self, now: float) -> list[Pair]:
         """Everybody who may start by now, in the order in which that was found."""
+        self._house()
         ready: list[_Flight] = []
         line = self._line
         while line:
@@ -140,14 +153,47 @@ class PairScheduler:
             flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
             if flight.decode is not None:
                 ready.append(flight)
-        while self._homeless and self._decode.queue(self._homeless[0]):
-            self._homeless.popleft()
         for request, chosen in self._decode.fetch():
             flight = self._flights[request.request_id]
             flight.decode, flight.decode_node = chosen, self._decode.node_of(chosen)
             if flight.prefill is not None:
                 ready.append(flight)
         return [self._pair(flight, now) for flight in ready]
+
+    def _house(self) -> None:
+        """Whom an engine that has come could hold lines up."""
+        if not self._homeless:
+            return
+        largest = self._decode.largest_kv_tokens()
+        if not largest:
+            return
+        for request_id, flight in list(self._homeless.items()):
+            if flight.request.kv_tokens <= largest:
+                del self._homeless[request_id]
+                self._decode.queue(flight.request)
+                self._line.append(flight)
+
+    def _line_up(self, left: Iterable[PdRequest]) -> None:
+        """An engine has gone, and left these in no queue: all who have no pair line up anew, as they came.
+
+        As long as both lines have one order, whoever holds a prefill engine waits for nobody but those who
+        have one as well. Where some change their group that is no longer so: one could hold the engine that
+        another waits for, who holds the memory that the first one waits for.
+        """
+        stranded = {request.request_id for request in left}
+        unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
+        for flight in unpaired:
+            request_id = flight.request.request_id
+            if flight.prefill is not None:
+                self._prefill.finish(flight.prefill, flight.request.tokens)
+            if flight.decode is not None:
+                self._decode.finish(flight.decode, flight.request)
+            elif request_id not in stranded and request_id not in self._homeless:
+                self._decode.withdraw(request_id)
+            flight.prefill = flight.decode = None
+        self._line.clear()
+        self._homeless = {one.request.request_id: one for one in unpaired}
+        self._house()
 
     def _pair(self, flight: _Flight, now: float) -> Pair:
         request, prefill, decode = flight.request, flight.prefill, flight.decode

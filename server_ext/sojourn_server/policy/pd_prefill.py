@@ -158,7 +158,10 @@ class PrefillEngines:
         engine = self._engines.get(number)
         if engine is not None:
             engine.tokens -= tokens
-            self._push(engine.node)
+            node = engine.node
+            mine = (engine.tokens, number)
+            if node.best[1] == number or mine < node.best:  # nobody else of its node has become better
+                self._set_best(node, mine)
 
     def recheck(self, node: int) -> None:
         """The node's queue may have become shorter than it was by more than time has passed."""
@@ -191,7 +194,15 @@ class PrefillEngines:
             heappush(self._wakes, entry)
 
     def _push(self, node: _Node) -> None:
-        best = min([(engine.tokens, engine.number) for engine in node.engines])
+        engines = iter(node.engines)
+        first = next(engines)
+        tokens, number = first.tokens, first.number
+        for engine in engines:
+            if engine.tokens < tokens or (engine.tokens == tokens and engine.number < number):
+                tokens, number = engine.tokens, engine.number
+        self._set_best(node, (tokens, number))
+
+    def _set_best(self, node: _Node, best: tuple[int, int]) -> None:
         if best == node.best:
             return  # its entry is in the heap still
         node.best = best

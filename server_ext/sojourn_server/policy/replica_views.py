@@ -32,16 +32,18 @@ class ReplicaView(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """A program that is at home at a replica, and has a request or is taken to come back."""
+    """A program that is at home at a replica, and has a request or is taken to come back; or several that
+    have as many turns behind and before them, with the sums of their tokens."""
 
     context_tokens: int
     """Of its longest turn so far."""
     size_tokens: int
     """What it is expected to need at its longest; at least its context."""
     turns: int
-    """Answered so far."""
+    """Answered so far, by each."""
     turns_left: float
     """Expected after these; where nothing is known of its kind, as many as it has had. At least 1."""
+    programs: int = 1
 
 
 class RouteView(NamedTuple):

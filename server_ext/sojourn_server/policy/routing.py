@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from .lots import lot
 from .replica_views import NOBODY, ReplicaView, Route, RouteView
@@ -16,7 +16,9 @@ class RoutingPolicy(Protocol):
     ``replicas`` are those that are up, in a fixed order; one that ``takes_new`` nobody goes on with the
     programs that are at home there. A policy that ``reads_residents``, an attribute that is true, is told of
     ``RouteView.residents`` and ``turns_left`` where a program's KV is nowhere yet, and then of many replicas
-    only the few with the most room are shown.
+    only the few with the most room are shown. With ``resident_for_s`` a program that has no request is there
+    for so many seconds after it was last heard of, else for ever. One that lists ``reasons``, all that its
+    routes to a replica give, has them counted from 0 on.
     """
 
     reads_prefixes: bool
@@ -31,6 +33,7 @@ class AnyReplica:
 
     seed: int = 0
     reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("random",)
 
     def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
         open_ones = [replica for replica in replicas if replica.takes_new]
@@ -45,6 +48,7 @@ class RoundRobin:
     """Each in turn."""
 
     reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("in_turn",)
 
     def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
         open_ones = [replica for replica in replicas if replica.takes_new]
@@ -67,6 +71,9 @@ class SessionAffinity:
     most_load: float = 0.8
     leaves_for: float = 0.0
     reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = (
+        "home", "near_parent", "least_loaded", "home_too_full", "home_all_full",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.most_load > 0:

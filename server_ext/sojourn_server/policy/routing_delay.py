@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .replica_views import NOBODY, ReplicaView, Resident, Route, RouteView
 
@@ -26,16 +27,24 @@ class LeastDelay:
     do takes one in whoever is at home there: they may never come back, and an idle device helps nobody. A
     program for which no memory lasts waits, and so does whoever's turn comes after it. A request that is
     alone, or of which it is not known whether more will follow, waits for nobody and goes where the load is
-    least. Raises ``ValueError`` for ``most_full`` that is not above 0 and at most 1.
+    least.
+
+    ``resident_for_s``: a program that has no request is taken to come back for so many seconds after it was
+    last heard of (SAGA §4.2 keeps nobody's KV for longer): many a client never says that one is over. Raises
+    ``ValueError`` for ``most_full`` that is not above 0 and at most 1, or a negative time.
     """
 
     most_full: float = 0.9
+    resident_for_s: float = 300.0
     reads_prefixes: bool = False
     reads_residents: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "least_loaded", "least_delay", "returns")
 
     def __post_init__(self) -> None:
         if not 0 < self.most_full <= 1:
             raise ValueError(f"most_full is {self.most_full}; expected above 0, at most 1")
+        if not self.resident_for_s >= 0:
+            raise ValueError(f"resident_for_s is {self.resident_for_s}; expected seconds ≥ 0")
 
     def route(self, view: RouteView, replicas: Sequence[ReplicaView], now: float) -> Route:
         if view.home is not None and view.cached:
@@ -45,36 +54,43 @@ class LeastDelay:
             return Route(near.replica_id, "near_parent")
         newcomer = Resident(view.context_tokens, view.size_tokens, 0, max(1.0, view.turns_left))
         alone = newcomer.turns_left <= 1.0
-        best: tuple[float, float, int] | None = None
-        chosen: ReplicaView | None = None
-        anybody = False
+        ranks: list[tuple[tuple[float, float, int], ReplicaView]] = []
         for replica in replicas:
-            if not replica.takes_new:
-                continue
-            anybody = True
-            there = view.residents.get(replica.replica_id, ())
-            may_overflow = there and not alone and (replica.in_flight or replica.queued)
-            if may_overflow and most_tokens((*there, newcomer)) > self.most_full * replica.memory_tokens:
-                continue
-            delayed, load = delay(newcomer, there), replica.load
-            rank = (load, delayed, replica.homed) if alone else (delayed, load, replica.homed)
-            if best is None or rank < best:
-                best, chosen = rank, replica
+            if replica.takes_new:
+                delayed = delay(newcomer, view.residents.get(replica.replica_id, ()))
+                load = replica.load
+                rank = (load, delayed, replica.homed) if alone else (delayed, load, replica.homed)
+                ranks.append((rank, replica))
+        # Whether memory lasts takes longer to see than how good a replica is: the best is looked at first.
+        ranks.sort(key=lambda one: one[0])
+        chosen = next(
+            (replica for _, replica in ranks if alone or self._lasts(newcomer, view, replica)), None
+        )
         if chosen is None:
-            return Route(None, "no_room") if anybody else NOBODY
+            return Route(None, "no_room") if ranks else NOBODY
         if alone:
             return Route(chosen.replica_id, "least_loaded", passes=True)
         return Route(chosen.replica_id, "least_delay" if view.home is None else "returns")
 
+    def _lasts(self, newcomer: Resident, view: RouteView, replica: ReplicaView) -> bool:
+        there = view.residents.get(replica.replica_id, ())
+        if not there or not (replica.in_flight or replica.queued):
+            return True
+        return most_tokens((*there, newcomer)) <= self.most_full * replica.memory_tokens
+
 
 def delay(newcomer: Resident, others: Sequence[Resident]) -> float:
     """By how much a newcomer is slowed beside these and slows them, in tokens of KV read a step: means over
-    its own turns, and over all turns of each of theirs, since being late is relative to what one takes."""
+    its own turns, and over all turns of each of theirs, since being late is relative to what one takes. Of a
+    context that grows evenly the mean over some turns is what it is half way."""
     own = caused = 0.0
-    for other in others:
-        together = min(newcomer.turns_left, other.turns_left)
-        own += together / newcomer.turns_left * _mean_tokens(other, together)
-        caused += together / (other.turns + other.turns_left) * _mean_tokens(newcomer, together)
+    begins, turns_left = newcomer.context_tokens, newcomer.turns_left
+    grows = newcomer.size_tokens - begins
+    for context, size, turns, left, programs in others:
+        together = min(turns_left, left)
+        own += together / turns_left * (context + (size - context) * together / left / 2)
+        late = together / (turns + left)
+        caused += programs * late * (begins + grows * together / turns_left / 2)
     return own + caused
 
 
@@ -95,8 +111,3 @@ def most_tokens(programs: Sequence[Resident]) -> float:
         tokens -= context + each * left
         growth -= each
     return most
-
-
-def _mean_tokens(one: Resident, turns: float) -> float:
-    """Of its context over its next turns."""
-    return one.context_tokens + (one.size_tokens - one.context_tokens) * turns / one.turns_left / 2

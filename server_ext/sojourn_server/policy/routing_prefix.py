@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .replica_views import NOBODY, ReplicaView, Route, RouteView
 
@@ -25,6 +26,7 @@ class PrefixAffinity:
     most_ahead: int = 64
     most_ratio: float = 1.5
     reads_prefixes: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("prefix", "fewest_requests", "unbalanced")
 
     def __post_init__(self) -> None:
         if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):

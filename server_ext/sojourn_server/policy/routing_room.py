@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .replica_views import NOBODY, ReplicaView, Route, RouteView, waits_for_room
 
@@ -25,6 +26,7 @@ class RoomForAll:
     size_by: str = "peak"
     fit: str = "most-room"
     reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "fits", "returns")
 
     def __post_init__(self) -> None:
         if self.size_by not in SIZES or self.fit not in FITS:

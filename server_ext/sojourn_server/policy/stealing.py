@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from .lots import lot
 
@@ -34,7 +34,8 @@ class Steal(NamedTuple):
 
 class StealingPolicy(Protocol):
     """Asked while somebody waits for a replica at the gateway: each epoch, when a replica comes or has
-    become idle, and again after each steal until it says ``None``."""
+    become idle, and again after each steal until it says ``None``. ``reasons`` as a ``RoutingPolicy`` may
+    list them."""
 
     steals: bool
     """False: it need not be asked."""
@@ -67,6 +68,7 @@ class WorkStealing:
     either: bool = False
     seed: int = 0
     steals: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("idle", "load_ratio")
 
     def __post_init__(self) -> None:
         if not (self.idle_s >= 0 and self.load_ratio >= 1):

@@ -8,16 +8,15 @@ moves requests between these three.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ...policy.fair_share import SharePolicy
-from ...policy.replica_views import Route
 from ...policy.routing import RoutingPolicy
 from ...policy.stealing import StealingPolicy
 from ...policy.yielding import NoYielding, YieldPolicy
 from . import facts
-from .facts import AnyAction, AnyFact, Cut, Probe, Refuse
+from .departures import Departures
+from .facts import AnyAction, AnyFact, Cut, Probe
 from .failures import Failures
 from .fleet import Fleet, Health, Replica
 from .homes import Homes
@@ -27,7 +26,9 @@ from .line import Waiting
 from .placing import Placing
 from .policy_failed import PolicyFailed
 from .programs import Expectations, Key, Program, Programs
+from .refusals import Refusals
 from .requests import Requests
+from .residents import residents_for
 from .room import RoomLine
 from .state import CoreState, read_state, written_state
 from .steals import Steals
@@ -36,12 +37,8 @@ from .yields import Yields
 
 __all__ = ["CoreCounts", "CoreLimits", "RoutingCore"]
 
-MOST_ASKED_AGAIN = 256
-"""Requests asked about at once that have failed at a replica which lives on."""
 MOST_ENDED = 500
 """Requests refused in one tick because they waited too long; the others in the next."""
-UNROUTED = Route("", "policy_failed")
-"""Of one that waits no more, and went nowhere."""
 
 
 class RoutingCore:
@@ -70,10 +67,18 @@ class RoutingCore:
             sharing, self.fleet, self.expected, self.limits.slo_factor, self.limits.usual_life_s, self.counts
         )
         self.journal = StateJournal(life)
-        self.homes = Homes(self.fleet, self.tenants, self.journal)
-        self.requests = Requests(self.fleet, self.tenants)
+        residents = residents_for(routing)
+        self.homes = Homes(self.fleet, self.tenants, self.journal, residents)
+        self.requests = Requests(self.fleet, self.tenants, residents)
         self._placing = Placing(
-            routing, self.fleet, self.programs, self.homes, self.requests, self.counts, self.expected
+            routing,
+            self.fleet,
+            self.programs,
+            self.homes,
+            self.requests,
+            self.counts,
+            self.expected,
+            residents,
         )
         self._failures = Failures(self.fleet, self.limits)
         self._room = RoomLine(
@@ -83,17 +88,24 @@ class RoutingCore:
             self.limits.line_patience_s,
             self.limits.line_patience_requests,
         )
-        self._steals = Steals(stealing, self.fleet, self.requests)
-        self._yields = Yields(
-            yielding or NoYielding(), self.fleet, self.requests, self.tenants, self.homes, self._placing
+        self._actions = self._placing.actions
+        self._refusals = Refusals(self.requests, self._failures, self.counts, self._actions)
+        self._departures = Departures(
+            self.fleet,
+            self.requests,
+            self.tenants,
+            self.homes,
+            self._placing,
+            self._room,
+            Steals(stealing, self.fleet, self.requests),
+            Yields(
+                yielding or NoYielding(), self.fleet, self.requests, self.tenants, self.homes, self._placing
+            ),
+            self._failures,
+            self._refusals,
+            self.counts,
         )
         self._number = 0
-        self._actions = self._placing.actions
-        self._room_changed = False
-        self._not_all_asked = False
-        """Of those who wait for room some are to be asked about with the next fact."""
-        self._epoch = False
-        """A tick is being taken in."""
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             facts.Asked: self._asked,
             facts.Sent: self._sent,
@@ -113,7 +125,7 @@ class RoutingCore:
     def take(self, fact: AnyFact, now: float) -> list[AnyAction]:
         """Take in what happened; returns what is to be done now, in this order."""
         self._handlers[type(fact)](fact, now)
-        self._pump(now)
+        self._departures.send_off(now, epoch=isinstance(fact, facts.Tick))
         actions = list(self._actions)
         self._actions.clear()
         return actions
@@ -161,7 +173,9 @@ class RoutingCore:
 
     def _asked(self, fact: facts.Asked, now: float) -> None:
         if fact.request_id in self.requests.by_id:
-            self._refuse(fact.request_id, 409, "duplicate_request", "a request of this id is being answered")
+            self._refusals.refuse(
+                fact.request_id, 409, "duplicate_request", "a request of this id is being answered"
+            )
             return
         longest = self.fleet.longest_tokens
         if fact.exact and longest and fact.context_tokens > longest:
@@ -169,11 +183,11 @@ class RoutingCore:
                 f"the prompt has {fact.context_tokens:,} tokens; the longest that a replica computes is "
                 f"{longest:,}"
             )
-            self._refuse(fact.request_id, 400, "context_too_long", message)
+            self._refusals.refuse(fact.request_id, 400, "context_too_long", message)
             return
         if self._too_many_wait(fact.tenant):
             message = f"{self.waiting} requests wait already; try again later"
-            self._refuse(fact.request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
+            self._refusals.refuse(fact.request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
             return
         try:
             self._taken_in(fact, now)
@@ -184,7 +198,7 @@ class RoutingCore:
                 self.requests.close(waiting, now)
             if not isinstance(error, PolicyFailed):
                 raise  # an error of ours: who has asked refuses it, and says where it was
-            self._refuse_unrouted(fact.request_id, error)
+            self._refusals.unrouted(fact.request_id, error)
 
     def _too_many_wait(self, tenant: str) -> bool:
         """Where tenants take turns, a flood of one shuts out none that has less than its share waiting."""
@@ -201,7 +215,7 @@ class RoutingCore:
         home = waiting.program.home if waiting.program is not None else None
         comes_new = route.replica_id not in (None, home) and not route.passes
         if comes_new and self._room.is_shut and self.requests.anywhere:
-            self._wait_anywhere(waiting)
+            self._departures.wait_anywhere(waiting)
         elif self._placing.bring(waiting, route, now):
             self._room.got_room += route.replica_id != home
         else:
@@ -209,7 +223,7 @@ class RoutingCore:
             self._room.is_shut = self._room.is_shut or not route.needs_tokens
             self.requests.wait_anywhere(waiting)
             # Whether a replica is kept free of this one too is a question of whose turn it is.
-            self._room_changed = self._room_changed or kept is not None
+            self._departures.room_changed |= kept is not None
 
     def _opened(self, fact: facts.Asked | facts.Sent, now: float) -> Waiting:
         program = None
@@ -269,7 +283,7 @@ class RoutingCore:
             return  # an earlier try's
         sent_s, replica_id, program = waiting.sent_s, waiting.replica_id, waiting.program
         self.requests.close(waiting, now)
-        self._room_changed = True
+        self._departures.room_changed = True
         if program is None or not self._placing.lives(program):
             return
         program.last_s = now
@@ -314,7 +328,7 @@ class RoutingCore:
 
     def _lost(self, waiting: Waiting, now: float) -> None:
         """The replica that a request was sent to does not answer it."""
-        self._room_changed = True
+        self._departures.room_changed = True
         waiting.failures += 1
         if waiting.began:
             assert waiting.replica_id is not None
@@ -322,22 +336,11 @@ class RoutingCore:
             self.counts.cut += 1
             self.requests.close(waiting, now)
         elif self._failures.are_enough(waiting):
-            self._refuse_failed(waiting, now)
+            self._refusals.failed(waiting, now)
         else:
             self.requests.take_back(waiting, now)
             self.counts.replayed += 1
-            self._wait_anywhere(waiting)
-
-    def _refuse_failed(self, waiting: Waiting, now: float) -> None:
-        self.requests.close(waiting, now)
-        words = self._failures.words(waiting)
-        self._refuse(waiting.request_id, 502, "replicas_failed", words, retry_after_s=1.0)
-
-    def _wait_anywhere(self, waiting: Waiting) -> None:
-        """It is to be asked about anew."""
-        waiting.needs_tokens = 0
-        self.requests.wait_anywhere(waiting)
-        self._room_changed = True
+            self._departures.wait_anywhere(waiting)
 
     # -- replicas ---------------------------------------------------------------
 
@@ -354,7 +357,7 @@ class RoutingCore:
             for waiting in self.requests.everybody_who_waits():
                 waiting.context_tokens = self.fleet.fitting(waiting.context_tokens)
                 waiting.size_tokens = self.fleet.fitting(waiting.size_tokens)
-        self._room_changed = True
+        self._departures.room_changed = True
         self.requests.freed.add(fact.replica_id)
         replica = self.fleet.get(fact.replica_id)
         assert replica is not None
@@ -400,14 +403,14 @@ class RoutingCore:
         self.fleet.changed(replica, now)
         self.fleet.newly_idle = True
         self.requests.freed.add(replica.replica_id)
-        self._room_changed = True
+        self._departures.room_changed = True
 
     def _scatter(self, replica: Replica) -> None:
         """Whoever waits for it waits for any."""
         for waiting in list(self.requests.queues.get(replica.replica_id, ())):
             self.requests.take_out(waiting)
-            self._wait_anywhere(waiting)
-        self._room_changed = True
+            self._departures.wait_anywhere(waiting)
+        self._departures.room_changed = True
 
     def _probe(self, replica: Replica, now: float) -> None:
         replica.probed_s = now
@@ -443,7 +446,7 @@ class RoutingCore:
             return
         for waiting in self.requests.anywhere.of(program):
             self.requests.anywhere.waits_for(waiting, 0)
-            self._room_changed = True
+            self._departures.room_changed = True
 
     # -- as time goes by --------------------------------------------------------
 
@@ -456,16 +459,13 @@ class RoutingCore:
                 self.fleet.changed(replica, now)
                 self._probe(replica, now)
         for waiting in self._waited_too_long(now):
-            self.requests.close(waiting, now)
-            message = f"no replica had room for it in {limits.wait_s:g} s"
-            self._refuse(waiting.request_id, 503, "no_room", message, retry_after_s=10.0)
+            self._refusals.waited_too_long(waiting, limits.wait_s, now)
         for program in self.programs.silent_since(now - limits.silent_program_s):
             self.programs.ended(program.key)
             self.homes.leave(program, now)
         self.tenants.share_out(now)
-        self._epoch = True
         # Who is late by now is seen only when the line is gone through.
-        self._room_changed = True
+        self._departures.room_changed = True
 
     def _waited_too_long(self, now: float) -> list[Waiting]:
         """The oldest of each row are enough: the others came later."""
@@ -477,77 +477,3 @@ class RoutingCore:
                         break
                     found.append(waiting)
         return found
-
-    def _pump(self, now: float) -> None:
-        """Send whoever may go now."""
-        epoch, self._epoch = self._epoch, False
-        if self._not_all_asked:
-            self._room_changed, self._not_all_asked = True, False
-        self._let_go(now)
-        if epoch or self.fleet.newly_idle:
-            self.fleet.newly_idle = False
-            with self._counted_failures():
-                for waiting, thief, reason in self._steals.each(now):
-                    self.requests.take_out(waiting)
-                    self.counts.steals += 1
-                    self._placing.bring(waiting, Route(thief, reason), now)
-            self._let_go(now)
-        if epoch:
-            with self._counted_failures():
-                self.counts.recalls += self._yields.make_way(now)
-            self._let_go(now)
-
-    @contextmanager
-    def _counted_failures(self) -> Iterator[None]:
-        """What a policy does not answer is left undone, and asked again when time has gone by."""
-        try:
-            yield
-        except PolicyFailed as error:
-            self.counts.policy_failed(error)
-
-    def _let_go(self, now: float) -> None:
-        """Those who wait for any replica, where there is room; those who wait for one that has less to do."""
-        while self._room_changed or self.homes.room_grew:
-            self._room_changed = self.homes.room_grew = False
-            self._send_failed(now)
-            if not self._room.place(self._place, now):
-                self._not_all_asked = True
-                break
-        freed = self.requests.freed
-        if not freed:
-            return
-        self.requests.freed = set()
-        for replica_id in sorted(freed & self.requests.queues.keys()):
-            replica = self.fleet.get(replica_id)
-            while replica is not None and replica_id in self.requests.queues and not self.fleet.full(replica):
-                rows = self.requests.queues[replica_id].rows
-                waiting = rows[self.tenants.order(rows.items(), room=False)[0]].first
-                self.requests.take_out(waiting)
-                self._placing.send(waiting, replica, now)
-
-    def _place(self, waiting: Waiting, kept_free: str | None, now: float) -> Route:
-        try:
-            return self._placing.place(waiting, kept_free, now)
-        except PolicyFailed as error:
-            # Asked about again it would fail again, and those behind it would wait for it.
-            self.requests.close(waiting, now)
-            self._refuse_unrouted(waiting.request_id, error)
-            return UNROUTED
-
-    def _send_failed(self, now: float) -> None:
-        """Those that have failed at a replica which lives on: elsewhere, or nowhere if none is left."""
-        for waiting in self.requests.failed.oldest(MOST_ASKED_AGAIN) if self.requests.failed else ():
-            if self._failures.may_be_answered(waiting):
-                self._place(waiting, self._room.kept_free, now)
-            else:
-                self._refuse_failed(waiting, now)
-
-    def _refuse_unrouted(self, request_id: str, error: BaseException) -> None:
-        self.counts.policy_failed(error)
-        self._refuse(request_id, 500, "policy_failed", "nobody could say where it goes")
-
-    def _refuse(
-        self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None
-    ) -> None:
-        self.counts.refused += 1
-        self._actions.append(Refuse(request_id, status, code, message, retry_after_s))

@@ -176,7 +176,7 @@ class Recall(Action, frozen=True):
 
 
 class Refuse(Action, frozen=True):
-    """Answer a request with an error."""
+    """Answer a request with an error. ``code`` is one of ``REFUSALS``."""
 
     request_id: str
     status: int
@@ -208,3 +208,16 @@ class Probe(Action, frozen=True):
 
 
 AnyAction = Send | Recall | Refuse | Cut | Left | Probe
+
+REFUSALS = (
+    "bad_request",
+    "context_too_long",
+    "coordinator_away",
+    "duplicate_request",
+    "gateway_failed",
+    "no_room",
+    "policy_failed",
+    "replicas_failed",
+    "too_many_waiting",
+)
+"""Codes of all that may be refused."""

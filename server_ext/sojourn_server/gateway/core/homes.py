@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from .fleet import Fleet, Replica
 from .journal import StateJournal
-from .programs import Key, Program
+from .programs import Program
+from .residents import Residents
 from .tenants import Tenants
 
 
 class Homes:
     """Moves programs in and out. Whoever changes a program's home does it here."""
 
-    def __init__(self, fleet: Fleet, tenants: Tenants, journal: StateJournal) -> None:
+    def __init__(self, fleet: Fleet, tenants: Tenants, journal: StateJournal, residents: Residents) -> None:
         self._fleet = fleet
         self._tenants = tenants
         self._journal = journal
+        self._residents = residents
         self.room_grew = False
         """Some replica has more room since this was last set to False."""
-        self.residents: dict[str, dict[Key, Program]] = {}
-        """Who is at home where; replicas where nobody is are left out."""
 
     def leave(self, program: Program, now: float) -> None:
         """It is at home nowhere, and has its KV nowhere."""
@@ -29,10 +29,7 @@ class Homes:
             self.room_grew = True
         if program.home is not None:
             self._journal.note(program.key, None, now)
-            there = self.residents[program.home]
-            del there[program.key]
-            if not there:
-                del self.residents[program.home]
+            self._residents.touch(program)
         program.home, program.cached, program.size_tokens = None, False, 0
 
     def settle(self, program: Program, replica: Replica, size_tokens: int, now: float) -> str | None:
@@ -43,7 +40,7 @@ class Homes:
             return None
         self.leave(program, now)
         program.home, program.size_tokens = replica.replica_id, size_tokens
-        self.residents.setdefault(replica.replica_id, {})[program.key] = program
+        self._residents.touch(program)
         self._fleet.homed(replica, size_tokens, 1)
         self._tenants.housed(program.tenant, size_tokens)
         self._journal.note(program.key, (replica.replica_id, replica.instance), now)
@@ -60,3 +57,4 @@ class Homes:
             self._tenants.housed(program.tenant, size_tokens - program.size_tokens)
             self.room_grew = self.room_grew or size_tokens < program.size_tokens
         program.size_tokens = size_tokens
+        self._residents.touch(program)

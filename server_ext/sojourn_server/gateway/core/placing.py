@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nlargest
 
-from ...policy.replica_views import ReplicaView, Resident, Route, RouteView
+from ...policy.replica_views import ReplicaView, Route, RouteView
 from ...policy.routing import RoutingPolicy
 from .facts import AnyAction, Left, Send
 from .fleet import Fleet, Health, Replica
@@ -16,12 +16,10 @@ from .policy_failed import PolicyFailed
 from .prefixes import PrefixIndex
 from .programs import Expectations, Program, Programs
 from .requests import Requests
+from .residents import Residents, turns_left
 
 LOOKED_AT = 8
 """Replicas whose residents a new program is compared with: those with the most room."""
-RESIDENT_FOR_S = 300.0
-"""Of a program that has no request: so long after it was last heard of it is taken to come back (SAGA §4.2
-keeps nobody's KV for longer)."""
 
 
 class Placing:
@@ -36,6 +34,7 @@ class Placing:
         requests: Requests,
         counts: CoreCounts,
         expected: Expectations,
+        residents: Residents,
     ) -> None:
         self._routing = routing
         self._fleet = fleet
@@ -44,8 +43,7 @@ class Placing:
         self._requests = requests
         self._counts = counts
         self._expected = expected
-        # A class of the operator's own need not know of it.
-        self.reads_residents = bool(getattr(routing, "reads_residents", False))
+        self._residents = residents
         self._prefixes = PrefixIndex() if routing.reads_prefixes else None
         self.actions: list[AnyAction] = []
 
@@ -81,11 +79,12 @@ class Placing:
             self._prefixes.matches(waiting.prefix, waiting.context_tokens) if self._prefixes else {},
         )
         views = self._fleet.views_without(shut) if shut else self._fleet.views
-        if self.reads_residents and not (view.home is not None and view.cached):
+        if self._residents.wanted and not (view.home is not None and view.cached):
             views = _roomiest(views)
             self.expect_turns(program)
-            turns_left = _turns_left(program) if program is not None else 1.0
-            view = view._replace(turns_left=turns_left, residents=self._residents(views, program, now))
+            shown = self._residents.at([one.replica_id for one in views], program, now)
+            left = turns_left(program) if program is not None else 1.0
+            view = view._replace(turns_left=left, residents=shown)
         try:
             return self._routing.route(view, views, now)
         except Exception as error:
@@ -93,24 +92,9 @@ class Placing:
 
     def expect_turns(self, program: Program | None) -> None:
         """Judge anew how many turns a program has left, if the routing asks for that."""
-        if self.reads_residents and program is not None:
+        if self._residents.wanted and program is not None:
             program.turns_left = self._expected.turns_left(program)
-
-    def _residents(
-        self, views: Sequence[ReplicaView], but: Program | None, now: float
-    ) -> dict[str, tuple[Resident, ...]]:
-        """Those who are there or come back. Many a client never says that its programs are over: of whose
-        kind none has ended counts only while it has a request."""
-        found: dict[str, list[Resident]] = {}
-        for replica_id in (view.replica_id for view in views):
-            for one in self._homes.residents.get(replica_id, {}).values():
-                comes_back = one.turns_left is not None and now - one.last_s < RESIDENT_FOR_S
-                if one is but or not (comes_back or one.in_flight or one.waiting):
-                    continue
-                size_tokens = max(one.size_tokens, one.context_tokens)
-                resident = Resident(one.context_tokens, size_tokens, one.turns, _turns_left(one))
-                found.setdefault(replica_id, []).append(resident)
-        return {replica_id: tuple(there) for replica_id, there in found.items()}
+            self._residents.touch(program)
 
     def bring(self, waiting: Waiting, route: Route, now: float) -> bool:
         """Send a request that waits nowhere where its route says, or have it wait there; False: it says
@@ -172,8 +156,3 @@ def _roomiest(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
     if len(views) <= LOOKED_AT:
         return views
     return nlargest(LOOKED_AT, views, key=lambda view: (view.takes_new, not view.homed, view.room_tokens))
-
-
-def _turns_left(program: Program) -> float:
-    """At least 1; where nothing is known, as many as it has had."""
-    return max(1.0, program.turns if program.turns_left is None else program.turns_left)

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 
 from .fleet import Fleet, Replica
 from .line import Line, Waiting
+from .residents import Residents
 from .tenants import Tenants
 
 
 class Requests:
     """Moves requests between these three, and keeps the sums of programs, replicas and tenants right."""
 
-    def __init__(self, fleet: Fleet, tenants: Tenants) -> None:
+    def __init__(self, fleet: Fleet, tenants: Tenants, residents: Residents) -> None:
         self._fleet = fleet
         self._tenants = tenants
+        self._residents = residents
         self.by_id: dict[str, Waiting] = {}
         """All that are not over."""
         self.anywhere = Line(by_tenant=tenants.take_turns)
@@ -38,6 +40,7 @@ class Requests:
         self._count(waiting, 1)
         if waiting.program is not None:
             waiting.program.waiting += 1
+            self._residents.touch(waiting.program)
         self._tenants.came(waiting.tenant, waiting.program)
 
     def close(self, waiting: Waiting, now: float) -> None:
@@ -50,6 +53,7 @@ class Requests:
         self._count(waiting, -1)
         if waiting.program is not None:
             waiting.program.waiting -= 1
+            self._residents.touch(waiting.program)
         self._tenants.over(waiting.tenant, waiting.program)
 
     def wait_anywhere(self, waiting: Waiting) -> None:

@@ -43,7 +43,7 @@ class Steals:
             movable = self._movable(steal.victim)
             if thief is None or victim is None or thief is victim or not movable:
                 return  # it came too late
-            yield movable[0], steal.thief, f"stolen_{steal.reason}"
+            yield movable[0], steal.thief, stolen_for(steal.reason)
             for replica in (thief, victim):
                 views[replica.replica_id] = self._view(replica, now)
 
@@ -61,3 +61,8 @@ class Steals:
     def _movable(self, replica_id: str) -> list[Waiting]:
         queue = self._requests.queues.get(replica_id)
         return [waiting for waiting in queue.oldest(LOOKED_AT) if may_leave(waiting)] if queue else []
+
+
+def stolen_for(reason: str) -> str:
+    """Why a request that was stolen goes where it does."""
+    return f"stolen_{reason}"

@@ -27,6 +27,8 @@ LOOKED_AT = 64
 """Requests of one replica that may make way for one that needs room."""
 REPLICAS_LOOKED_AT = 4
 """Where those are looked for: the replicas with the most room."""
+MADE_WAY = "made_way"
+"""Why a request goes where it does that made way for another."""
 
 
 class WayMade(NamedTuple):
@@ -96,7 +98,7 @@ class Yields:
             if not may_leave(waiting):
                 self._requests.wait_at(waiting, made.replica_id)
             elif route is not None:
-                self._placing.bring(waiting, Route(route.replica_id, "made_way"), now)
+                self._placing.bring(waiting, Route(route.replica_id, MADE_WAY), now)
             elif made.for_room and program is not None:
                 self._homes.leave(program, now)
                 homeless.append(waiting)

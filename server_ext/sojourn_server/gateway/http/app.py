@@ -27,6 +27,7 @@ from .apis import Api, error_body
 from .bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, Bodies
 from .books import Books
 from .decider import Decider, ReplicaStatus, Told
+from .engine_names import EngineNames
 from .engines import ReplicaLost, ask_engine, open_session
 from .headers import GATEWAY, back, onwards
 from .moving import Mover
@@ -80,16 +81,21 @@ class Gateway:
         *,
         uses: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """``uses``: by tenant, share in flight ÷ share it has."""
+        """``uses``: by tenant, share in flight ÷ share it has.
+
+        Raises ``TenantsError`` where the admin key is a tenant's.
+        """
         self.decider = decider
         self.replicas = replicas
         self.books = books
         self.options = options
         self.watch: EngineWatch | None = None
+        tenants.check_admin(options.admin_key)
         self._tenants = tenants
         self._uses = uses
         self._open: aiohttp.ClientSession | None = None
-        self.news = ProgramNews(decider, replicas, self.session, engine_key=options.engine_key)
+        names = EngineNames(tenants.names)
+        self.news = ProgramNews(decider, replicas, self.session, names=names, engine_key=options.engine_key)
         self._mover = Mover(self.news, replicas, self._describes, self.session, books)
         self._overview = Overview(replicas, self.session, engine_key=options.engine_key)
         self.relay = Relay(
@@ -290,9 +296,11 @@ class Gateway:
                 continue
             told = None
             if place.replica is not None:
-                path = f"{PREFIX}/programs/{_quoted(program_id)}"
+                path = f"{PREFIX}/programs/{_quoted(self.news.names.of(place.tenant, program_id))}"
                 told = await self._overview.one(place.replica, path, request.headers.get("authorization"))
             engine = msgspec.json.decode(told[1]) if told is not None and told[0] == 200 else None
+            if isinstance(engine, dict):
+                engine = self.news.names.answer(place.tenant, engine)
             return _json({**msgspec.to_builtins(place), "engine": engine})
         raise Failure(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
@@ -334,7 +342,9 @@ class Gateway:
     async def _replica_list(self, request: Request) -> Response:
         states = await self.decider.replicas()
         missing = self.watch.missing() if self.watch is not None else []
-        return _json({"replicas": states, "missing": missing})
+        refused = self.watch.refused() if self.watch is not None else {}
+        told = {"replicas": states, "missing": missing}
+        return _json({**told, "refused": refused} if refused else told)
 
     async def _drain(self, request: Request) -> Response:
         return await self._say_of(request, facts.ReplicaDrains)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from ..core import facts
+from ..pd.decider import PairStatus
 from .decider import ReplicaStatus
 
 MOST_MOVES = 10_000
@@ -37,7 +38,9 @@ class Move(msgspec.Struct, frozen=True):
 class Books:
     """One gateway's. Names and labels as ``docs/metrics.md`` has them; ids are never labels."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, reasons: Iterable[str] = (), clock: Callable[[], float] = time.time) -> None:
+        """``reasons``: those for which a request may go somewhere, as far as they are known now; their
+        counts are there from the start, at 0, so that ``rate()`` sees their first increment."""
         self._clock = clock
         self.registry = CollectorRegistry()
         self._moves: deque[Move] = deque(maxlen=MOST_MOVES)
@@ -58,9 +61,11 @@ class Books:
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
         self._recalled = counter("recalls", "Requests taken back from a replica for somebody more urgent.")
         self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
-        self._forged = counter(
-            "foreign_programs", "Requests under the id of another tenant's program.", "tenant"
-        )
+        for reason in reasons:
+            self._requests.labels(reason)
+            self._moved.labels(reason)
+        for code in facts.REFUSALS:
+            self._refused.labels(code)
         self._waits = Histogram(
             "sojourn_gateway_wait_seconds",
             "Time that requests waited at the gateway before they were sent.",
@@ -77,11 +82,23 @@ class Books:
             "replica_room_tokens", "KV that the programs at home leave of all tiers of a replica.", "replica"
         )
         self._health = gauge("replica_health", "1 for what is believed of a replica.", "replica", "health")
+        self._role = gauge(
+            "replica_role",
+            "1 for what a replica does of requests that are prefilled and decoded apart, and where it is.",
+            "replica", "role", "node",
+        )  # fmt: skip
+        self._link = gauge(
+            "link_queued_seconds",
+            "What waits for a link of a replica's, as it told last, in seconds.",
+            "replica", "link",
+        )  # fmt: skip
         self._balance = gauge("load_spread", "Load of the most loaded replica less that of the least loaded.")
         self._use = gauge(
             "tenant_use_ratio", "What a tenant's requests in flight use of its share.", "tenant"
         )
         self._shown: set[str] = set()
+        self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
+        """Of roles and links."""
         self._users: set[str] = set()
 
     # -- what happens -------------------------------------------------------------
@@ -122,10 +139,6 @@ class Books:
         """An answer broke off."""
         self._cut.inc()
 
-    def forged(self, tenant: str) -> None:
-        """A tenant used the id of another's program."""
-        self._forged.labels(tenant).inc()
-
     # -- who asks -----------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[Move], int]:
@@ -145,6 +158,7 @@ class Books:
             self._room.labels(state.replica).set(state.room_tokens)
             for health in _HEALTHS:
                 self._health.labels(state.replica, health).set(float(health == state.health))
+        self._show_pairs([state for state in replicas if isinstance(state, PairStatus)])
         loads = [state.load for state in replicas]
         self._balance.set(max(loads) - min(loads) if loads else 0.0)
         names = {state.replica for state in replicas}
@@ -160,3 +174,16 @@ class Books:
         for tenant, use in uses.items():
             self._use.labels(tenant).set(use)
         return generate_latest(self.registry)
+
+    def _show_pairs(self, replicas: Sequence[PairStatus]) -> None:
+        shown: dict[tuple[Gauge, tuple[str, ...]], float] = {
+            (self._role, (state.replica, state.role, state.node)): 1.0 for state in replicas
+        }
+        for state in replicas:
+            for name, link in state.links.items():
+                shown[self._link, (state.replica, name)] = link.queued_s
+        for gauge, labels in self._shown_pairs - shown.keys():
+            gauge.remove(*labels)
+        for (gauge, labels), value in shown.items():
+            gauge.labels(*labels).set(value)
+        self._shown_pairs = {*shown}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import aiohttp
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from ...policy.placement_views import Tier
 from ..core import facts
 from .decider import Decider
+from .engine_names import EngineNames
 from .replicas import Address, Replicas
 
 EVERY_S = 5.0
@@ -38,7 +39,7 @@ class Census:
         self,
         decider: Decider,
         replicas: Replicas,
-        tenants: Sequence[str],
+        names: EngineNames,
         session: Callable[[], aiohttp.ClientSession],
         speaks: Callable[[Address], bool],
         *,
@@ -47,7 +48,7 @@ class Census:
         """``speaks``: whether an engine can be asked."""
         self._decider = decider
         self._replicas = replicas
-        self._tenants = tenants
+        self._names = names
         self._session = session
         self._speaks = speaks
         self._headers = {"Authorization": f"Bearer {engine_key}"} if engine_key else {}
@@ -64,10 +65,9 @@ class Census:
         asked = [one for one in self._replicas if one.rank is None and self._speaks(one)]
         found = await asyncio.gather(*(self._dropped(engine) for engine in asked))
         for engine, dropped in zip(asked, found, strict=True):
-            for program_id in dropped:
-                for tenant in self._tenants:
-                    if self._decider.home(tenant, program_id) == engine.replica_id:
-                        self._decider.tell(facts.KvDropped(program_id, tenant, engine.replica_id))
+            for tenant, program_id in filter(None, map(self._names.key, dropped)):
+                if self._decider.home(tenant, program_id) == engine.replica_id:
+                    self._decider.tell(facts.KvDropped(program_id, tenant, engine.replica_id))
 
     async def _dropped(self, engine: Address) -> Iterable[str]:
         url = f"{engine.url}/sojourn/v1/programs?limit={MOST_PROGRAMS}"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -75,10 +75,6 @@ class Decider(Protocol):
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """The replica that a program is at home at."""
-        ...
-
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id lives and is another tenant's."""
         ...
 
     async def programs(self) -> Sequence[ProgramPlace]:
@@ -173,24 +169,15 @@ class LocalDecider(CoreInProcess):
     def __init__(
         self,
         core: RoutingCore,
-        tenants: Iterable[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(core, clock)
         self.core = core
-        self._tenants = tuple(tenants)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """The replica that a program is at home at."""
         program = self.core.programs.get((tenant, program_id))
         return program.home if program is not None else None
-
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id lives and is another tenant's."""
-        programs = self.core.programs
-        return any(
-            programs.get((other, program_id)) is not None for other in self._tenants if other != tenant
-        )
 
     async def programs(self) -> Sequence[ProgramPlace]:
         """All that are alive, the one heard of last first."""

@@ -156,6 +156,24 @@ async def _ask_once(
     return Answer(response, first, is_stream)
 
 
+def failed(answer: Answer) -> bool:
+    """Whether an engine answers that it failed, in place of an answer. Errors that it finds in a request, and
+    what it cannot do at all (501), are none of those."""
+    status = answer.response.status
+    if status != 200:
+        return status >= 500 and status != 501
+    event = _error_event(answer.first) if answer.is_stream else None
+    if event is None:
+        return False
+    try:
+        read = msgspec.json.decode(event)
+    except msgspec.DecodeError:
+        return True
+    error = read.get("error", read) if isinstance(read, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return not (isinstance(code, int) and 400 <= code < 500)
+
+
 @lru_cache(maxsize=256)
 def _url(text: str) -> URL:
     # The path has come percent-encoded, and is not to be encoded again.

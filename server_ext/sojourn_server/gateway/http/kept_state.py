@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,16 @@ MOST_AGE_S = 3600.0
 class _Kept(msgspec.Struct):
     unix_s: float
     core: CoreState
+
+
+def make_place(path: Path) -> None:
+    """Make the folder of a file that is to be written later, and see that it can be. Raises ``OSError``."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    os.close(draft)
+    os.unlink(name)
 
 
 class KeptState:

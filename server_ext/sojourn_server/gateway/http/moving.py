@@ -185,7 +185,7 @@ class Mover:
         address = self._replicas.get(moved_from)
         if address is None:
             return False
-        url = f"{address.url}/sojourn/v1/programs/{quote(key[1], safe='')}/persist"
+        url = f"{address.url}/sojourn/v1/programs/{quote(self._news.names.of(*key), safe='')}/persist"
         began_s = self._clock()
         while True:
             stored = await self._ask(url, authorization)

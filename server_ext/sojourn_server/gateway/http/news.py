@@ -30,6 +30,7 @@ from sojourn.wire import (
 
 from ..core import facts
 from .decider import Decider
+from .engine_names import EngineNames
 from .known import Kept, Key, Known, Place
 from .replicas import Replicas
 from .riding import Riding
@@ -55,9 +56,12 @@ class ProgramNews:
         replicas: Replicas,
         session: Callable[[], aiohttp.ClientSession],
         *,
+        names: EngineNames | None = None,
         engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``names``: what engines call programs; ``None``: as clients do."""
+        self.names = names or EngineNames(())
         self._decider = decider
         self._replicas = replicas
         self._session = session
@@ -87,9 +91,6 @@ class ProgramNews:
                 outcomes[place] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
                 continue
             key = (tenant, event.program_id)
-            if self._decider.is_anothers(*key):
-                outcomes[place] = _outcome(event, Outcome.MISSING, "unknown program")
-                continue
             home = self._replicas.get(self._decider.home(*key))
             if isinstance(event, ProgramEnd):
                 over.append((place, event))
@@ -120,9 +121,9 @@ class ProgramNews:
 
     # -- what rides with requests ------------------------------------------------------
 
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id lives and is another tenant's."""
-        return self._decider.is_anothers(tenant, program_id)
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """An event as engines get it."""
+        return self.names.event(tenant, raw)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """The replica that a program is at home at."""
@@ -177,7 +178,7 @@ class ProgramNews:
                 told.unheard()
         address = self._replicas.get(left.replica_id)
         if address is not None:
-            self._speaker(address.url).say([self._numbered(event)], authorization)
+            self._speaker(address.url).say([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
         """A program is over."""
@@ -289,13 +290,13 @@ class ProgramNews:
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
             graph = self.known.graph(tenant, kept.event.graph_hash)
-            return self._numbered(event if graph is None else {**event, "graph": graph})
-        return self._numbered(event)
+            return self._numbered(tenant, event if graph is None else {**event, "graph": graph})
+        return self._numbered(tenant, event)
 
-    def _numbered(self, event: dict[str, Any]) -> msgspec.Raw:
+    def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
         # In the gateway's own name: a number that an engine has heard from an emitter is a double to it.
         self._seq += 1
-        return msgspec.Raw(encode({**event, "seq": self._seq - 1}))
+        return self.named(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _speaker(self, url: str) -> Speaker:
         speaker = self._speakers.get(url)
@@ -316,9 +317,8 @@ class ProgramNews:
         speaker = self._speakers.get(url)
         if speaker is not None:
             await speaker.silence()  # what was said of these programs before is heard before
-        onwards = EventBatch(
-            v=batch.v, emitter=batch.emitter, events=[raw for _, _, raw in to.events], dropped=batch.dropped
-        )
+        events = [self.named(tenant, raw) for _, _, raw in to.events]
+        onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
         answered = await post_all(self._post, url, onwards, authorization)
         for (place, event, _), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
@@ -327,6 +327,8 @@ class ProgramNews:
                 if told is not None and not isinstance(event, ToolStop):
                     told.unheard()
                 continue
+            if self.names.apart and outcome.program_id is not None:
+                outcome = msgspec.structs.replace(outcome, program_id=event.program_id)
             outcomes[place] = outcome
             if isinstance(event, AegReport) and event.graph_hash in to.spelt:
                 if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,10 @@ class Overview:
         if not ours:
             return {}
         merged = answers.merge_capabilities(list(ours.values()))
+        if merged.pop("paths", None) is not None:
+            # Of one engine; what matters of a fleet is how many there are of each.
+            roles = Counter(str(paths.get("role")) for paths in map(_paths, ours.values()) if paths)
+            merged["pairs"] = dict(sorted(roles.items()))
         engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
         silent += [url for url in found if url not in ours]
         return {**merged, "engines": engines, "gateway": True, "silent": silent}
@@ -103,6 +108,11 @@ class Overview:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return None
+
+
+def _paths(told: dict[str, Any]) -> dict[str, Any]:
+    paths = told.get("paths")
+    return paths if isinstance(paths, dict) else {}
 
 
 async def _wait(asked: set[asyncio.Future[dict[str, Any] | None]], others_s: float | None) -> None:

@@ -7,10 +7,12 @@ nothing of it is believed about who pays.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import msgspec
 from sojourn.hints import AgenticContext
+from sojourn.wire import Outcome
 
 from ...engine.identity import CONTEXT_KEY, read_identity
 from .apis import Api
@@ -58,6 +60,8 @@ class Question(msgspec.Struct, frozen=True):
     output_tokens: int
     """At most, or as many as its client expects; 0: not said."""
     previous_response_id: str | None = None
+    has_bad_hint: bool = False
+    """There is one, and it cannot be read."""
 
     @property
     def prompt_bytes(self) -> int:
@@ -113,6 +117,7 @@ def read_question(api: Api, body: bytes, session: str | None) -> Question:
         # What no context holds is not worth the words on their way to a coordinator.
         min(MOST_TOKENS, next((count for count in told if _is_count(count)), 0)),
         read.previous_response_id,
+        identity.outcome is Outcome.REJECTED,
     )
 
 
@@ -125,6 +130,19 @@ def without_identity(body: bytes) -> bytes:
         members = _members.decode(xargs)
         if members.pop(CONTEXT_KEY, None) is not None:
             document["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(members))
+    return msgspec.json.encode(document)
+
+
+def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
+    """The same request, of a body whose hint ``read_question`` has read, with what ``change`` makes of the
+    hint's members. Of a member that is there twice the last counts."""
+    document = _members.decode(body)
+    xargs = _members.decode(document["vllm_xargs"])
+    text: str = msgspec.json.decode(xargs[CONTEXT_KEY], type=str)
+    hint = _members.decode(text.encode("utf-8", "replace"))
+    change(hint)
+    xargs[CONTEXT_KEY] = msgspec.Raw(msgspec.json.encode(msgspec.json.encode(hint).decode()))
+    document["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(xargs))
     return msgspec.json.encode(document)
 
 

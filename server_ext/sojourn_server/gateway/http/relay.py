@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from multidict import CIMultiDict
@@ -18,16 +18,18 @@ from ..core import facts
 from ..pd.facts import SendPair
 from . import headers
 from .answer_meter import AnswerMeter, WholeEvents
-from .apis import Api, error_body, error_event
+from .apis import Api, error_event
 from .bodies import Bodies, Body, BodyRefused, Receive
 from .books import Books
+from .client_watch import ClientWatch
 from .decider import Decider
-from .engines import Answer, ReplicaLost, ask_engine
+from .engines import Answer, ReplicaLost, ask_engine, failed
 from .headers import Raw
 from .legs import decode_body, prefill_body, read_prefilled
 from .moving import Mover
 from .news import ProgramNews
-from .question import BadQuestion, Question, read_question, without_identity
+from .question import BadQuestion, Question, read_question
+from .refusing import Refused, Send, refuse, say_failed
 from .replicas import Address, Replicas
 from .riding import Riding
 from .sizes import PromptSizes
@@ -37,10 +39,7 @@ from .ticket import ClientGone, Ticket
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-WATCH_AFTER_S = 0.02
-"""So late at most it is seen that a client has gone."""
 LARGE_BODY_BYTES = 1 << 20
 """Read in a thread: other clients' answers go on meanwhile."""
 SILENT_S = 5.0
@@ -50,17 +49,6 @@ MOST_RESPONSES = 100_000
 
 
 _SESSION = headers.SESSION.lower().encode()
-
-
-class _Refused(Exception):
-    """The request gets an answer of the gateway's own."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.retry_after_s = retry_after_s
 
 
 class Relay:
@@ -110,13 +98,13 @@ class Relay:
         try:
             tenant = self._tenants.of(headers.one(raw, b"authorization"), headers.one(raw, b"x-api-key"))
             if tenant is None:
-                raise _Refused(
+                raise Refused(
                     401, "invalid_api_key", "missing or unknown API key; expected one of the gateway's"
                 )
             if headers.one(raw, b"content-encoding") not in (None, "identity"):
-                raise _Refused(415, "encoded_body", "the body is compressed; expected plain JSON")
-        except _Refused as refused:
-            await _answer(send, api, refused)
+                raise Refused(415, "encoded_body", "the body is compressed; expected plain JSON")
+        except Refused as refused:
+            await refuse(send, api, refused)
             return
         held = self.bodies.begin(tenant)
         try:
@@ -132,34 +120,47 @@ class Relay:
             body = await held.read(headers.one(raw, b"content-length"), receive)
             if body is None:
                 return
-            question, prefix = await self._read(api, body, headers.one(raw, _SESSION))
-            exchange = _Exchange(self, api, scope, send, tenant, body, question, prefix)
+            read = await self._read(api, body, headers.one(raw, _SESSION), tenant)
+            exchange = _Exchange(self, api, scope, send, tenant, read)
         except BodyRefused as refused:
-            told = _Refused(refused.status, refused.code, str(refused), refused.retry_after_s)
-            await _answer(send, api, told)
+            told = Refused(refused.status, refused.code, str(refused), refused.retry_after_s)
+            await refuse(send, api, told)
             return
         except BadQuestion as error:
-            await _answer(send, api, _Refused(400, "bad_request", str(error)))
+            await refuse(send, api, Refused(400, "bad_request", str(error)))
             return
         except Exception:
-            await _failed(send, api)
+            await say_failed(send, api)
             return
-        watch = _Watch(receive, exchange.ticket)
+        watch = ClientWatch(receive, exchange.ticket)
         try:
             await exchange.run()
         except Exception:
             if exchange.has_begun:
                 raise  # then the server closes the connection: an end that looks well would be a lie
-            await _failed(send, api)
+            await say_failed(send, api)
         finally:
             watch.stop()
 
-    async def _read(self, api: Api, body: bytes, session: str | None) -> tuple[Question, tuple[int, ...]]:
-        def read() -> tuple[Question, tuple[int, ...]]:
+    async def _read(self, api: Api, body: bytes, session: str | None, tenant: str) -> _Request:
+        def read() -> _Request:
             question = read_question(api, body, session)
-            return question, question.prefix() if self._reads_prefixes else ()
+            prefix = question.prefix() if self._reads_prefixes else ()
+            named, fits = self._news.names.request(tenant, body, question)
+            return _Request(named, question, prefix, fits)
 
         return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
+
+
+class _Request(NamedTuple):
+    """What a client asks for."""
+
+    body: bytes
+    """As engines get it."""
+    question: Question
+    prefix: tuple[int, ...]
+    events_fit: bool
+    """The events in its hint are in the body too."""
 
 
 class _Exchange:
@@ -172,16 +173,15 @@ class _Exchange:
         scope: Scope,
         send: Send,
         tenant: str,
-        body: bytes,
-        question: Question,
-        prefix: tuple[int, ...],
+        read: _Request,
     ) -> None:
         self._relay = relay
         self._api = api
         self._scope = scope
         self._to_client = send
         self._tenant = tenant
-        self._body = body
+        self._body = read.body
+        question = read.question
         raw: Raw = scope["headers"]
         session = headers.one(raw, _SESSION)
         program_id = question.program_id
@@ -189,25 +189,23 @@ class _Exchange:
             # A conversation that its client does not name is one all the same: its engine has what was said.
             known = relay._conversations.get(f"{tenant}/{question.previous_response_id}")
             program_id = known or f"conversation-{secrets.token_hex(8)}"
-        if program_id is not None and relay._decider.is_anothers(tenant, program_id):
-            # Served all the same, but as of no program: the engine would take the two for one.
-            relay._books.forged(tenant)
-            self._body, session, program_id = without_identity(body), None, None
         self.question: Question = question
         self._program_id = program_id
-        self._session_header = session
+        self._session_header = relay._news.names.of(tenant, session) if session is not None else None
         self._asked_s = relay._clock()
         context = question.context
         deadline_s = context.deadline_seconds if context is not None else None
         self._riding: Riding | None = None
-        if context is not None and context.sojourn is not None and self._body is body:
+        if context is not None and context.sojourn is not None:
             shown = headers.one(raw, b"authorization")
-            self._riding = Riding(relay._news, tenant, program_id, context, shown)
+            self._riding = Riding(relay._news, tenant, program_id, context, shown, fits=read.events_fit)
         self._meter = AnswerMeter(stream=question.stream)
         self._is_answered = False
         self.has_begun = False
         """The client has been answered something."""
         self._sent_to: str | None = None
+        self._legs = 0
+        """Prefill engines that it was sent to."""
         # Last: whoever is decided on is waited for by ``run``.
         self.ticket: Ticket = relay._decider.open(
             facts.Asked(
@@ -220,7 +218,7 @@ class _Exchange:
                 agent_type=question.agent_type,
                 output_tokens=question.output_tokens,
                 deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
-                prefix=prefix,
+                prefix=read.prefix,
                 exact=question.prompt_tokens is not None,
             )
         )
@@ -230,8 +228,8 @@ class _Exchange:
         decider = self._relay._decider
         try:
             await self._until_answered()
-        except _Refused as refused:
-            await _answer(self._to_client, self._api, refused)
+        except Refused as refused:
+            await refuse(self._to_client, self._api, refused)
         except ClientGone:
             pass
         except OSError:
@@ -250,9 +248,9 @@ class _Exchange:
             with self._waits():
                 decision = await self.ticket.next()
             if isinstance(decision, facts.Refuse):
-                raise _Refused(decision.status, decision.code, decision.message, decision.retry_after_s)
+                raise Refused(decision.status, decision.code, decision.message, decision.retry_after_s)
             if isinstance(decision, facts.Cut):
-                raise _Refused(502, "replica_lost", "the replica that was answering is gone", 1.0)
+                raise Refused(502, "replica_lost", "the replica that was answering is gone", 1.0)
             if isinstance(decision, facts.Recall):
                 continue  # where it goes next is still to come
             if await self._at(decision):
@@ -300,19 +298,30 @@ class _Exchange:
         return True
 
     async def _ask(self, decision: facts.Send, address: Address, passed: CIMultiDict[str]) -> Answer:
-        body = self._body
-        if isinstance(decision, SendPair):
-            prefilled = await self._prefill(decision)
-            if prefilled.response.status != 200:
-                return prefilled  # what is wrong with a request its client hears from whoever saw it first
-            told = read_prefilled(prefilled.first)
-            if told is None:
-                logger.warning("%s computed a prompt and says nothing of its KV", decision.prefill_id)
-            body = decode_body(body, told)
-        return await self._post(address, passed, body)
+        if not isinstance(decision, SendPair):
+            return await self._post(address, passed, self._body)
+        told = await self._prefill(decision)
+        if isinstance(told, Answer):
+            # What is wrong with a request its client hears from whoever saw it first; nothing is stored.
+            self._sent_to = None
+            return told
+        body = await self._aside(lambda: decode_body(self._body, told))
+        answer = await self._post(address, passed, body)
+        if failed(answer):
+            # Such as one that is not in the life that was meant. Another pair may do it.
+            answer.response.close()
+            raise ReplicaLost(f"it failed, status {answer.response.status}", computing=True)
+        return answer
 
-    async def _prefill(self, pair: SendPair) -> Answer:
-        """The first leg. Raises ``ReplicaLost``, which says whose answer did not come."""
+    async def _prefill(self, pair: SendPair) -> Answer | dict[str, Any]:
+        """The first leg: where the KV is, or why there is none. Raises ``ReplicaLost``, which says whose
+        answer did not come."""
+        if self.question.previous_response_id is not None:
+            message = (
+                "previous_response_id: engines keep their own answers, and each request goes to others; "
+                "expected the whole conversation in input"
+            )
+            raise Refused(400, "bad_request", message)
         relay, prefill_id = self._relay, pair.prefill_id
         address = relay._replicas.get(prefill_id)
         passed = headers.onwards(
@@ -321,18 +330,33 @@ class _Exchange:
             rank=address.rank if address is not None else None,
             session=None,
         )
-        body = prefill_body(self._api, self._body, self.ticket.request_id, pair.peer, pair.decode_share)
+        self._legs += 1
+        # An engine takes a transfer's name once, and may still have that of a leg before.
+        transfer = f"{self.ticket.request_id}-{self._legs}"
+        to = (transfer, pair.peer, pair.decode_share, pair.epoch)
+        body = await self._aside(lambda: prefill_body(self._api, self._body, *to))
         try:
             if address is None:
                 raise ReplicaLost("its address is not known", computing=False)
             answer = await self._post(address, passed, body)
+            status = answer.response.status
+            if status != 200 and not failed(answer):
+                return answer
+            answer.response.close()
+            if status != 200:
+                raise ReplicaLost(f"it failed, status {status}", computing=True)
+            told = read_prefilled(answer.first)
+            if told is None:
+                raise ReplicaLost("it computed a prompt and says nothing of its KV", computing=True)
         except ReplicaLost as error:
             error.replica_id = prefill_id
             raise
-        if answer.response.status == 200:
-            answer.response.close()
-            relay._decider.tell(facts.Prefilled(self.ticket.request_id, prefill_id))
-        return answer
+        relay._decider.tell(facts.Prefilled(self.ticket.request_id, prefill_id))
+        return told
+
+    async def _aside(self, make: Callable[[], bytes]) -> bytes:
+        """A body of the size of this request's: a large one in a thread."""
+        return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
 
     async def _post(self, address: Address, passed: CIMultiDict[str], body: bytes) -> Answer:
         query = self._scope.get("query_string", b"")
@@ -435,50 +459,3 @@ class _Exchange:
                 conversations[f"{self._tenant}/{name}"] = self._program_id
                 if len(conversations) > MOST_RESPONSES:
                     conversations.popitem(last=False)
-
-
-class _Watch:
-    """Tells the ticket of one request when its client has gone."""
-
-    def __init__(self, receive: Receive, ticket: Ticket) -> None:
-        self._receive = receive
-        self._ticket = ticket
-        self._task: asyncio.Task[None] | None = None
-        # Not at once: until then the request is on its way to its engine, which is not to wait for this.
-        self._later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
-
-    def stop(self) -> None:
-        self._later.cancel()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _begin(self) -> None:
-        self._task = asyncio.ensure_future(self._until_gone())
-
-    async def _until_gone(self) -> None:
-        try:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-        except Exception as error:
-            logger.debug("a client is taken for gone: %s", error)  # there is no other word of it to come
-        self._ticket.client_is_gone()
-
-
-async def _failed(send: Send, api: Api) -> None:
-    """In an ``except``: an error of ours, before anything was answered."""
-    logger.exception("the gateway failed at a request; please report this")
-    await _answer(send, api, _Refused(500, "gateway_failed", "the gateway failed; see its log"))
-
-
-async def _answer(send: Send, api: Api | None, refused: _Refused) -> None:
-    body = error_body(api, refused.status, refused.code, refused.message)
-    passed = {"Content-Type": "application/json", "Content-Length": str(len(body)), headers.GATEWAY: "1"}
-    if refused.retry_after_s is not None:
-        passed["Retry-After"] = str(max(1, round(refused.retry_after_s)))
-    if refused.status == 401:
-        passed["WWW-Authenticate"] = "Bearer"
-    with contextlib.suppress(OSError):
-        await send(
-            {"type": "http.response.start", "status": refused.status, "headers": headers.plain(passed)}
-        )
-        await send({"type": "http.response.body", "body": body})

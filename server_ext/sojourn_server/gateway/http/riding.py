@@ -10,8 +10,8 @@ from sojourn.hints import AgenticContext
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
 
-from ...engine.identity import CONTEXT_KEY
 from .known import Kept
+from .question import with_hint
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -23,8 +23,8 @@ class Carriage(Protocol):
         """An event goes with a request to its program's replica; what is kept of it."""
         ...
 
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id lives and is another tenant's."""
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """An event as engines get it."""
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:
@@ -46,9 +46,12 @@ class Riding:
         program_id: str | None,
         context: AgenticContext,
         authorization: str | None,
+        *,
+        fits: bool = True,
     ) -> None:
-        """``context`` as it goes on to the engine. ``tenant``, ``authorization``: of its sender.
-        ``program_id``: the request's; ``None``: it is of no program, whatever its hint is called."""
+        """``context`` as it came. ``tenant``, ``authorization``: of its sender. ``program_id``: the
+        request's; ``None``: it is of no program, whatever its hint is called. ``fits``: there is room for the
+        events in the hint as engines get it; else all of them go their own way."""
         self._news = news
         self._tenant = tenant
         self._authorization = authorization
@@ -63,11 +66,12 @@ class Riding:
         self._events: list[tuple[msgspec.Raw, AnyEvent | None]] = [
             (raw, _read(raw)) for raw in (own.events if own is not None and counts else ())
         ][:MAX_BATCH_EVENTS]
+        self._fits = fits
         self._noted: set[int] = set()
         self.kept: set[Kept] = set()
         """What is kept of them: an engine that is sent the request needs not be told it again."""
         for _, event in self._events:
-            if event is not None and event.program_id == program_id:
+            if fits and event is not None and event.program_id == program_id:
                 self._note(event)
 
     def _note(self, event: AnyEvent) -> None:
@@ -85,12 +89,11 @@ class Riding:
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for raw, event in self._events:
-            goes = event is None or self._goes_to(event, replica_id)
-            if goes:
+            if self._fits and (event is None or self._goes_to(event, replica_id)):
                 staying.append((raw, event))
                 if event is not None:
                     self._note(event)
-            elif goes is not None:
+            else:
                 leaving.append(raw)
         if len(staying) == len(self._events):
             return body
@@ -98,13 +101,10 @@ class Riding:
         if leaving and self._emitter is not None:
             batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=leaving)
             self._news.forward(batch, self._tenant, self._authorization)
-        return with_events(body, [raw for raw, _ in staying])
+        return with_events(body, [self._news.named(self._tenant, raw) for raw, _ in staying])
 
-    def _goes_to(self, event: AnyEvent, replica_id: str) -> bool | None:
-        """``None``: nowhere, it is not this tenant's to say."""
+    def _goes_to(self, event: AnyEvent, replica_id: str) -> bool:
         program_id = event.program_id
-        if self._news.is_anothers(self._tenant, program_id):
-            return None
         home = self._news.home(self._tenant, program_id)
         # What has no home waits for one; of the process that stands for no program none will come.
         return (
@@ -115,17 +115,14 @@ class Riding:
 
 
 def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
-    """The same request, with these events in its hint. Of a member that is there twice the last counts."""
-    document = _members.decode(body)
-    xargs = _members.decode(document["vllm_xargs"])
-    text: str = msgspec.json.decode(xargs[CONTEXT_KEY], type=str)
-    context = _members.decode(text.encode("utf-8", "replace"))
-    own = _members.decode(context["sojourn"])
-    own["events"] = msgspec.Raw(msgspec.json.encode(events))
-    context["sojourn"] = msgspec.Raw(msgspec.json.encode(own))
-    xargs[CONTEXT_KEY] = msgspec.Raw(msgspec.json.encode(msgspec.json.encode(context).decode()))
-    document["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(xargs))
-    return msgspec.json.encode(document)
+    """The same request, with these events in its hint."""
+
+    def change(hint: dict[str, msgspec.Raw]) -> None:
+        own = _members.decode(hint["sojourn"])
+        own["events"] = msgspec.Raw(msgspec.json.encode(events))
+        hint["sojourn"] = msgspec.Raw(msgspec.json.encode(own))
+
+    return with_hint(body, change)
 
 
 def _read(raw: msgspec.Raw) -> AnyEvent | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from ...policy.cluster_preset import ClusterPreset
-from ..core.from_preset import core_of
+from ..core.from_preset import core_of, reasons_of
 from ..core.limits import CoreLimits
 from .app import Gateway, GatewayOptions
 from .books import Books
@@ -31,9 +31,9 @@ def build(
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
     """The gateway before some engines, and its ASGI application. ``state``: file that outlives it."""
-    books = Books()
+    books = Books(reasons_of(preset))
     replicas = Replicas()
-    decider = LocalDecider(core_of(preset, limits), tenants.names)
+    decider = LocalDecider(core_of(preset, limits))
     decider.on_decided = books.decided
     gateway = Gateway(decider, replicas, tenants, options, books, uses=decider.uses)
     watch = Watch(urls, decider, replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s)
@@ -43,7 +43,8 @@ def build(
         told = watch.describes(address.replica_id)
         return told is not None and told.speaks_sojourn
 
-    census = Census(decider, replicas, tenants.names, gateway.session, speaks, engine_key=options.engine_key)
+    names = gateway.news.names
+    census = Census(decider, replicas, names, gateway.session, speaks, engine_key=options.engine_key)
     kept = KeptState(state, decider.core) if state is not None else None
     if kept is not None:
         kept.restore()

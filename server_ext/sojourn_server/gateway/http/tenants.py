@@ -35,6 +35,13 @@ class Tenants:
         """Keys are told apart here."""
         return bool(self._digests)
 
+    def check_admin(self, admin_key: str | None) -> None:
+        """Whoever generates must not see and drain everything. Raises ``TenantsError``, which repeats no key."""
+        whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
+        if whose is not None:
+            of = "everybody's" if self.names == (EVERYBODY,) else f"{whose}'s"
+            raise TenantsError(f"the admin key is {of} too; expected one that is nobody else's")
+
     def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """Whose request it is, by ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; ``None``: no key
         that is known.

@@ -45,6 +45,8 @@ class Description:
     max_context_tokens: int
     shares_disk: bool
     speaks_sojourn: bool
+    model: str = ""
+    """The first name under which it serves one; empty: not told."""
 
     def seen_as(self, replica_id: str) -> facts.ReplicaSeen:
         """The fact that one of its ranks is there."""
@@ -59,7 +61,9 @@ class Description:
 
 
 @dataclass(slots=True)
-class _Watched:
+class Watched:
+    """One address, and what is there."""
+
     url: str
     description: Description | None = None
     polls: int = 0
@@ -91,6 +95,10 @@ class EngineWatch(Protocol):
         """Addresses at which no engine answers."""
         ...
 
+    def refused(self) -> Mapping[str, str]:
+        """Addresses of engines that answer and are sent nothing, with what is wrong with them."""
+        ...
+
 
 class Watch:
     """Tells a decider of the engines at some addresses."""
@@ -105,7 +113,7 @@ class Watch:
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        self._watched = {url: _Watched(url) for url in urls}
+        self._watched = {url: Watched(url) for url in urls}
         self._decider = decider
         self._replicas = replicas
         self._session = session
@@ -143,7 +151,11 @@ class Watch:
         """Addresses at which no engine answers."""
         return [watched.url for watched in self._watched.values() if watched.description is None]
 
-    async def _look_after(self, watched: _Watched) -> None:
+    def refused(self) -> Mapping[str, str]:
+        """None: an engine that tells nothing of itself serves as well."""
+        return {}
+
+    async def _look_after(self, watched: Watched) -> None:
         while True:
             try:
                 await self._check(watched)
@@ -151,7 +163,7 @@ class Watch:
                 logger.exception("looking after %s failed; please report this", watched.url)
             await asyncio.sleep(self._poll_s)
 
-    async def _check(self, watched: _Watched) -> None:
+    async def _check(self, watched: Watched) -> None:
         async with watched.checking:
             alive = await self._lives(watched, ANSWER_TIMEOUT_S)
             if alive is None:
@@ -168,9 +180,10 @@ class Watch:
                 if described is not None:
                     self._described(watched, described)
             watched.polls += 1
+            await self._ask_more(watched)
             self._seen(watched)
 
-    async def _probe(self, watched: _Watched) -> None:
+    async def _probe(self, watched: Watched) -> None:
         async with watched.checking:
             alive = await self._lives(watched, PROBE_TIMEOUT_S)
             if alive:
@@ -185,7 +198,10 @@ class Watch:
             if alive is False or watched.probes_lost >= MOST_PROBES_LOST:
                 self._gone(watched, "refused" if alive is False else "silent")
 
-    async def _lives(self, watched: _Watched, timeout_s: float) -> bool | None:
+    async def _ask_more(self, watched: Watched) -> None:
+        """What is asked of an engine that lives, each time."""
+
+    async def _lives(self, watched: Watched, timeout_s: float) -> bool | None:
         """``None``: it does not say. A connection that is refused says no, and so do two errors in a row."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -206,7 +222,7 @@ class Watch:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return None
 
-    async def _describe(self, watched: _Watched) -> Description | None:
+    async def _describe(self, watched: Watched) -> Description | None:
         """``None``: not now. An engine that is known is never described anew by half an answer: what is
         missing would look like another engine."""
         paths = (CAPABILITIES_PATH, "/metrics", "/v1/models")
@@ -221,7 +237,12 @@ class Watch:
                 return None
         watched.looks = 0
         capabilities, metrics, models = (text for _, text in found)
-        return describe(_table(capabilities), metrics, _table(models), watched.life)
+        return self._read(table(capabilities), metrics, table(models), watched.life)
+
+    def _read(
+        self, capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+    ) -> Description:
+        return describe(capabilities, metrics, models, life)
 
     async def _text(self, url: str) -> tuple[int, str]:
         """Status and text of an answer; 0: there was none, or the engine was not up to it."""
@@ -235,24 +256,27 @@ class Watch:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
             return 0, ""
 
-    def _described(self, watched: _Watched, described: Description) -> None:
+    def _described(self, watched: Watched, described: Description) -> None:
         known = watched.description
         if known is not None and known.instance != described.instance:
             logger.warning("%s was started anew: nothing that it held is left", watched.url)
         if known is None:
-            logger.info(
-                "%s is up: KV for %d tokens on the device, %d in host memory",
-                watched.url,
-                described.capacity_tokens,
-                described.host_tokens,
-            )
+            self._say_up(watched.url, described)
         if known is None or known.ranks != described.ranks:
             self._forget(watched, "described_anew")
             watched.places = addresses(watched.url, described.ranks)
         watched.description = described
         watched.noted = False
 
-    def _seen(self, watched: _Watched) -> None:
+    def _say_up(self, url: str, described: Description) -> None:
+        logger.info(
+            "%s is up: KV for %d tokens on the device, %d in host memory",
+            url,
+            described.capacity_tokens,
+            described.host_tokens,
+        )
+
+    def _seen(self, watched: Watched) -> None:
         told = watched.description
         if told is None:
             return
@@ -260,7 +284,7 @@ class Watch:
             self._replicas.add(address)
             self._decider.tell(told.seen_as(address.replica_id))
 
-    def _gone(self, watched: _Watched, reason: str) -> None:
+    def _gone(self, watched: Watched, reason: str) -> None:
         if watched.description is None:
             return
         logger.warning("%s is gone (%s); its programs go on elsewhere", watched.url, reason)
@@ -269,7 +293,7 @@ class Watch:
         watched.life += 1
         watched.polls = watched.probes_lost = 0
 
-    def _forget(self, watched: _Watched, reason: str) -> None:
+    def _forget(self, watched: Watched, reason: str) -> None:
         told = watched.description
         for address in watched.places:
             self._replicas.remove(address.replica_id)
@@ -306,10 +330,12 @@ def describe(
         max_context_tokens=whole(served.get("max_model_len")) or 0,
         shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
+        model=name if isinstance(name := served.get("id"), str) else "",
     )
 
 
-def _table(text: str) -> dict[str, Any]:
+def table(text: str) -> dict[str, Any]:
+    """A JSON object; of anything else an empty one."""
     try:
         found = msgspec.json.decode(text) if text else {}
     except msgspec.DecodeError:

@@ -40,6 +40,18 @@ class Engine:
 
 
 @dataclass(slots=True)
+class Program:
+    """One that has a request here, or had."""
+
+    stored_tokens: int = 0
+    """Of its context, written to storage by decode engines as far as is known."""
+    turns: int = 0
+    """Requests that were answered."""
+    requests: int = 0
+    """Those that are not over."""
+
+
+@dataclass(slots=True)
 class Flight:
     """A request that is not over."""
 
@@ -70,8 +82,8 @@ class PdCore:
         """Engines that may be chosen."""
         self._nodes: dict[str, int] = {}
         self._numbers = count()
-        self._stored: OrderedDict[Key, int] = OrderedDict()
-        """Tokens of a program's context that decode engines have written to storage, as far as is known."""
+        self.programs: OrderedDict[Key, Program] = OrderedDict()
+        """The one heard of last is the last."""
         self._paired = 0
         """Requests that were sent to a pair."""
         self._drained: dict[str, str] = {}
@@ -114,7 +126,8 @@ class PdCore:
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
         """Of a program's context, as far as is known; 0: nothing."""
-        return self._stored.get((tenant, program_id), 0)
+        program = self.programs.get((tenant, program_id))
+        return program.stored_tokens if program is not None else 0
 
     # -- engines ------------------------------------------------------------------
 
@@ -206,6 +219,11 @@ class PdCore:
         if fact.request_id in self.flights:
             self._refuse(fact.request_id, 409, "duplicate_request", "a request of this id is being answered")
             return
+        absent = self._absent()
+        if absent is not None:
+            message = f"no {absent.value} engine is there; try again soon"
+            self._refuse(fact.request_id, 503, "no_room", message, retry_after_s=5.0)
+            return
         if self.waiting >= self.limits.most_waiting:
             message = f"{self.waiting} requests wait already; try again later"
             self._refuse(fact.request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
@@ -218,7 +236,23 @@ class PdCore:
             self._refuse(fact.request_id, 400, "context_too_long", message)
             return
         flight = self.flights[fact.request_id] = Flight(fact, now)
+        if fact.program_id is not None:
+            self._program(fact).requests += 1
         self._submit(flight)
+
+    def _absent(self) -> Role | None:
+        """What no engine does, even when all that are in doubt are well."""
+        there = {engine.seen.role for engine in self.engines.values() if not engine.draining}
+        return next((role for role in Role if role not in there), None)
+
+    def _program(self, asked: facts.Asked) -> Program:
+        """Of a request that has one."""
+        key = asked.tenant, str(asked.program_id)
+        program = self.programs.setdefault(key, Program())
+        self.programs.move_to_end(key)
+        if len(self.programs) > MOST_PROGRAMS:
+            self.programs.popitem(last=False)
+        return program
 
     def _longest_tokens(self) -> int:
         """Of one request: both of its engines have to hold it. 0: not known."""
@@ -247,6 +281,7 @@ class PdCore:
             flight = self.flights[request_id]
             flight.prefill_id = self._names[Role.PREFILL, pair.prefill]
             flight.decode_id = self._names[Role.DECODE, pair.decode]
+            decode = self.engines[flight.decode_id].seen
             self._paired += 1
             blocks = sum(pair.split)
             self._actions.append(
@@ -255,7 +290,8 @@ class PdCore:
                     flight.decode_id,
                     "pair",
                     prefill_id=flight.prefill_id,
-                    peer=self.engines[flight.decode_id].seen.peer,
+                    peer=decode.peer,
+                    epoch=decode.epoch,
                     decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
                 )
             )
@@ -278,11 +314,9 @@ class PdCore:
             return
         asked = flight.asked
         if fact.replica_id is not None and asked.program_id is not None:
-            key = asked.tenant, asked.program_id
-            tokens = asked.context_tokens + fact.output_tokens
-            self._stored[key] = max(self._stored.pop(key, 0), tokens)
-            if len(self._stored) > MOST_PROGRAMS:
-                self._stored.popitem(last=False)
+            program = self._program(asked)
+            program.turns += 1
+            program.stored_tokens = max(program.stored_tokens, asked.context_tokens + fact.output_tokens)
         self._close(flight)
 
     def _failed(self, fact: facts.Failed, now: float) -> None:
@@ -317,12 +351,19 @@ class PdCore:
         self._submit(flight)
 
     def _close(self, flight: Flight) -> None:
-        del self.flights[flight.asked.request_id]
+        asked = flight.asked
+        del self.flights[asked.request_id]
+        key = asked.tenant, asked.program_id or ""
+        program = self.programs.get(key) if asked.program_id is not None else None
+        if program is not None:
+            program.requests = max(0, program.requests - 1)
+            if not program.requests and not program.turns:
+                del self.programs[key]  # it never had an answer
         self._paired -= flight.decode_id is not None
-        self.pairs.end(flight.asked.request_id)
+        self.pairs.end(asked.request_id)
 
     def _program_ended(self, fact: facts.ProgramEnded, now: float) -> None:
-        self._stored.pop((fact.tenant, fact.program_id), None)
+        self.programs.pop((fact.tenant, fact.program_id), None)
 
     # -- as time goes by ----------------------------------------------------------
 
@@ -343,12 +384,7 @@ class PdCore:
             self._refuse(flight.asked.request_id, 503, "no_room", message, retry_after_s=10.0)
 
     def _line_up(self) -> None:
-        """All who wait line up anew, as they came and for what engines hold now.
-
-        Each waits in two lines, for a prefill engine and for memory to decode in. When engines come and go
-        the lines may come to differ in their order, and then one could hold the engine that another waits
-        for, who holds the memory that the first one waits for.
-        """
+        """All who wait line up anew, as they came and of the size that engines hold now."""
         waiting = sorted(
             (flight for flight in self.flights.values() if flight.decode_id is None),
             key=lambda flight: flight.since_s,

@@ -3,52 +3,88 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from ..http.decider import CoreInProcess, ProgramPlace, ReplicaStatus
 from .core import Engine, PdCore
+from .told import LinkTold
+
+
+class PairStatus(ReplicaStatus, frozen=True, kw_only=True):
+    """An engine of pairs as the gateway knows it. Nobody is at home there."""
+
+    role: str
+    node: str
+    epoch: str
+    links: Mapping[str, LinkTold]
+    """What it told last of its links, by name; empty: nothing."""
 
 
 class PdDecider(CoreInProcess):
     """The core of pairs is in this process. Nobody is at home anywhere: KV comes from storage."""
 
-    def __init__(
-        self, core: PdCore, tenants: Iterable[str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, core: PdCore, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(core, clock)
         self.core = core
-        self._tenants = tuple(tenants)
+        self.links_of: Callable[[str], Mapping[str, LinkTold]] = lambda replica_id: {}
+        """What an engine told last of its links; set by whoever asks engines."""
 
     def home(self, tenant: str, program_id: str) -> str | None:
         """None."""
         return None
 
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id is in storage, and is another tenant's."""
-        return any(self.core.stored_tokens(other, program_id) for other in self._tenants if other != tenant)
-
     async def programs(self) -> Sequence[ProgramPlace]:
-        """None is at any engine."""
-        return ()
+        """All that are known, the one heard of last first. Their contexts are what is in storage of them."""
+        waiting = Counter(
+            (flight.asked.tenant, flight.asked.program_id)
+            for flight in self.core.flights.values()
+            if flight.decode_id is None
+        )
+        found = [
+            ProgramPlace(
+                name,
+                tenant,
+                None,
+                program.turns,
+                program.stored_tokens,
+                program.stored_tokens,
+                0,
+                program.requests - waiting[tenant, name],
+                waiting[tenant, name],
+            )
+            for (tenant, name), program in self.core.programs.items()
+        ]
+        found.reverse()
+        return found
 
-    async def replicas(self) -> Sequence[ReplicaStatus]:
+    async def replicas(self) -> Sequence[PairStatus]:
         """All engines, in the order in which they were first seen."""
-        return [self._status(engine) for engine in self.core.engines.values()]
+        counts: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        for flight in self.core.flights.values():
+            for replica_id in (flight.prefill_id, flight.decode_id):
+                if replica_id is not None and flight.is_at(replica_id):
+                    counts[replica_id] += 1
+                    tokens[replica_id] += flight.asked.context_tokens
+        return [self._status(one, counts, tokens) for one in self.core.engines.values()]
 
-    def _status(self, engine: Engine) -> ReplicaStatus:
+    def _status(self, engine: Engine, counts: Counter[str], tokens: Counter[str]) -> PairStatus:
         seen = engine.seen
-        flights = [one for one in self.core.flights.values() if one.is_at(seen.replica_id)]
-        tokens = sum(one.asked.context_tokens for one in flights)
-        health = "suspect" if engine.suspect else "draining" if engine.draining else "up"
-        return ReplicaStatus(
-            seen.replica_id,
+        name, held = seen.replica_id, tokens[seen.replica_id]
+        return PairStatus(
+            name,
             seen.instance,
-            health,
-            round(tokens / seen.kv_tokens, 4),
-            len(flights),
+            "suspect" if engine.suspect else "draining" if engine.draining else "up",
+            round(held / seen.kv_tokens, 4),
+            counts[name],
             0,
             0,
             seen.kv_tokens,
             0,
-            max(0, seen.kv_tokens - tokens),
+            max(0, seen.kv_tokens - held),
+            role=seen.role.value,
+            node=seen.node,
+            epoch=seen.epoch,
+            links=self.links_of(name),
         )

@@ -29,6 +29,8 @@ class EngineSeen(Fact, frozen=True):
     """Address at which other engines reach its traffic manager."""
     max_context_tokens: int = 0
     """Longest context that it computes; 0: not known."""
+    epoch: str = ""
+    """Which life of its traffic manager; empty: not known."""
 
 
 class NicTold(Fact, frozen=True):
@@ -44,5 +46,7 @@ class SendPair(Send, frozen=True, kw_only=True):
     prefill_id: str
     peer: str
     """Address of the decode engine's traffic manager, to which the prefill engine sends KV."""
-    decode_share: float
+    epoch: str = ""
+    """The life of it that is meant; empty: whichever is there."""
+    decode_share: float = 0.0
     """Part of what storage has of its prompt that the decode engine's node reads, 0 to 1."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
+_OF_PAIRS = ("prefill", "decode")
 
 
 class ConfigError(ValueError):
@@ -146,6 +147,12 @@ def read_config(path: Path) -> RayConfig:
 
 def parse_config(document: object, *, source: str) -> RayConfig:
     """From what YAML holds. Raises ``ConfigError``."""
+    for key in _OF_PAIRS:
+        if isinstance(document, Mapping) and key in document:
+            raise ConfigError(
+                f"{source}: {key}: pairs on Ray: not yet; expected engines alone. Without Ray: sojourn "
+                "gateway --prefill URLS --decode URLS"
+            )
     config = _section(RayConfig, document, source, "")
     _check(config, source)
     return config

@@ -100,7 +100,7 @@ class Coordinator:
         self._autoscaled_s = clock()
         if kept is not None and kept.core is not None:
             self._restore(kept)
-        self._reads = LocalDecider(self.core, (), clock)
+        self._reads = LocalDecider(self.core, clock)
         """Only to read from."""
         self._policy_log = PolicyLog(self.core.counts)
         self._look_at_places()

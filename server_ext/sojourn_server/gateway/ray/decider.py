@@ -140,10 +140,6 @@ class RayDecider:
         home = self.homes.get(tenant, program_id)
         return home[0] if home is not None else None
 
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id lives and is another tenant's."""
-        return self.homes.is_anothers(tenant, program_id) or self.requests.is_anothers(tenant, program_id)
-
     async def programs(self) -> Sequence[ProgramPlace]:
         """All that are alive; none while the coordinator is away."""
         await self._all_said()

@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
 
+from ..core.from_preset import reasons_of
 from ..core.journal import Home
 from ..core.programs import Key
 from ..http.app import Gateway, GatewayOptions
@@ -112,7 +113,8 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, RayDecider, Starlette]:
         admin_key=key_of(config.keys.admin, "keys.admin"),
         reads_prefixes=preset.routing.reads_prefixes,
     )
-    books = Books()
+    # Some a gateway gives itself: it sends to homes that it knows, and while the coordinator is away.
+    books = Books({*reasons_of(preset), "home", "sent_by_gateway", "coordinator_away"})
     replicas = Replicas()
     decider = RayDecider(ActorCalls(config), replicas)
     decider.on_decided = books.decided

@@ -21,29 +21,17 @@ class HomesCopy:
         self.version = -1
         """Of the coordinator's journal; -1: nothing of this life has come."""
         self._homes: dict[Key, Home] = {}
-        self._tenants: dict[str, set[str]] = {}
-        """By program id, who has a program of this id."""
 
     def get(self, tenant: str, program_id: str) -> Home | None:
         """Replica and instance."""
         return self._homes.get((tenant, program_id))
 
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """A program of this id is at home somewhere, and is another tenant's."""
-        tenants = self._tenants.get(program_id)
-        return tenants is not None and bool(tenants - {tenant})
-
     def put(self, key: Key, home: Home | None) -> None:
         """It is known before the coordinator's word of it has come."""
         if home is not None:
             self._homes[key] = home
-            self._tenants.setdefault(key[1], set()).add(key[0])
-            return
-        if self._homes.pop(key, None) is not None:
-            tenants = self._tenants[key[1]]
-            tenants.discard(key[0])
-            if not tenants:
-                del self._tenants[key[1]]
+        else:
+            self._homes.pop(key, None)
 
     def apply(self, changes: Changes, on_home: OnHome) -> None:
         """The coordinator's word. ``on_home`` is called for each program whose home is another one now."""

@@ -53,32 +53,16 @@ class OpenRequests(Mapping[str, OpenRequest]):
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
-        self._of_program: dict[str, dict[str, int]] = {}
-        """How many there are by program id and tenant."""
 
     def add(self, asked: facts.Asked, now: float) -> OpenRequest:
         """One more, and a ticket for it."""
-        one = self._open[asked.request_id] = OpenRequest(asked, Ticket(asked.request_id), now)
-        if asked.program_id is not None:
-            tenants = self._of_program.setdefault(asked.program_id, {})
-            tenants[asked.tenant] = tenants.get(asked.tenant, 0) + 1
+        one = OpenRequest(asked, Ticket(asked.request_id), now)
+        self._open[asked.request_id] = one
         return one
 
     def remove(self, request_id: str) -> None:
         """It is over. One that is not there is left aside."""
-        one = self._open.pop(request_id, None)
-        if one is None or one.asked.program_id is None:
-            return
-        tenants = self._of_program[one.asked.program_id]
-        tenants[one.asked.tenant] -= 1
-        if not tenants[one.asked.tenant]:
-            del tenants[one.asked.tenant]
-        if not tenants:
-            del self._of_program[one.asked.program_id]
-
-    def is_anothers(self, tenant: str, program_id: str) -> bool:
-        """One of a program of this id is another tenant's."""
-        return bool(self._of_program.get(program_id, {}).keys() - {tenant})
+        self._open.pop(request_id, None)
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
         """Those that a replica has."""

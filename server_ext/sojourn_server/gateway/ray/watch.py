@@ -39,3 +39,7 @@ class RayWatch:
     def missing(self) -> list[str]:
         """No engine is named by hand here, so none is missed."""
         return []
+
+    def refused(self) -> dict[str, str]:
+        """None: they are all of one deployment."""
+        return {}

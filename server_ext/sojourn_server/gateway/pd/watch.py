@@ -1,0 +1,267 @@
+"""Looking after prefill and decode engines: what each is, whether it fits the others, how its links do."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from sojourn.wire import CAPABILITIES_PATH
+
+from ..core import facts
+from ..http.replicas import Replicas, addresses
+from ..http.watch import POLL_S, Description, Watch, Watched, describe, table
+from .decider import PdDecider
+from .facts import EngineSeen, NicTold, Role
+from .told import STORAGE_READ, LinkTold, NotOfAPair, PathsTold, read_links, read_paths
+
+logger = logging.getLogger(__name__)
+
+STATS_PATH = "/sojourn/v1/stats"
+Kind = tuple[str, int, int]
+"""What both engines of a pair have alike: the model's name, bytes and tokens of a Full Block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairDescription(Description):
+    """An engine that is to be one of a pair."""
+
+    paths: PathsTold | None = None
+    unfit: str = ""
+    """Why it can be in no pair; empty: it can."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """``None``: it can be in no pair."""
+        if self.paths is None:
+            return None
+        return (self.model, self.paths.block_bytes, self.paths.block_tokens)
+
+
+class PairWatch(Watch):
+    """Tells a decider of pairs of the engines at some addresses.
+
+    Those that cannot be in a pair are sent nothing, and the log says once why. Which model and which size of
+    a Full Block are served is what most of them have when the gateway starts, and is another only after all
+    of that kind have gone.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        decider: PdDecider,
+        replicas: Replicas,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        engine_key: str | None = None,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """``roles``: what the engine at each address was named as."""
+        super().__init__(roles, decider, replicas, session, engine_key=engine_key, poll_s=poll_s)
+        self._tell = decider.tell
+        self._roles = dict(roles)
+        self._kind: Kind | None = None
+        self._refused: dict[str, str] = {}
+        self._instances: dict[str, str] = {}
+        """By replica, the life that was told last."""
+        self._links: dict[str, dict[str, LinkTold]] = {}
+        """By address, what was told last."""
+        self._looks = 0
+        """Looks at all of them that have not ended: until then none is sent anything."""
+
+    async def look(self) -> None:
+        """Once at each, and then at what they have in common."""
+        self._looks += 1
+        try:
+            await super().look()
+        finally:
+            self._looks -= 1
+        for watched in self._watched.values():
+            self._seen(watched)
+        found = Counter(self._roles[url] for url in self._taken())
+        named = Counter(self._roles.values())
+        logger.info(
+            "pairs: %d of %d prefill and %d of %d decode engines are here",
+            found[Role.PREFILL],
+            named[Role.PREFILL],
+            found[Role.DECODE],
+            named[Role.DECODE],
+        )
+
+    def refused(self) -> Mapping[str, str]:
+        """Addresses of engines that answer and are sent nothing, with what is wrong with them."""
+        return dict(self._refused)
+
+    def links_of(self, replica_id: str) -> Mapping[str, LinkTold]:
+        """What an engine told last of its links, by name; empty: nothing."""
+        address = self._replicas.get(replica_id)
+        return self._links.get(address.url, {}) if address is not None else {}
+
+    # -- what is asked ------------------------------------------------------------
+
+    def _read(
+        self, capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+    ) -> Description:
+        told = describe(capabilities, metrics, models, life)
+        values = {field.name: getattr(told, field.name) for field in dataclasses.fields(told)}
+        try:
+            paths = read_paths(capabilities)
+        except NotOfAPair as error:
+            return PairDescription(**values, unfit=str(error))
+        # A traffic manager that began anew has nothing of what it had, whatever its process says.
+        values["instance"] = f"{told.instance} {paths.epoch}"
+        ranks = "it has data-parallel ranks, which share one address of KV; expected one engine"
+        return PairDescription(**values, paths=paths, unfit=ranks if told.ranks > 1 else "")
+
+    async def _ask_more(self, watched: Watched) -> None:
+        known = watched.description
+        if not isinstance(known, PairDescription):
+            return
+        url = watched.url
+        answers = await asyncio.gather(self._text(url + CAPABILITIES_PATH), self._text(url + STATS_PATH))
+        (status, capabilities), (_, stats) = answers
+        if status == 200:
+            try:
+                paths = read_paths(table(capabilities))
+            except NotOfAPair:
+                paths = None
+            if _same(known.paths, paths):
+                watched.description = dataclasses.replace(known, paths=paths)  # its speed may be another
+            else:
+                described = await self._describe(watched)
+                if described is not None:
+                    self._described(watched, described)
+        links = read_links(table(stats))
+        if links is not None:
+            self._links[url] = links
+
+    # -- what comes of it ---------------------------------------------------------
+
+    def _say_up(self, url: str, described: Description) -> None:
+        """Said when it is known whether it is taken."""
+
+    def _seen(self, watched: Watched) -> None:
+        told = watched.description
+        if self._looks or not isinstance(told, PairDescription):
+            return
+        url, paths = watched.url, told.paths
+        why = self._why_not(url, told)
+        if why or paths is None:
+            self._refuse(watched, why)
+            return
+        self._refused.pop(url, None)
+        [address] = watched.places or addresses(url, 1)
+        if self._replicas.get(address.replica_id) is None:
+            logger.info(
+                "%s is up: a %s engine at node %s, KV for %d tokens",
+                url, paths.role.value, paths.node, told.capacity_tokens,
+            )  # fmt: skip
+        watched.places = [address]
+        self._replicas.add(address)
+        self._instances[address.replica_id] = told.instance
+        self._tell(
+            EngineSeen(
+                address.replica_id,
+                told.instance,
+                paths.role,
+                paths.node,
+                told.capacity_tokens,
+                paths.block_s,
+                paths.peer,
+                told.max_context_tokens,
+                paths.epoch,
+            )
+        )
+        self._tell_queue(paths.node)
+
+    def _tell_queue(self, node: str) -> None:
+        """Its engines read through one NIC: what waits for it is what waits at all of them."""
+        told = [
+            links[STORAGE_READ].queued_s
+            for url in self._taken()
+            if (links := self._links.get(url)) and STORAGE_READ in links and self._node(url) == node
+        ]
+        if told:
+            self._tell(NicTold(node, sum(told)))
+
+    def _why_not(self, url: str, told: PairDescription) -> str:
+        """Empty: it may be in a pair."""
+        paths, role = told.paths, self._roles[url]
+        if told.unfit or paths is None:
+            return told.unfit
+        if paths.role is not role:
+            return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
+        if not any(self._kind_of(other) == self._kind for other in self._taken()):
+            self._kind = self._most_common()
+        if told.kind == self._kind or self._kind is None:
+            return ""
+        (model, size, tokens), (ours, our_size, our_tokens) = told.kind or ("", 0, 0), self._kind
+        if model != ours:
+            return f"it serves {model!r}; expected {ours!r}, as the others do"
+        return (
+            f"its Full Blocks are of {size:,} bytes and {tokens} tokens; expected {our_size:,} and "
+            f"{our_tokens}, as the others have"
+        )
+
+    def _most_common(self) -> Kind | None:
+        """Of those that fit otherwise, in the order in which they were named; ``None``: there is none."""
+        kinds = Counter(
+            kind
+            for url, role in self._roles.items()
+            if (kind := self._kind_of(url)) is not None and self._has_role(url, role)
+        )
+        return kinds.most_common(1)[0][0] if kinds else None
+
+    def _refuse(self, watched: Watched, why: str) -> None:
+        for address in watched.places:
+            self._replicas.remove(address.replica_id)
+            instance = self._instances.pop(address.replica_id, None)
+            if instance is not None:  # what it tells by now may be another one
+                self._tell(facts.ReplicaGone(address.replica_id, instance, "refused"))
+        watched.places = []
+        if self._refused.get(watched.url) != why:
+            logger.warning("%s is sent nothing: %s", watched.url, why)
+            self._refused[watched.url] = why
+
+    def _gone(self, watched: Watched, reason: str) -> None:
+        super()._gone(watched, reason)
+        self._refused.pop(watched.url, None)
+        self._links.pop(watched.url, None)
+
+    # -- of the others ------------------------------------------------------------
+
+    def _taken(self) -> Iterable[str]:
+        """Addresses of engines that are sent requests."""
+        return [
+            url
+            for url, watched in self._watched.items()
+            if any(self._replicas.get(address.replica_id) is not None for address in watched.places)
+        ]
+
+    def _description(self, url: str) -> PairDescription | None:
+        told = self._watched[url].description
+        return told if isinstance(told, PairDescription) and not told.unfit else None
+
+    def _kind_of(self, url: str) -> Kind | None:
+        told = self._description(url)
+        return told.kind if told is not None else None
+
+    def _has_role(self, url: str, role: Role) -> bool:
+        told = self._description(url)
+        return told is not None and told.paths is not None and told.paths.role is role
+
+    def _node(self, url: str) -> str | None:
+        told = self._description(url)
+        return told.paths.node if told is not None and told.paths is not None else None
+
+
+def _same(known: PathsTold | None, told: PathsTold | None) -> bool:
+    """Whether an engine is what it was, however fast."""
+    if known is None or told is None:
+        return known is told
+    return dataclasses.replace(told, block_s=known.block_s) == known

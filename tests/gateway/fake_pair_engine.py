@@ -1,0 +1,156 @@
+"""Prefill and decode engines for tests of a gateway of pairs, and a gateway before them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fake_engine import FakeEngine
+from gateway_world import World, served, until
+from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.http.app import GatewayOptions
+from sojourn_server.gateway.http.tenants import Tenants
+from sojourn_server.gateway.pd.facts import Role
+from sojourn_server.gateway.pd.standalone import POLICY, build_pairs
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+
+class PairEngine(FakeEngine):
+    """Does what it is asked for: a prompt, of which it says where its KV is, or an answer."""
+
+    def __init__(self, role: Role, node: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.role = role
+        self.node = node
+        self.epoch = "e1"
+        self.model = "tiny"
+        self.paths: dict[str, Any] = {}
+        """Members told in place of its own."""
+        self.tells_paths = True
+        self.queued_s = 0.0
+        self.says_nothing = False
+        """A prompt is computed, and not said where its KV is."""
+        self.refuses: int | None = None
+        """Status of its answers to requests that generate."""
+        self.capabilities_fail = False
+
+    @property
+    def at_node(self) -> str:
+        return self.node or f"node-{self.port}"
+
+    @property
+    def peer(self) -> str:
+        return f"tcp:127.0.0.1:{self.port}"
+
+    async def restart(self) -> None:
+        """Another life of process and traffic manager."""
+        self.epoch += "'"
+        await super().restart()
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
+
+    async def _capabilities(self, request: Request) -> Response:
+        if self.capabilities_fail:
+            return JSONResponse({"error": "busy"}, 500)
+        told = json.loads(bytes((await super()._capabilities(request)).body))
+        paths = {
+            "role": self.role.value,
+            "peer": self.peer,
+            "node": self.at_node,
+            "epoch": self.epoch,
+            "block_s": 0.001,
+            "block_bytes": 4096,
+            "block_tokens": 64,
+            **self.paths,
+        }
+        return JSONResponse({**told, "paths": paths if self.tells_paths else None})
+
+    async def _stats(self, request: Request) -> Response:
+        link = {"queued_bytes": 0, "queued_s": 0.0, "moved_bytes": 7}
+        links = {
+            "storage read": {**link, "queued_s": self.queued_s},
+            "storage write": link,
+            "compute network": link,
+        }
+        paths = {"links": links, "slots": 8, "slots_used": 0, "counts": {"stale": 0}}
+        return JSONResponse({"programs": 0, "paths": paths if self.tells_paths else None})
+
+    async def _generate(self, request: Request) -> Response:
+        answer = await super()._generate(request)
+        if self.refuses is not None:
+            return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
+        asked = self.requests[-1].get("kv_transfer_params") or {}
+        epoch = asked.get("epoch", self.epoch)
+        if asked.get("do_remote_prefill") and epoch != self.epoch:
+            return JSONResponse({"error": {"message": f"no life {epoch} here", "code": 500}}, 500)
+        if not asked.get("do_remote_decode") or self.says_nothing or answer.status_code != 200:
+            return answer
+        document = json.loads(bytes(answer.body))
+        told = {"do_remote_prefill": True, **{name: asked[name] for name in ("transfer", "epoch")}}
+        return JSONResponse({**document, "kv_transfer_params": {**told, "at": self.name}})
+
+
+@asynccontextmanager
+async def pair_engines(prefill: int, decode: int) -> AsyncIterator[tuple[list[PairEngine], list[PairEngine]]]:
+    """So many of each role, running."""
+    engines = [PairEngine(Role.PREFILL) for _ in range(prefill)] + [
+        PairEngine(Role.DECODE) for _ in range(decode)
+    ]
+    for engine in engines:
+        await engine.start()
+    try:
+        yield engines[:prefill], engines[prefill:]
+    finally:
+        for engine in engines:
+            if engine._task is not None and not engine._task.done():
+                await engine.kill()
+
+
+@asynccontextmanager
+async def gateway_of(
+    prefill: list[PairEngine],
+    decode: list[PairEngine],
+    *,
+    taken: int | None = None,
+    tenants: dict[str, str] | None = None,
+    limits: CoreLimits | None = None,
+    poll_s: float = 0.05,
+    read_side: str = "shorter",
+    **options: Any,
+) -> AsyncIterator[World]:
+    """A gateway before them, which knows ``taken`` of them, or all."""
+    gateway, app = build_pairs(
+        [engine.url for engine in prefill],
+        [engine.url for engine in decode],
+        Tenants(tenants),
+        GatewayOptions(policy=POLICY, **options),
+        read_side=read_side,
+        limits=limits,
+        poll_s=poll_s,
+    )
+    async with served(gateway, app) as made:
+        expected = len(prefill) + len(decode) if taken is None else taken
+
+        async def all_known() -> bool:
+            return len(await gateway.decider.replicas()) == expected
+
+        await until(all_known)
+        yield made
+
+
+@asynccontextmanager
+async def pairs(
+    prefill: int, decode: int, **options: Any
+) -> AsyncIterator[tuple[World, list[PairEngine], list[PairEngine]]]:
+    """A gateway before so many engines of each role."""
+    async with pair_engines(prefill, decode) as (first, second), gateway_of(first, second, **options) as it:
+        yield it, first, second
+
+
+def core_of(world: World) -> Any:
+    """The core behind a gateway of pairs."""
+    return world.gateway.decider.core  # type: ignore[attr-defined]

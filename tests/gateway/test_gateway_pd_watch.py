@@ -1,0 +1,329 @@
+"""What a gateway of pairs learns of engines by asking them, and whom it sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
+from gateway_world import World, until
+from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.http.app import GatewayOptions
+from sojourn_server.gateway.http.tenants import Tenants
+from sojourn_server.gateway.pd.facts import Role
+from sojourn_server.gateway.pd.standalone import build_pairs
+from sojourn_server.gateway.pd.told import UNKNOWN_BLOCK_S, LinkTold, NotOfAPair, read_links, read_paths
+
+PATHS: dict[str, Any] = {
+    "role": "decode",
+    "peer": "tcp:10.0.0.2:7000",
+    "node": "n2",
+    "epoch": "e",
+    "block_s": 0.01,
+    "block_bytes": 4096,
+    "block_tokens": 64,
+}
+
+
+def known(it: World) -> set[str]:
+    return {*core_of(it).engines}
+
+
+async def refused(it: World) -> dict[str, str]:
+    return (await it.get("/sojourn/v1/replicas")).get("refused", {})  # type: ignore[no-any-return]
+
+
+# -- whom it sends nothing ---------------------------------------------------------------
+
+
+def wrong_role(engine: PairEngine) -> None:
+    engine.role = Role.PREFILL
+
+
+def no_paths(engine: PairEngine) -> None:
+    engine.tells_paths = False
+
+
+def other_blocks(engine: PairEngine) -> None:
+    engine.paths = {"block_bytes": 8192}
+
+
+def other_model(engine: PairEngine) -> None:
+    engine.model = "large"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (wrong_role, "is a prefill engine; expected a decode engine"),
+        (no_paths, "expected an engine that was started with --role"),
+        (other_blocks, "8,192 bytes and 64 tokens; expected 4,096 and 64"),
+        (other_model, "serves 'large'; expected 'tiny'"),
+    ],
+)
+async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
+    spoil: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with pair_engines(1, 2) as (prefill, decode):
+        odd, good = decode
+        spoil(odd)
+        async with gateway_of(prefill, decode, taken=2) as it:
+            assert "pairs: 1 of 1 prefill and 1 of 2 decode engines are here" in caplog.text
+            looked = odd.looked_at
+            for _ in range(3):
+                assert (await it.chat()).status == 200
+            await until(lambda: odd.looked_at >= looked + 2)  # a look is for many polls
+            assert not odd.requests
+            assert len(good.requests) == 3
+            assert [*await refused(it)] == [odd.url]
+            assert told in (await refused(it))[odd.url]
+            assert caplog.text.count(f"{odd.url} is sent nothing") == 1
+            # Started as it should be, it is one of them.
+            odd.role, odd.tells_paths, odd.model, odd.paths = Role.DECODE, True, "tiny", {}
+            await odd.kill()
+            await odd.restart()
+            await until(lambda: odd.name in known(it))
+            assert await refused(it) == {}
+
+
+async def test_an_engine_that_is_no_longer_what_it_was_is_sent_nothing_more() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].tells_paths = False
+        await until(lambda: decode[0].name not in known(it))
+        assert decode[0].url in await refused(it)
+        for _ in range(2):
+            assert (await it.chat()).status == 200
+        assert not decode[0].requests
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+async def test_what_most_have_is_what_counts(odd: int) -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        engines = [*prefill, *decode]
+        engines[odd].paths = {"block_bytes": 8192}
+        async with gateway_of(prefill, decode, taken=2) as it:
+            assert [*await refused(it)] == [engines[odd].url]
+
+
+async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:
+    async with pairs(1, 1) as (it, prefill, decode):
+        for engine in (*prefill, *decode):
+            await engine.kill()
+        await until(lambda: not known(it))
+        for engine in (*prefill, *decode):
+            engine.model = "large"
+            await engine.restart()
+        await until(lambda: len(known(it)) == 2)
+        assert (await it.chat()).status == 200
+
+
+async def test_engines_with_ranks_are_not_for_pairs() -> None:
+    async with pair_engines(1, 1) as (prefill, [decode]):
+        decode._capabilities = _with_ranks(decode)  # type: ignore[method-assign]
+        await decode.kill()
+        await decode.start()
+        async with gateway_of(prefill, [decode], taken=1) as it:
+            assert "data-parallel ranks" in (await refused(it))[decode.url]
+
+
+def _with_ranks(engine: PairEngine) -> Any:
+    plain = engine._capabilities
+
+    async def answer(request: Any) -> Any:
+        import json
+
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({**json.loads(bytes((await plain(request)).body)), "engines": 2})
+
+    return answer
+
+
+# -- what becomes of engines --------------------------------------------------------------
+
+
+async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
+    late = FakeEngine()
+    await late.start()
+    await late.kill()
+    engine = PairEngine(Role.DECODE)
+    engine.port = late.port
+    async with pair_engines(1, 0) as (prefill, _), gateway_of(prefill, [engine], taken=1) as it:
+        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [engine.url]
+        assert (await it.chat()).status == 503
+        await engine.start()
+        await until(lambda: engine.name in known(it))
+        assert (await it.chat()).status == 200
+        await engine.kill()
+
+
+async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        before = core_of(it).engines[decode.name].seen
+        await decode.kill()
+        await decode.restart()
+        await until(
+            lambda: decode.name in known(it) and core_of(it).engines[decode.name].seen.epoch == decode.epoch
+        )
+        assert core_of(it).engines[decode.name].seen.instance != before.instance
+
+
+async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        before = core_of(it).engines[decode.name].seen
+        decode.epoch = "e2"
+        await until(lambda: core_of(it).engines[decode.name].seen.epoch == "e2")
+        assert core_of(it).engines[decode.name].seen.instance != before.instance
+
+
+async def test_an_engine_that_is_slow_but_alive_is_doubted_and_kept() -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        slow, other = decode
+        async with gateway_of(prefill, decode, limits=CoreLimits(lease_s=0.3)) as it:
+            slow.silent = True
+            await until(lambda: core_of(it).engines[slow.name].suspect)
+            for _ in range(2):
+                assert (await it.chat()).status == 200
+            assert (len(slow.requests), len(other.requests)) == (0, 2)
+            assert slow.name in known(it)
+
+
+async def test_an_engine_that_says_that_it_is_not_well_is_given_up() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].healthy = False
+        await until(lambda: decode[0].name not in known(it))
+        decode[0].healthy = True
+        await until(lambda: decode[0].name in known(it))
+
+
+async def test_one_that_cannot_tell_of_itself_for_a_while_is_what_it_was() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        decode.capabilities_fail = decode.no_metrics = True
+        looked = decode.looked_at
+        await until(lambda: decode.looked_at >= looked + 2)
+        assert decode.name in known(it)
+        assert await refused(it) == {}
+        assert (await it.chat()).status == 200
+
+
+# -- links --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def on_nodes(*nodes: str) -> AsyncIterator[tuple[World, list[PairEngine], PairEngine]]:
+    """Decode engines at these nodes, and one prefill engine elsewhere."""
+    async with pair_engines(1, len(nodes)) as ([prefill], decode):
+        for engine, node in zip(decode, nodes, strict=True):
+            engine.node = node
+        async with gateway_of([prefill], decode) as it:
+            yield it, decode, prefill
+
+
+def queue_s(it: World, engine: PairEngine) -> float:
+    """What the books have waiting for the NIC of its node."""
+    core = core_of(it)
+    now: float = asyncio.get_running_loop().time()  # the decider's clock
+    return float(core.pairs.queues.queue_s(core._nodes[engine.at_node], now))
+
+
+async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:
+    async with on_nodes("a", "a", "b") as (it, decode, prefill):
+        decode[0].queued_s, decode[1].queued_s = 40.0, 60.0
+        await until(lambda: 95.0 < queue_s(it, decode[0]) <= 100.0)
+        assert queue_s(it, decode[2]) <= 0.0
+        assert queue_s(it, prefill) <= 0.0
+        await decode[1].kill()
+        await until(lambda: 35.0 < queue_s(it, decode[0]) <= 40.0)
+
+
+@pytest.mark.parametrize(("busy", "share"), [("prefill", 1.0), ("decode", 0.0)])
+async def test_the_side_that_tells_of_the_shorter_queue_reads(busy: str, share: float) -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        assert (await it.chat("p", text="x" * 4000)).status == 200
+        engine = prefill if busy == "prefill" else decode
+        engine.queued_s = 50.0
+        await until(lambda: queue_s(it, engine) > 40.0)
+        assert (await it.chat("p", text="x" * 4000)).status == 200
+        assert prefill.requests[1]["kv_transfer_params"]["decode_share"] == share
+
+
+# -- what is told -------------------------------------------------------------------------
+
+
+def test_what_an_engine_tells_is_read() -> None:
+    told = read_paths({"paths": PATHS, "name": "vllm"})
+    assert (told.role, told.peer, told.node, told.epoch) == (Role.DECODE, "tcp:10.0.0.2:7000", "n2", "e")
+    assert (told.block_s, told.block_bytes, told.block_tokens) == (0.01, 4096, 64)
+
+
+@pytest.mark.parametrize("block_s", [0.0, None, math.inf, math.nan, -1.0, "fast", True])
+def test_a_speed_that_is_not_known_is_the_same_for_all(block_s: object) -> None:
+    assert read_paths({"paths": {**PATHS, "block_s": block_s}}).block_s == UNKNOWN_BLOCK_S
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "both"},
+        {"role": None},
+        {"role": ["prefill"]},
+        {"peer": ""},
+        {"peer": 7},
+        {"node": " "},
+        {"epoch": None},
+        {"epoch": "x" * 5000},
+        {"block_bytes": 0},
+        {"block_bytes": True},
+        {"block_tokens": "64"},
+    ],
+)
+def test_what_makes_no_engine_of_a_pair_is_said(wrong: dict[str, object]) -> None:
+    [name] = wrong
+    with pytest.raises(NotOfAPair, match=f"{name}.*expected"):
+        read_paths({"paths": {**PATHS, **wrong}})
+
+
+@pytest.mark.parametrize("capabilities", [{}, {"paths": None}, {"paths": []}, {"paths": "x"}])
+def test_an_engine_without_paths_is_none_of_a_pair(capabilities: dict[str, Any]) -> None:
+    with pytest.raises(NotOfAPair, match="--role"):
+        read_paths(capabilities)
+
+
+LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
+
+
+def test_links_are_read() -> None:
+    assert read_links({"paths": {"links": {"storage read": LINK}}}) == {
+        "storage read": LinkTold(4096, 0.5, 7)
+    }
+    odd = {"storage read": {**LINK, "queued_bytes": None, "moved_bytes": -1}}
+    assert read_links({"paths": {"links": odd}}) == {"storage read": LinkTold(0, 0.5, 0)}
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {},
+        {"paths": None},
+        {"paths": {"links": []}},
+        {"paths": {"links": {"storage read": 3}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": None}}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": math.inf}}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": -0.1}}}},
+        {"paths": {"links": {f"link {number}": LINK for number in range(1000)}}},
+    ],
+)
+def test_links_that_cannot_be_read_are_not_believed(stats: dict[str, Any]) -> None:
+    assert read_links(stats) is None
+
+
+def test_a_gateway_is_not_built_without_engines_of_both_roles() -> None:
+    with pytest.raises(ValueError, match="expected addresses of prefill engines and of decode engines"):
+        build_pairs(["http://p:1"], [], Tenants(), GatewayOptions(policy="x"))
