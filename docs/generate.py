@@ -40,7 +40,9 @@ engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} learnt
 `{OTHER_TOOL}`.
 
 Counters without that label are there from the start, at 0, so that `rate()` sees their first increment; of
-`sojourn_placements_total` only what our own policies can do, and the rest once it is counted.
+`sojourn_placements_total` only what our own policies can do, and the rest once it is counted, and of
+`sojourn_link_bytes_total` each link in its own directions. `sojourn_link_…` and `sojourn_path_…` are of
+engines of a [pair](dualpath.md#start-a-pair).
 
 Use ratios of rates, not a ratio of totals; for instance, the share of prompt tokens computed again:
 
