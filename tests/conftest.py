@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,41 @@ else:
     settings.load_profile("no deadline")
 
 
-LONG = ("test_engine_tokens.py", "engine", "demo")
+LONG = (
+    "test_engine_paths.py",
+    "test_engine_gateway_ray.py",
+    "test_engine_tokens.py",
+    "test_engine_gateway.py",
+    "test_routes_engine.py",
+    "test_engine_faults.py",
+    "engine",
+    "ray",
+    "test_lab_truth.py",
+    "test_lab_parity_engine.py",
+    "demo",
+)
 """Files and folders whose tests take minutes, the longest first: begun last, they would leave a core idle."""
+
+
+ONE_ENGINE = {
+    "tests/frameworks/test_frameworks_examples.py": "tests/frameworks/test_frameworks_engine.py",
+}
+"""Files whose tests go to the process that has another file's: both want one engine, which starts once."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay in one process, as usual with ``--dist loadfile``, and some files' with others'."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return ONE_ENGINE.get(file, file)
+
+    return ByEngine(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

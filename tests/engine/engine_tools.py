@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 BLOCK_TOKENS = 32
+LOUD_BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
+"""Of a block of the loud model in float32: keys and values, of two layers with one head of 32 numbers."""
 MOST_OFF = 1e-4
 """Of a logprob: in float32 the order of additions, which hangs on who else is in the batch, shows in the
 sixth decimal. Twenty times what was seen."""
+
+SMALL_SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Environment of a server whose engine core has its worker in its own process: it starts in two thirds of the
+time. The pairs, the tiers below servers and the hidden states are tested with a worker apart, the default."""
 
 
 @contextmanager

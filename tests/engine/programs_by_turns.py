@@ -15,6 +15,8 @@ FIRST_PROMPT_TOKENS = 200
 LATER_PROMPT_TOKENS = 40
 BLOCKS = 36
 """Of 32 tokens: about two and a half of the eight contexts."""
+WORDS = 4000
+"""Tokens that prompts are made of; the least vocabulary of the models has a few more."""
 
 
 def arm(model: str, sojourn: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
@@ -41,20 +43,22 @@ def generate(
     hints: bool,
     programs: int = PROGRAMS,
     turns: int = TURNS,
+    words: int = WORDS,
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
     """All tokens of all turns of all programs, and sojourn's stats and decisions where it is on.
 
-    ``settings`` are the engine's, besides what all arms have.
+    Prompts are made of the first ``words`` tokens of the vocabulary. ``settings`` are the engine's, besides
+    what all arms have.
     """
     from vllm import SamplingParams
 
     arms = arm(model, sojourn, **settings)
     llm = next(arms)
     scheduler = scheduler_of(llm)
-    # Real words spread over the vocabulary: the model must have something to continue.
+    # Spread over the vocabulary: the model must have something to continue.
     contexts = [
-        [1 + (7919 * (n + 1) * (i + 3)) % 40_000 for i in range(FIRST_PROMPT_TOKENS)] for n in range(programs)
+        [1 + (7919 * (n + 1) * (i + 3)) % words for i in range(FIRST_PROMPT_TOKENS)] for n in range(programs)
     ]
     produced: list[list[int]] = [[] for _ in range(programs)]
     for turn in range(turns):
@@ -70,7 +74,7 @@ def generate(
             tokens = list(output.outputs[0].token_ids)
             produced[n].extend(tokens)
             more = [
-                1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % 40_000 for i in range(LATER_PROMPT_TOKENS)
+                1 + (104_729 * (n + 2) * (i + 5) * (turn + 1)) % words for i in range(LATER_PROMPT_TOKENS)
             ]
             contexts[n] = [*contexts[n], *tokens, *more]
     report = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,12 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_tools import SMALL_SERVER
 from sojourn_server.launch.server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
-ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 CLIENT = """
 import sys, time
@@ -42,7 +41,7 @@ with sojourn.program("doomed", kv_retention_ttl_s=250):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with EngineServer("tiny", serve_args=SMALL, env=ENGINE_ENV, log_path=log) as server:
+    with EngineServer("tiny", serve_args=SMALL, env=SMALL_SERVER, log_path=log) as server:
         yield server
 
 
@@ -105,36 +104,40 @@ def test_a_stream_that_is_broken_off_leaves_nothing_running(server: EngineServer
     assert after["pool"]["running"] == 0
 
 
-def test_agents_go_on_after_the_engine_was_restarted(tmp_path: Path) -> None:
-    """The same port, a new engine: program ids it never heard of are opened again by their next request."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_agents_go_on_after_the_engine_was_restarted(server: EngineServer, tmp_path: Path) -> None:
+    """The same port, a new engine: program ids it never heard of are opened again by their next request.
+
+    The last test here: the others' server ends in it.
+    """
     import sojourn
 
-    program = None
+    def take_turn() -> dict[str, Any]:
+        """With a tool before it; what the engine then knows of the program."""
+        with sojourn.tool_call("bash"):
+            pass
+        body, headers = sojourn.request_parts(program)
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            headers=headers,
+            json={"model": "tiny", "prompt": "again", "max_tokens": 2, **body},
+            timeout=60,
+            trust_env=False,
+        )
+        assert answer.status_code == 200
+        url = f"{server.url}/sojourn/v1/programs/{program.id}"
+        return dict(httpx.get(url, timeout=30, trust_env=False).json())
+
     try:
-        for life in range(2):
-            with EngineServer(
-                "tiny", serve_args=SMALL, env=ENGINE_ENV, log_path=tmp_path / f"{life}.log", port=port
-            ) as server:
-                if program is None:
-                    sojourn.init(server.url, probe_timeout_s=10)
-                    program = sojourn.program("survivor").make()
-                    program.start()
-                with sojourn.tool_call("bash"):
-                    pass
-                body, headers = sojourn.request_parts(program)
-                answer = httpx.post(
-                    f"{server.url}/v1/completions",
-                    headers=headers,
-                    json={"model": "tiny", "prompt": "again", "max_tokens": 2, **body},
-                    timeout=60,
-                    trust_env=False,
-                )
-                assert answer.status_code == 200
-                known = httpx.get(f"{server.url}/sojourn/v1/programs/{program.id}", trust_env=False).json()
-                assert known["turns"] == 1
+        sojourn.init(server.url, probe_timeout_s=10)
+        program = sojourn.program("survivor").make()
+        program.start()
+        assert take_turn()["turns"] == 1
+        port = server.port
+        server.stop()
+        with EngineServer(
+            "tiny", serve_args=SMALL, env=SMALL_SERVER, log_path=tmp_path / "later.log", port=port
+        ):
+            assert take_turn()["turns"] == 1
         program.end("ok")
     finally:
         sojourn.shutdown()

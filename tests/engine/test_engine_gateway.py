@@ -1,17 +1,25 @@
-"""The gateway before two real engines: programs stay where their KV is, a killed engine fails no request."""
+"""The gateway before two real engines: programs stay where their KV is, a killed engine fails no request.
+
+The engines have what ``sojourn serve`` gives them: a process for the API, one for the scheduler and one for
+the worker. In float32, on the *loud* model of ``test_engine_move.py``: KV that was another's would show.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import httpx
 import pytest
+from engine_tools import MOST_OFF, most_off
 from gateway_process import GatewayProcess
 from gateway_programs import (
     PROGRAMS,
@@ -24,6 +32,7 @@ from gateway_programs import (
     streams_from,
     take_turn,
 )
+from moving_programs import OUTPUT_TOKENS, PATIENCE_S, Turn, contexts_after_two_turns, third
 from sojourn_server.launch.server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,22 +41,22 @@ KILL_AFTER = 40
 """Answers after which an engine is killed."""
 FLAGS = (
     "--max-model-len", "2048", "--max-num-seqs", "16", "--num-gpu-blocks-override", "1024",
-    "--enable-prompt-tokens-details",
+    "--enable-prompt-tokens-details", "--dtype", "float32", "--enforce-eager",
 )  # fmt: skip
-ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineServer]]:
+def servers(loud_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineServer]]:
     logs, disk = tmp_path_factory.mktemp("log"), tmp_path_factory.mktemp("disk")
     tiers = ("--kv-host-gib", "0.05", "--kv-disk", str(disk), "--kv-disk-gib", "0.2", "--kv-disk-name")
     with ExitStack() as stack:
         made = []
         for name in ("a", "b"):
             server = EngineServer(
-                "tiny",
+                loud_model,
                 policy="saga",
-                serve_args=(*FLAGS, *tiers, name),
+                serve_args=(*FLAGS, "--served-model-name", "tiny", f"engine-{name}", *tiers, name),
                 env=ENGINE_ENV,
                 log_path=logs / f"{name}.log",
             )
@@ -60,12 +69,75 @@ def served(url: str) -> str:
     return str(answer.json()["data"][0]["id"])
 
 
+def call(server: EngineServer, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    return httpx.request(
+        method, server.url + path, headers=server.headers, timeout=60, trust_env=False, **kwargs
+    )
+
+
+def complete(server: EngineServer, program: str, prompt: list[int]) -> Turn:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_tokens_as_token_ids": True,
+        "vllm_xargs": {"agentic_context": json.dumps({"program_id": program})},
+    }
+    response = call(server, "POST", "/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    told = response.json()["choices"][0]["logprobs"]
+    tokens = [int(token.removeprefix("token_id:")) for token in told["tokens"]]
+    return Turn(tokens, told["token_logprobs"], 0)
+
+
+def end(server: EngineServer, program: str) -> None:
+    """As a gateway tells the engine that a program has left."""
+    events = [{"type": "program_end", "program_id": program, "seq": 0, "status": "cancelled"}]
+    batch = {"v": 1, "emitter": "gateway", "events": events}
+    assert call(server, "POST", "/sojourn/v1/events", json=batch).status_code == 200
+
+
 async def take_turns(url: str, run: Run, turns: range) -> None:
     """A few programs, one after the other."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         for number in range(4):
             for at in turns:
                 assert await take_turn(http, url, number, at, run, stream=False)
+
+
+def test_two_servers_and_a_gateways_calls(servers: list[EngineServer]) -> None:
+    """As a gateway moves a program: each engine idle while it is asked to write, and no token another."""
+    a, b = servers
+    contexts = contexts_after_two_turns(lambda program, context: complete(a, program, context).tokens)
+    for engine in (a, b):
+        assert call(engine, "GET", "/sojourn/v1/capabilities").json()["tiers"]["disk"]["shared"] is True
+    unknown = call(a, "POST", "/sojourn/v1/programs/nobody/persist")
+    assert unknown.status_code == 404
+    for program, context in contexts.items():
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            answer = call(a, "POST", f"/sojourn/v1/programs/{program}/persist")
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            if told["state"] != "writing":
+                break
+            assert time.monotonic() < deadline, told
+            time.sleep(0.02)
+        assert told["state"] == "done"
+        assert told["stored_tokens"] >= 0.95 * len(context)
+        turn = complete(b, program, third(program, context))
+        (row,) = call(b, "GET", f"/sojourn/v1/programs/{program}").json()["ledger"]
+        assert row["tokens"]["host"] >= 0.95 * len(context)
+        end(a, program)
+        stayed = complete(a, f"{program}-stays", third(program, context))
+        assert turn.tokens == stayed.tokens
+        assert most_off(turn.logprobs, stayed.logprobs) < MOST_OFF
+        # So that the engines are idle again for the next test.
+        end(a, f"{program}-stays")
+        end(b, program)
 
 
 def test_programs_of_a_drained_engine_take_their_kv_along(

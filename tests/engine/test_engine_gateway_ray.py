@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_tools import SMALL_SERVER
 from gateway_programs import (
     PROGRAMS,
     TURNS,
@@ -47,7 +48,7 @@ ENGINES: dict[str, Any] = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **SMALL_SERVER,
         # The models are kept there; the gateway's own home is a new one.
         "HOME": os.environ.get("HOME", ""),
     },

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engine_tools import SMALL_SERVER
 from sojourn_server.launch.server import EngineServer
 from sojourn_server.web.refusal import message
 
@@ -23,7 +24,6 @@ ARGS = (
     "--block-size", "32", "--num-gpu-blocks-override", str(TOKENS // 32 + 1), "--max-model-len", str(TOKENS),
     "--sojourn-option", f"gate_timeout_s={GATE_TIMEOUT_S}",
 )  # fmt: skip
-ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 HELD = {"prompt": "other " * 1000, "max_tokens": 3000, "ignore_eos": True}
 LONG = "word " * 3300
 """No prompt of it has room beside what is held."""
@@ -46,7 +46,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[EngineServer]:
     pytest.importorskip("vllm")
-    with EngineServer("tiny", policy="mori", serve_args=ARGS, env=ENV) as running:
+    with EngineServer("tiny", policy="mori", serve_args=ARGS, env=SMALL_SERVER) as running:
         yield running
 
 

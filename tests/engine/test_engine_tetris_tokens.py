@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from engine_tools import (
     BLOCK_TOKENS,
+    LOUD_BLOCK_BYTES,
     MOST_OFF,
     count_preemptions,
     float32_engine,
@@ -33,13 +34,11 @@ from sojourn_server.tiers.host_memory import HostMemory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 32 * 4
-"""Keys and values, of two layers with one head of 32 numbers of four bytes."""
 AMPLE_BLOCKS = 600
 """For all contexts at once."""
 SHORT_BLOCKS = 64
 """For seven that write long, of the 32 that would run at once."""
-HOST_BYTES = 160 * BLOCK_BYTES
+HOST_BYTES = 160 * LOUD_BLOCK_BYTES
 """For most of what is away at once; the rest is computed again, so that both ways meet."""
 
 POLICY = """

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from engine_tools import SMALL_SERVER
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn.aeg import Aeg
 from sojourn.wire import MAX_BATCH_BYTES
@@ -27,13 +28,9 @@ pytestmark = pytest.mark.engine
 
 KEY = "k-9d1f"
 GETS = ("capabilities", "programs", "programs/p", "graphs", "graphs/h", "stats", "decisions")
+POSTS = ("events", "programs/p/persist")
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
-# The in-process engine of the other tests in this directory is not wanted here.
-ENGINE_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
+ENGINE_ENV = {**SMALL_SERVER, "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-api-server", "two-api-servers"])
@@ -123,7 +120,8 @@ def test_every_route_asks_for_the_key(server: EngineServer) -> None:
     for key in (None, "wrong", KEY + "x"):
         for path in GETS:
             assert call(server, "GET", f"/sojourn/v1/{path}", key=key).status_code == 401
-        assert call(server, "POST", "/sojourn/v1/events", key=key, json={}).status_code == 401
+        for path in POSTS:
+            assert call(server, "POST", f"/sojourn/v1/{path}", key=key, json={}).status_code == 401
 
 
 def test_capabilities_say_what_runs(server: EngineServer) -> None:

@@ -181,9 +181,9 @@ def test_both_worlds_lose_the_same_tokens(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     result = tmp_path / "truth.json"
     command = [sys.executable, str(BENCHMARKS / "lab_truth.py"), "--smoke", "--json", str(result)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ}, check=False, timeout=850
-    )
+    # Three servers are started: without a process of its own for the worker, in two thirds of the time.
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=850)
     # Its exit code speaks of seconds too, which this machine may not keep to.
     assert result.exists(), done.stdout + done.stderr
     for found in json.loads(result.read_text())["results"]:
