@@ -6,14 +6,17 @@ token hangs on all tokens before it; a test fills blocks with something else, an
 
 from __future__ import annotations
 
+import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from engine_tools import BLOCK_TOKENS, MOST_OFF, float32_engine, most_off, one_thread, said
-from watched_paths import SPOIL, look
+from watched_paths import SPOIL, end_leases, hold_reads, let_reads_go, look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,10 +45,10 @@ def words(seed: int, count: int) -> list[int]:
     return [10 + (7919 * seed * (at + 3) + 104_729 * at * at) % 4000 for at in range(count)]
 
 
-def say(llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Spoken:
+def sampling(max_tokens: int, params: dict[str, Any] | None) -> Any:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
+    return SamplingParams(
         temperature=0,
         max_tokens=max_tokens,
         ignore_eos=True,
@@ -53,7 +56,11 @@ def say(llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | N
         detokenize=False,
         extra_args={"kv_transfer_params": params} if params is not None else None,
     )
-    (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+
+
+def say(llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Spoken:
+    asked = sampling(max_tokens, params)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
     return Spoken(*said(output.outputs[0]), output.kv_transfer_params)
 
 
@@ -100,17 +107,40 @@ class Pair:
         self._transfers = 0
 
     def say(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> Spoken:
+        return say(self.decode, prompt, OUTPUT_TOKENS, self.prefilled(prompt, share, peer))
+
+    def prefilled(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
+        """What the prefill engine answers, for the decode engine."""
+        first = say(self.prefill, prompt, 1, self.to_prefill(share, peer))
+        assert first.params is not None
+        assert first.params["do_remote_prefill"]
+        return first.params
+
+    def to_prefill(self, share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
         self._transfers += 1
-        params = {
+        return {
             "do_remote_decode": True,
             "transfer": f"t{self._transfers}",
             "peer": peer or f"unix:{self.folder / 'd.sock'}",
             "decode_share": share,
         }
-        first = say(self.prefill, prompt, 1, params)
-        assert first.params is not None
-        assert first.params["do_remote_prefill"]
-        return say(self.decode, prompt, OUTPUT_TOKENS, first.params)
+
+    @contextmanager
+    def leaving(self, llm: Any, prompt: list[int], params: dict[str, Any]) -> Iterator[None]:
+        """A client that asks, and leaves at the end of the block."""
+        llm.llm_engine.add_request("leaves", {"prompt_token_ids": prompt}, sampling(OUTPUT_TOKENS, params))
+        try:
+            yield
+        finally:
+            llm.llm_engine.abort_request(["leaves"])
+        assert not llm.llm_engine.has_unfinished_requests()
+
+    def until(self, llm: Any, so: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until an engine looks so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not so(llm.collective_rpc(look)[0]):
+            assert time.monotonic() < deadline, self.looks()
+            time.sleep(0.01)
 
     def forget(self) -> None:
         """Nothing is on the devices any more. Blocks that somebody holds could not be forgotten."""
@@ -154,11 +184,14 @@ def pair(loud_model: str, alone: Any, tmp_path_factory: pytest.TempPathFactory) 
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
-                "listen": f"unix:{folder / name}.sock",
+                "listen": f"unix:{folder / name}.sock" if name == "d" else "tcp:127.0.0.1:0",
+                "role": {"p": "prefill", "d": "decode"}[name],
+                "node": "n7",
                 "store": str(folder / "store"),
                 "store_name": name,
                 "store_bytes": 64 * MIB,
                 "buffer_bytes": 16 * MIB,
+                "patience_s": 4.0,
             },
         )
 
@@ -217,6 +250,56 @@ def test_it_would_show(pair: Pair, alone: dict[str, Spoken], settings: Path) -> 
     pair.settled()
 
 
+@pytest.mark.parametrize(("share", "seed"), [(0.0, 1), (1.0, 2), (0.5, 3)])
+def test_clients_that_leave_while_their_context_is_read(
+    pair: Pair, alone: dict[str, Spoken], share: float, seed: int
+) -> None:
+    prompt = later(turns()["700"], alone["700"].tokens, seed)
+    pair.say(prompt)  # so that it is stored
+    pair.settled()
+    reader = pair.decode if share else pair.prefill
+    reader.collective_rpc(hold_reads)
+    try:
+        with pair.leaving(pair.prefill, prompt, pair.to_prefill(share)):
+            pair.until(reader, lambda seen: seen["reading"] > 0)
+    finally:
+        reader.collective_rpc(let_reads_go)
+    pair.settled()
+    assert_same(pair.say(prompt, share), alone[f"later {seed}"])
+
+
+def test_clients_that_leave_between_their_legs(pair: Pair, alone: dict[str, Spoken]) -> None:
+    """Nobody asks for what lies in the decode engine's buffers: their lease ends."""
+    pair.settled()
+    pair.prefilled(turns()["700"])
+    pair.until(pair.prefill, lambda seen: seen["clean"] and not seen["open"])
+    assert pair.looks()[1]["held"]
+    pair.decode.collective_rpc(end_leases)
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
+def test_clients_that_leave_while_the_decode_engine_waits_for_kv(
+    pair: Pair, alone: dict[str, Spoken]
+) -> None:
+    pair.settled()
+    told = pair.prefilled(turns()["700"], peer=f"unix:{pair.folder / 'nobody'}")
+    with pair.leaving(pair.decode, turns()["700"], told):
+        pair.until(pair.decode, lambda seen: seen["waiting"] > 0)
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
+def test_clients_that_leave_while_the_decode_engine_writes(pair: Pair, alone: dict[str, Spoken]) -> None:
+    pair.settled()
+    told = pair.prefilled(turns()["700"])
+    with pair.leaving(pair.decode, turns()["700"], told):
+        while not pair.decode.llm_engine.step():  # until the first token
+            pass
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
 def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]) -> None:
     pair.settled()
     for file in pair.folder.glob("store/*/*/*.kv"):
@@ -235,3 +318,30 @@ def test_a_decode_engine_that_is_not_there(pair: Pair, alone: dict[str, Spoken])
     assert_same(pair.say(turns()["200"], 0.5, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
     pair.settled()
     assert BLOCK_TOKENS * 2 == FULL_TOKENS
+
+
+def test_what_they_tell_a_gateway_is_so(pair: Pair) -> None:
+    def told(of: str) -> list[dict[str, Any]]:
+        cores = [llm.llm_engine.engine_core for llm in (pair.prefill, pair.decode)]
+        return [json.loads(core.call_utility("sojourn_call", of, "{}"))["paths"] for core in cores]
+
+    pair.settled()
+    before = told("stats")
+    pair.say(words(5, 200))
+    pair.settled()
+    after = told("stats")
+    prefill, decode = told("capabilities")
+    assert [prefill["role"], decode["role"]] == ["prefill", "decode"]
+    assert prefill["node"] == decode["node"] == "n7"
+    assert prefill["block_tokens"] == decode["block_tokens"] == FULL_TOKENS
+    assert prefill["epoch"] != decode["epoch"]
+    assert decode["peer"] == f"unix:{pair.folder / 'd.sock'}"
+    scheme, host, port = prefill["peer"].split(":")
+    assert (scheme, host) == ("tcp", "127.0.0.1")
+    socket.create_connection((host, int(port)), PATIENCE_S).close()  # the real one
+    for role, outcome in ((0, "pushes_complete"), (1, "prompts_complete")):
+        assert after[role]["counts"][outcome] == before[role]["counts"].get(outcome, 0) + 1
+    moved = [now["links"]["compute network"]["moved_bytes"] for now in (before[0], after[0])]
+    taken = [now["received_bytes"] for now in (before[1], after[1])]
+    blocks = -(-200 // FULL_TOKENS)
+    assert moved[1] - moved[0] == taken[1] - taken[0] == blocks * prefill["block_bytes"]

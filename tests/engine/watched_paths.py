@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,4 +46,38 @@ def look(worker: Any) -> dict[str, Any]:
         "clean": traffic.do(lambda now: traffic.core.is_clean),
         "counts": dict(traffic.core.depot.counts),
         "worker": dict(connector._worker.counts),
+        "reading": traffic.do(lambda now: traffic.core.depot.reads.in_flight),
+        "waiting": len(connector._worker._prompts),
+        "held": traffic.stats()["slots_used"],
     }
+
+
+def hold_reads(worker: Any) -> None:
+    """From now on who reads from storage waits, until ``let_reads_go``."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._store
+    get_into, store.gate = store.get_into, threading.Event()
+
+    def held(*arguments: Any) -> None:
+        store.gate.wait(60.0)
+        get_into(*arguments)
+
+    store.get_into = held
+
+
+def let_reads_go(worker: Any) -> None:
+    """Who was held reads now."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._store
+    del store.get_into
+    store.gate.set()
+
+
+def end_leases(worker: Any) -> None:
+    """Buffers whose holders show no sign of life are given back, as if an hour had gone by."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    traffic = get_kv_transfer_group()._traffic
+    traffic.do(lambda now: traffic.core.depot.expire(now + 3600.0))

@@ -269,3 +269,13 @@ def test_a_share_of_zero_is_strict_priority() -> None:
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="share of a link"):
         LaneShare(share)
+
+
+@pytest.mark.parametrize("rate", [None, 50.0])
+def test_a_link_knows_how_long_bytes_take(rate: float | None) -> None:
+    link = Link("x", rate)
+    assert link.seconds_for(100) == (None if rate is None else 2.0)
+    number = link.put("r", 200, None, 0.0)
+    assert [item.number for item in link.take(0.0)] == [number]
+    link.over(number, 8.0)
+    assert link.seconds_for(100) == (4.0 if rate is None else 2.0)

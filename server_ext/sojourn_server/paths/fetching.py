@@ -63,20 +63,26 @@ class Fetching:
                 break
         return found
 
-    def ready(self) -> int | None:
+    def ready(self, layerwise: bool = True) -> int | None:
         """How many leading blocks can be streamed now; ``None``: wait. From storage a block comes whole, so
-        that its layers come all at once; from the peer the first layer is enough."""
+        that its layers come all at once; from the peer the first layer is enough, if ``layerwise``."""
         self._claim()
         theirs = self.pieces[-1] if self.pieces else None
         if theirs is not None and theirs.by_peer and self._failed(theirs):
             theirs.count = theirs.good
             self._begin(theirs.first + theirs.count, self._wanted)
         for piece in self.pieces:
-            if piece.load.outcome is None and not (piece.by_peer and piece.load.layers_here):
+            streams = layerwise and piece.by_peer and piece.load.layers_here
+            if piece.load.outcome is None and not streams:
                 return None
             if piece.good < piece.count:
                 break
         return self.blocks
+
+    @property
+    def streamed_s(self) -> float:
+        """Over which layers came in so far, from the first to the last."""
+        return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
         """One layer of the leading blocks that have come, once it is here."""

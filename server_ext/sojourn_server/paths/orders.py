@@ -112,10 +112,6 @@ class Reports:
     """Of a context that was expected, its Full Blocks; 0: it never will be whole."""
     stored: dict[str, int] = field(default_factory=dict)
     """Of a request, the place of the first Full Block that could not be given to the store this time."""
-    waited_s: float = 0.0
-    """For which forward passes waited for layers."""
-    streamed_s: float = 0.0
-    """From the beginning of a stream to its last layer, summed over streams."""
 
     def __bool__(self) -> bool:
-        return bool(self.ready or self.prompts or self.stored or self.waited_s or self.streamed_s)
+        return bool(self.ready or self.prompts or self.stored)

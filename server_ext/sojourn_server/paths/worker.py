@@ -28,6 +28,7 @@ from .face import Push as PushHandle
 from .fetching import Fetching
 from .kv_blocks import KvBlocks
 from .orders import Orders, Reports
+from .step_times import StepTimes
 
 STUCK_S = 30.0
 """The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
@@ -41,7 +42,6 @@ class _Stream:
     fetching: Fetching | None
     skip: int
     block_ids: list[int]
-    began_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +80,17 @@ class PathWorker:
         slots: int,
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
+        layerwise: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``leading`` says how many leading blocks the store has, and waits for it. ``slots`` are the Full
-        Blocks that fit the buffers. ``log`` is told of errors of ours; ``strict`` raises them, for tests."""
+        Blocks that fit the buffers. ``log`` is told of errors of ours; ``strict`` raises them, for tests.
+        ``layerwise`` false: a request computes when all layers of what it loads are here, so that it can be
+        measured what layer by layer brings. It may be changed at any time."""
         self.counts: Counter[str] = Counter()
+        self.times = StepTimes()
+        """Of all steps so far."""
+        self.layerwise = layerwise
         self._traffic = traffic
         self._leading = leading
         self._kv = kv
@@ -113,6 +119,8 @@ class PathWorker:
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
         self._reports = Reports()
+        self._step_times = StepTimes()
+        self._new_times = StepTimes()
         self._look_lane = Lane("paths-look")
         self._give_lane = Lane("paths-give")
         self._take_lane = Lane("paths-take")
@@ -144,8 +152,7 @@ class PathWorker:
             with self._lock:
                 fetching = self._fetchings.pop(order.ask, None)
             self._unready.discard(order.ask)
-            now_s = time.perf_counter()
-            self._streams.append(_Stream(order.ask, fetching, order.skip, order.block_ids, now_s))
+            self._streams.append(_Stream(order.ask, fetching, order.skip, order.block_ids))
         for push in step.pushes:
             made = _Push(push, None)
             self._pushes[push.request] = made
@@ -160,17 +167,16 @@ class PathWorker:
         layer = self._kv.index.get(name)
         if layer is None:  # it has no KV of its own
             return
-        began_s = time.perf_counter()
         for stream in self._streams:
             filled: Sequence[int] = ()
             if stream.fetching is not None:
                 filled = self._do("fill a layer", self._fill, stream, layer) or ()
             if len(filled) < len(stream.block_ids):
                 self._bad.update(stream.block_ids[len(filled) :])
-        ended_s = time.perf_counter()
-        self._reports.waited_s += ended_s - began_s
         if layer == len(self._kv) - 1:
-            self._reports.streamed_s += sum(ended_s - stream.began_s for stream in self._streams)
+            self._step_times.streamed_s += sum(
+                stream.fetching.streamed_s for stream in self._streams if stream.fetching is not None
+            )
         if self._bad:
             for push in self._step_pushes:
                 if not self._bad.isdisjoint(push.order.block_ids):
@@ -189,7 +195,9 @@ class PathWorker:
     def end_step(self) -> None:
         """After the forward pass, or where there was none: blocks may be others' when it returns."""
         if self._step_pushes:
+            began_s = time.perf_counter()
             self._wait_for_lane(self._give_lane)
+            self._step_times.push_waited_s += time.perf_counter() - began_s
         for push in self._step_pushes:
             if push.given < len(self._kv):  # a pass that left layers out, and will not come to them
                 self._do("end a push", push.spoil)
@@ -206,6 +214,10 @@ class PathWorker:
             self._unsure.discard(take.ask)
             self._take_lane.give(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
         self._streams, self._step_pushes, self._saves, self._takes = [], [], [], []
+        if self._step_times:
+            times, self._step_times = self._step_times, StepTimes()
+            self.times.add(times)
+            self._new_times.add(times)
 
     # -- what has come of it ------------------------------------------------------------
 
@@ -247,7 +259,7 @@ class PathWorker:
             self._reports.ready[ask] = 0
             self.counts["looks_given_up"] += 1
         for ask, fetching in looked:
-            blocks = self._do("look at a fetch", fetching.ready, otherwise=0)
+            blocks = self._do("look at a fetch", fetching.ready, self.layerwise, otherwise=0)
             if blocks is not None:
                 self._unready.discard(ask)
                 self._reports.ready[ask] = blocks
@@ -258,6 +270,11 @@ class PathWorker:
                 self._reports.prompts[ask] = blocks
         reports, self._reports = self._reports, Reports()
         return reports
+
+    def take_times(self) -> StepTimes:
+        """Of the steps since the last call."""
+        times, self._new_times = self._new_times, StepTimes()
+        return times
 
     @property
     def open_things(self) -> int:
@@ -334,8 +351,13 @@ class PathWorker:
 
     def _fill(self, stream: _Stream, layer: int) -> list[int]:
         assert stream.fetching is not None
+        began_s = time.perf_counter()
         blocks = stream.fetching.layer(layer, STUCK_S)
-        return self._kv.scatter(layer, blocks, stream.skip, stream.block_ids)
+        came_s = time.perf_counter()
+        filled = self._kv.scatter(layer, blocks, stream.skip, stream.block_ids)
+        self._step_times.waited_s += came_s - began_s
+        self._step_times.copied_s += time.perf_counter() - came_s
+        return filled
 
     def _take(self, take: orders.Take, prompt: Prompt | None) -> int:
         """In its own thread: fill a request's blocks with a context that is here."""
@@ -368,7 +390,9 @@ class PathWorker:
     def _give(self, push: _Push, layer: int) -> int:
         """In its own thread: copy a layer and send it."""
         try:
+            began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids)
+            self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this lane
             with push.lock:
                 if push.spoiled or push.handle is None:
                     return 0

@@ -1,0 +1,60 @@
+"""Our paths connector with a window in it, loaded by name in the engines of a benchmark.
+
+A client on a Unix socket in the folder that ``pd_engines.WATCHES`` names asks by a line of JSON and is
+answered by one: ``{}`` for what the links have moved and steps have waited for; ``{"layerwise": false}`` sets
+the worker's switch as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pd_engines import WATCHES
+from sojourn_server.vllm.paths_connector import PathsConnector
+
+
+class WatchedPaths(PathsConnector):
+    """As the product's; nothing is decided here."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """As the product's."""
+        super().register_kv_caches(kv_caches)
+        line = socket.socket(socket.AF_UNIX)
+        line.bind(str(Path(os.environ[WATCHES]) / f"{self.settings.store_name}.watch"))
+        line.listen()
+        threading.Thread(target=self._take_in, args=(line,), daemon=True).start()
+
+    def _take_in(self, line: socket.socket) -> None:
+        while True:
+            client, _ = line.accept()
+            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        with client, client.makefile("rw") as lines:
+            for asked in lines:
+                lines.write(json.dumps(self._look(json.loads(asked))) + "\n")
+                lines.flush()
+
+    def _look(self, asked: dict[str, Any]) -> dict[str, Any]:
+        worker, traffic = self._worker, self._traffic
+        assert worker is not None
+        assert traffic is not None
+        if "layerwise" in asked:
+            worker.layerwise = asked["layerwise"]
+        return {
+            "links": {
+                name: {"moved_bytes": link.moved_bytes, "queued_bytes": link.queued_bytes}
+                for name, link in traffic.links().items()
+            },
+            "times": asdict(worker.times),
+            "open": worker.open_things,
+            "clean": traffic.do(lambda now: traffic.core.is_clean),
+            "block_bytes": self.settings.identity.block_bytes,
+            "counts": {**traffic.core.depot.counts, **worker.counts},
+        }
