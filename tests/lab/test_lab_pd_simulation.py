@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn_server.lab.pd.cluster import Cluster
 from sojourn_server.lab.pd.machine import PdMachine
 from sojourn_server.lab.pd.models import MODELS, PdModel
-from sojourn_server.lab.pd.simulation import Cluster, Simulation
+from sojourn_server.lab.pd.simulation import Simulation
 from sojourn_server.lab.pd.systems import SYSTEMS
 from sojourn_server.lab.pd.trajectories import Trajectory, TurnShape
 from sojourn_server.policy.pd_views import FULL_BLOCK_TOKENS
@@ -92,6 +93,35 @@ def test_gaps_and_arrivals_take_time() -> None:
     assert at_once.now > 5.0
     assert later.now == pytest.approx(at_once.now + 100.0)
     assert later.turns == 2
+
+
+def test_agents_come_in_any_order() -> None:
+    agents: list[Trajectory] = [(TurnShape(0, 640, 20, 0.0),), (TurnShape(2, 200, 5, 0.0),)] * 2
+    at_s = [7.0, 1.0, 30.0, 1.0]
+    told = Simulation(PAIR, SYSTEMS["scheduling"], agents, at_s, latencies_from_s=0.0)
+    told.run()
+    order = sorted(range(4), key=lambda agent: at_s[agent])
+    in_order = Simulation(
+        PAIR, SYSTEMS["scheduling"], [agents[agent] for agent in order], sorted(at_s), latencies_from_s=0.0
+    )
+    in_order.run()
+    assert told.finished_s == in_order.finished_s
+    assert told.now > 30.0
+
+
+@pytest.mark.parametrize("system", ["basic", "scheduling"])
+def test_who_waits_in_line_is_not_among_the_events(system: str) -> None:
+    """What a heap of all reads costs grows with the agents; NICs and devices are what it is to grow with."""
+    agents: list[Trajectory] = [(TurnShape(10, 741, 20, 0.0),)] * 500
+    machine = replace(ONE, devices=2, device_memory_bytes=1e9)
+    busy = Simulation(
+        replace(PAIR, machine=machine, most_tokens_s=1e6), SYSTEMS[system], agents, [0.0] * len(agents)
+    )
+    busy.run(until_s=0.0)
+    assert sum(len(nic.line) for nic in busy.nics) == len(agents)
+    assert len(busy._events) <= len(busy.nics)
+    busy.run()
+    assert busy.turns == len(agents)
 
 
 def test_a_shared_lane_costs_steps_time() -> None:

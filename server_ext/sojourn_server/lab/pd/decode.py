@@ -54,11 +54,11 @@ class DecodeDevice:
     def enter(self, flight: Flight, load_s: float, stall_s: float, now: float) -> None:
         """Its prompt is computed, and there is room. ``load_s``: copying its KV in, which takes it and nobody
         else that long; ``stall_s``: time that this costs everybody."""
-        request = flight.request
-        self._advance(now - stall_s)
+        _, prompt_tokens, _, kv_tokens = flight.request
+        self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now
-        self.free_kv_tokens -= request.kv_tokens
-        self.tokens += (request.tokens + request.kv_tokens) / 2
+        self.free_kv_tokens -= kv_tokens
+        self.tokens += (prompt_tokens + kv_tokens) / 2
         self.requests += 1
         self.step_s = step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
         flight.decoded_from_s = now + load_s
@@ -68,25 +68,26 @@ class DecodeDevice:
 
     def next_s(self, now: float) -> float:
         """When its next request has all its tokens, as things stand."""
-        return now + max(0.0, self.ends[0][0] - self.progress) * self.step_s if self.ends else math.inf
+        if not self.ends:
+            return math.inf
+        steps = self.ends[0][0] - self.progress
+        return now + steps * self.step_s if steps > 0 else now
 
     def finished(self, now: float) -> list[Flight]:
         """Who has all tokens by now; their memory is free."""
-        self._advance(now)
+        self.progress += (now - self.since_s) / self.step_s
         self.since_s = now
         done: list[Flight] = []
         ends = self.ends
         limit = self.progress + _EARLY
+        if not ends or ends[0][0] > limit:
+            return done
         while ends and ends[0][0] <= limit:
             flight = heappop(ends)[2]
-            request = flight.request
-            self.free_kv_tokens += request.kv_tokens
-            self.tokens -= (request.tokens + request.kv_tokens) / 2
+            _, prompt_tokens, _, kv_tokens = flight.request
+            self.free_kv_tokens += kv_tokens
+            self.tokens -= (prompt_tokens + kv_tokens) / 2
             self.requests -= 1
             done.append(flight)
-        if done:
-            self.step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
+        self.step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
         return done
-
-    def _advance(self, now: float) -> None:
-        self.progress += (now - self.since_s) / self.step_s

@@ -1,38 +1,46 @@
-"""A turn on its way through the cluster."""
+"""An agent in the cluster: the turn that it is at, and where that has got to."""
 
 from __future__ import annotations
 
-from sojourn_server.policy.pd_views import Pair, PdRequest
+from sojourn_server.policy.pd_views import PdRequest
+
+from .trajectories import Trajectory
 
 
 class Flight:
-    """Written by whoever has it at the moment; times in virtual seconds."""
+    """One for each agent, from its first turn to its last; written by whoever has it at the moment.
+
+    What is not set yet of a turn is that of the turn before, or missing. Times are virtual seconds.
+    """
 
     __slots__ = (
         "agent", "cached", "cached_before", "decode", "decode_blocks", "decoded_from_s", "first_token_s",
         "output_tokens", "parts", "prefill_blocks", "request", "second_token_s", "submitted_s", "todo",
-        "worker",
+        "trajectory", "turn", "worker",
     )  # fmt: skip
 
-    def __init__(self, agent: int, request: PdRequest, output_tokens: int, cached: int, now: float) -> None:
-        self.agent = agent
-        self.request = request
-        self.output_tokens = output_tokens
-        self.submitted_s = now
-        self.first_token_s = now
-        self.second_token_s = now
-        self.decoded_from_s = now
-        self.cached = self.cached_before = cached
-        """Prompt tokens whose KV there is: now, and from storage."""
-        self.todo = request.tokens - cached
-        self.parts = 0
-        """Reads that are still under way."""
-        self.worker = 0
-        """Its prefill device."""
-        self.decode = 0
-        self.prefill_blocks = self.decode_blocks = 0
+    request: PdRequest
+    output_tokens: int
+    cached: int
+    """Prompt tokens whose KV there is: now, and from storage."""
+    cached_before: int
+    todo: int
+    """Prompt tokens that are left to compute."""
+    submitted_s: float
+    first_token_s: float
+    second_token_s: float
+    decoded_from_s: float
+    worker: int
+    """Its prefill device."""
+    decode: int
+    prefill_blocks: int
+    """That the prefill device's node reads."""
+    decode_blocks: int
+    parts: int
+    """Reads that are still under way."""
 
-    def paired(self, pair: Pair) -> None:
-        self.worker = pair.prefill
-        self.decode = pair.decode
-        self.prefill_blocks, self.decode_blocks = pair.split
+    def __init__(self, agent: int, trajectory: Trajectory) -> None:
+        self.agent = agent
+        self.trajectory = trajectory
+        self.turn = 0
+        """Of the trajectory."""

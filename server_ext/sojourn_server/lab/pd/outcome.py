@@ -6,7 +6,8 @@ from statistics import fmean
 
 import msgspec
 
-from .simulation import Latencies, Simulation
+from .latencies import Latencies
+from .simulation import Simulation
 from .storage_nic import WINDOW_S
 
 LOADED = (0.05, 0.5)

@@ -98,11 +98,12 @@ class PrefillGroup:
             if self.layerwise:
                 # A hit comes in once, whoever read it. Out of the device's NIC go its own node's hits twice,
                 # into the device and on to the decode side, and the new KV (§4.2).
-                reads, writes = 0, 0
+                own = other = 0
                 for flight, chunk in zip(device.flights, plan.chunks, strict=False):
                     if chunk == flight.todo:
-                        reads += 2 * flight.prefill_blocks
-                        writes += flight.prefill_blocks + flight.decode_blocks
+                        own += flight.prefill_blocks
+                        other += flight.decode_blocks
+                reads, writes = 2 * own, own + other
                 seconds = max(reads, writes) * cost.block_copy_s + mine * cost.token_copy_s
                 if seconds > copy:
                     copy = seconds

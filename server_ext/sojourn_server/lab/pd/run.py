@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from sojourn_server.lab.workers import Report, side_by_side
 from sojourn_server.lab.workloads.synthetic import DUALPATH, PREFIX
 
+from .cluster import Cluster
 from .machine import CALIBRATION_JCT_S, PdMachine
 from .models import MODELS
 from .outcome import PdOutcome, outcome_of
-from .simulation import Cluster, Simulation
+from .simulation import Simulation
 from .systems import SYSTEMS
 from .trajectories import Shaping, Trajectory, agents, load_trajectories
 
@@ -147,10 +148,13 @@ def run_all(
 
 
 def calibrate(
-    spec: PdSpec, wanted_s: float = CALIBRATION_JCT_S, tolerance: float = 0.005
+    spec: PdSpec,
+    wanted_s: float = CALIBRATION_JCT_S,
+    tolerance: float = 0.005,
+    play: Callable[[PdSpec], PdOutcome] = run,
 ) -> list[tuple[float, float]]:
     """Find the efficiency with which ``spec`` takes ``wanted_s``, by halving on a scale of ratios; every
-    (efficiency, seconds) that was tried, the last within ``tolerance``.
+    (efficiency, seconds) that was tried, the last within ``tolerance``. ``play`` is what runs a spec.
 
     Raises ``ValueError`` where none between 5 % and 100 % does: it is not computing that takes the time.
     """
@@ -158,7 +162,7 @@ def calibrate(
     low, high = 0.05, 1.0
     efficiency = high
     while high / low > 1 + tolerance / 10:
-        took_s = run(replace(spec, machine=replace(spec.machine, efficiency=efficiency))).virtual_s
+        took_s = play(replace(spec, machine=replace(spec.machine, efficiency=efficiency))).virtual_s
         tried.append((efficiency, took_s))
         if abs(took_s / wanted_s - 1) <= tolerance:
             return tried

@@ -20,10 +20,9 @@ What is simulated and what not:
 from __future__ import annotations
 
 import math
-from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 from sojourn_server.policy.compute_quota import AttentionCosts, ComputeQuota
@@ -31,10 +30,10 @@ from sojourn_server.policy.pd_pairs import PairScheduler
 from sojourn_server.policy.pd_prefill import PrefillLimits
 from sojourn_server.policy.pd_views import FULL_BLOCK_TOKENS, PdRequest
 
+from .cluster import Cluster
 from .decode import DecodeDevice
 from .flight import Flight
-from .machine import PdMachine
-from .models import PdModel
+from .latencies import Latencies
 from .prefill import PrefillDevice, PrefillGroup, StepCost
 from .round_robin import RoundRobinPairs
 from .space import Space
@@ -45,65 +44,11 @@ from .trajectories import Trajectory, means
 HIGH_PRIORITY_SHARE = 0.99
 """What model traffic gets of a compute NIC that KV contends for, by traffic classes (§5.1)."""
 
-_ARRIVE, _READ, _STEP, _DECODE, _LOADED, _PUSHED = range(6)
+_Event = tuple[float, int, Callable[[Any], None], Any, "deque[_Event] | None"]
+"""(when, the how manieth that was thought of, what to call, with what, the line that it heads)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """How many nodes of which machine serve which model. Raises ``ValueError``."""
-
-    prefill_nodes: int
-    decode_nodes: int
-    model: PdModel
-    machine: PdMachine = field(default_factory=PdMachine)
-    isolated: bool = True
-    """Traffic classes: KV takes what the model leaves of the compute network. False: they share a lane."""
-    short_queue_s: float = 3.0
-    """α."""
-    most_tokens_s: float = 5.0
-    """β, as seconds of what a prefill device works off of this load."""
-    quota_s: float = 0.3
-    """Of attention in a prefill step, for all systems alike."""
-    step_tokens: int | None = None
-    """New tokens of a prefill device in a step instead; ``None``: the quota bounds it."""
-
-    def __post_init__(self) -> None:
-        if self.prefill_nodes < 1 or self.decode_nodes < 1:
-            raise ValueError(
-                f"{self.prefill_nodes} prefill and {self.decode_nodes} decode nodes; expected one at least"
-            )
-        if self.step_tokens is not None and self.step_tokens < 1:
-            raise ValueError(f"step_tokens is {self.step_tokens}; expected at least 1")
-        for name in ("short_queue_s", "most_tokens_s", "quota_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected finite and above 0")
-        self.machine.prefill_kv_tokens(self.model)
-        self.machine.decode_kv_tokens(self.model)
-
-    @property
-    def name(self) -> str:
-        """As the paper has it: 2P4D."""
-        return f"{self.prefill_nodes}P{self.decode_nodes}D"
-
-    @property
-    def devices(self) -> int:
-        """Of all nodes."""
-        return (self.prefill_nodes + self.decode_nodes) * self.machine.devices
-
-
-class Latencies:
-    """Of each turn that was submitted from ``from_s`` on and has more than one token, in seconds."""
-
-    __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
-
-    def __init__(self, from_s: float) -> None:
-        self.from_s = from_s
-        self.first_token_s = array("d")
-        """From the request to its first token."""
-        self.second_token_s = array("d")
-        """From the first token to the second."""
-        self.per_token_s = array("d")
-        """Between the tokens after that, on average."""
+Where many wait for one thing in an order that is known, they stand in a line, and only the first of it is
+among the events: a heap of hundreds is a heap in the processor's cache."""
 
 
 class Simulation:
@@ -129,24 +74,22 @@ class Simulation:
         self.system = system
         self.now = 0.0
         self.agents = agents
-        self._next_turn = [0] * len(agents)
-        self._flights: dict[int, Flight] = {}
-        self._events: list[tuple[float, int, int, Any]] = []
+        self._flights = [Flight(agent, trajectory) for agent, trajectory in enumerate(agents)]
+        self._events: list[_Event] = []
         self._count = 0
         self.events = 0
         self.turns = 0
         self.finished_agents = 0
         self.finished_s: list[float] = []
         """When agents ended, in order."""
-        self.prompt_tokens = self.output_tokens = self.hit_blocks = 0
+        self.prompt_tokens = self.output_tokens = 0
         """Of turns that have ended."""
         self.submitted = 0
         self.attention_in: list[list[float]] = []
         """By window of time: seconds of the longest attention in each step, and of the mean, added up."""
         self.latencies = None if latencies_from_s is None else Latencies(latencies_from_s)
         self._build(cluster, system, agents)
-        for agent, at_s in enumerate(arrivals_s if arrivals_s is not None else [0.0] * len(agents)):
-            self._at(at_s, _ARRIVE, agent)
+        self._come(arrivals_s or [0.0] * len(agents))
 
     # -- what there is -----------------------------------------------------------------
 
@@ -240,8 +183,11 @@ class Simulation:
         self._on_device: list[Space[Flight]] = (
             [Space(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
+        self._free_io = system.free_io
         self._copying_in_s = [0.0] * len(devices)
         self._copying_out_s = [0.0] * len(devices)
+        self._coming_in: list[deque[_Event]] = [deque() for _ in devices]
+        self._going_out: list[deque[_Event]] = [deque() for _ in devices]
 
     # -- time --------------------------------------------------------------------------
 
@@ -249,52 +195,74 @@ class Simulation:
         """Until all agents have ended, or the clock says ``until_s``. ``on_progress(now, agents ended)``
         is called every so often."""
         events = self._events
-        handlers: tuple[Callable[[Any], None], ...] = (
-            self._submit_next, self._read, self._stepped, self._decoded, self._loaded, self._pushed,
-        )  # fmt: skip
-        while events and events[0][0] <= until_s:
-            now, _, kind, what = heappop(events)
+        while events:
+            now, _, call, what, line = events[0]
+            if now > until_s:
+                break
+            if line is None:
+                heappop(events)
+            else:
+                line.popleft()
+                if line:
+                    heapreplace(events, line[0])
+                else:
+                    heappop(events)
             self.now = now
             self.events += 1
-            handlers[kind](what)
+            call(what)
             if on_progress is not None and not self.events & 0xFFFF:
                 on_progress(now, self.finished_agents)
         if on_progress is not None:
             on_progress(self.now, self.finished_agents)
 
-    def _at(self, at_s: float, kind: int, what: Any) -> None:
-        self._count += 1
-        heappush(self._events, (at_s, self._count, kind, what))
+    def _at(self, at_s: float, call: Callable[[Any], None], what: Any) -> None:
+        self._count = count = self._count + 1
+        heappush(self._events, (at_s, count, call, what, None))
+
+    def _come(self, arrivals_s: Sequence[float]) -> None:
+        line: deque[_Event] = deque()
+        for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
+            self._in_line(line, arrivals_s[agent], self._arrive, self._flights[agent])
+
+    def _in_line(self, line: deque[_Event], at_s: float, call: Callable[[Any], None], flight: Flight) -> None:
+        """As ``_at``, where nobody in the line comes later than that."""
+        self._count = count = self._count + 1
+        event = (at_s, count, call, flight, line)
+        if not line:
+            heappush(self._events, event)
+        line.append(event)
 
     # -- a turn's life -----------------------------------------------------------------
 
-    def _submit_next(self, agent: int) -> None:
-        self._submit(agent)
+    def _arrive(self, flight: Flight) -> None:
+        self._submit(flight)
         self._dispatch()
 
-    def _submit(self, agent: int) -> None:
-        turn = self.agents[agent][self._next_turn[agent]]
-        request = PdRequest(
-            agent,
-            turn.prompt_tokens,
-            0 if self.system.free_io else turn.hit_blocks,
-            turn.prompt_tokens + turn.output_tokens,
+    def _submit(self, flight: Flight) -> None:
+        hit_blocks, prompt_tokens, output_tokens, _ = flight.trajectory[flight.turn]
+        request = flight.request = PdRequest(
+            flight.agent, prompt_tokens, 0 if self._free_io else hit_blocks, prompt_tokens + output_tokens
         )
-        cached = turn.hit_blocks * FULL_BLOCK_TOKENS
-        self._flights[agent] = Flight(agent, request, turn.output_tokens, cached, self.now)
-        self.pairs.submit(request)
+        flight.output_tokens = output_tokens
+        flight.cached = flight.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
+        flight.todo = prompt_tokens - cached
+        flight.submitted_s = self.now
         self.submitted += 1
+        self.pairs.submit(request)
 
     def _dispatch(self) -> None:
-        for pair in self.pairs.dispatch(self.now):
-            flight = self._flights[pair.request.request_id]  # type: ignore[index]
-            flight.paired(pair)
+        flights = self._flights
+        for request, worker, decode, (own, other) in self.pairs.dispatch(self.now):
+            flight = flights[request.request_id]  # type: ignore[index]
+            flight.worker = worker
+            flight.decode = decode
+            flight.prefill_blocks = own
+            flight.decode_blocks = other
             # Without layers all of its KV lies on the device, from before it is read.
-            if not self._copies_first or self._on_device[pair.prefill].take(pair.request.tokens, flight):
+            if not self._copies_first or self._on_device[worker].take(request.tokens, flight):
                 self._start_reads(flight)
 
     def _start_reads(self, flight: Flight) -> None:
-        now = self.now
         own, other = flight.prefill_blocks, flight.decode_blocks
         flight.parts = (own > 0) + (other > 0)
         if not flight.parts:
@@ -302,24 +270,31 @@ class Simulation:
             return
         if other:
             nic = self.nics[self.decode_devices[flight.decode].node]
-            self._at(nic.read(other, now), _READ, (flight, nic))
+            self._in_line(nic.line, nic.read(other, self.now), self._read_there, flight)
         if own:
             node = self.prefill_devices[flight.worker].node
             if self._buffers[node].take(own, flight):
                 nic = self.nics[node]
-                self._at(nic.read(own, now), _READ, (flight, nic))
+                self._in_line(nic.line, nic.read(own, self.now), self._read_here, flight)
 
-    def _read(self, what: tuple[Flight, StorageNic]) -> None:
-        flight, nic = what
+    def _read_there(self, flight: Flight) -> None:
+        """Its decode node has read its part."""
         flight.parts -= 1
         if not flight.parts:
             self._at_hand(flight)
-        if nic.node < len(self._buffers):
-            waiting = self._buffers[nic.node].waiting
-            if waiting:
-                # The books know nothing of reads that wait for memory.
-                queue_s = max(0.0, nic.busy_until_s - self.now) + waiting / nic.rate_blocks_per_s
-                self.pairs.report(nic.node, queue_s, self.now)
+
+    def _read_here(self, flight: Flight) -> None:
+        """Its prefill node has."""
+        flight.parts -= 1
+        if not flight.parts:
+            self._at_hand(flight)
+        node = self.prefill_devices[flight.worker].node
+        waiting = self._buffers[node].waiting
+        if waiting:
+            # The books know nothing of reads that wait for memory.
+            nic = self.nics[node]
+            queue_s = max(0.0, nic.busy_until_s - self.now) + waiting / nic.rate_blocks_per_s
+            self.pairs.report(node, queue_s, self.now)
 
     def _at_hand(self, flight: Flight) -> None:
         """All of its hit is in DRAM."""
@@ -327,21 +302,22 @@ class Simulation:
             worker = flight.worker
             begin = max(self.now, self._copying_in_s[worker])
             self._copying_in_s[worker] = end = begin + flight.cached * self._token_copy_s
-            self._at(end, _LOADED, flight)
+            self._in_line(self._coming_in[worker], end, self._loaded, flight)
         else:
             self._loaded(flight)
 
     def _loaded(self, flight: Flight) -> None:
         """It can be computed."""
-        self.prefill_devices[flight.worker].ready(flight)
-        group = self._group_of[flight.worker]
+        worker = flight.worker
+        self.prefill_devices[worker].ready(flight)
+        group = self._group_of[worker]
         if not group.busy:
             self._begin(group)
 
     def _begin(self, group: PrefillGroup) -> None:
         step_s = group.begin()
         if step_s:
-            self._at(self.now + step_s, _STEP, group)
+            self._at(self.now + step_s, self._stepped, group)
             window = int(self.now / WINDOW_S)
             counted = self.attention_in
             if len(counted) <= window:
@@ -353,16 +329,17 @@ class Simulation:
     def _stepped(self, group: PrefillGroup) -> None:
         done = group.end()
         now = self.now
+        prefilled = self.pairs.prefilled
         for flight in done:
             flight.first_token_s = now
-            self.pairs.prefilled(flight.agent)
+            prefilled(flight.agent)
             if flight.prefill_blocks:
                 self._leave_buffer(self.prefill_devices[flight.worker].node, flight.prefill_blocks)
             if self._copies_first:
                 worker = flight.worker
                 begin = max(now, self._copying_out_s[worker])
                 self._copying_out_s[worker] = end = begin + flight.request.tokens * self._token_copy_s
-                self._at(end, _PUSHED, flight)
+                self._in_line(self._going_out[worker], end, self._pushed, flight)
             else:
                 self._hand_over(flight)
         self._begin(group)
@@ -370,9 +347,9 @@ class Simulation:
             self._dispatch()
 
     def _leave_buffer(self, node: int, blocks: int) -> None:
-        nic = self.nics[node]
         for other in self._buffers[node].leave(blocks):
-            self._at(nic.read(other.prefill_blocks, self.now), _READ, (other, nic))
+            nic = self.nics[node]
+            self._in_line(nic.line, nic.read(other.prefill_blocks, self.now), self._read_here, other)
 
     def _pushed(self, flight: Flight) -> None:
         """Its KV has left the prefill device."""
@@ -394,53 +371,42 @@ class Simulation:
         due_s = device.next_s(self.now)
         if due_s < device.due_s:
             device.due_s = due_s
-            self._at(due_s, _DECODE, (device, due_s))
+            self._at(due_s, self._decoded, device)
 
     def _enter(self, device: DecodeDevice, flight: Flight) -> None:
         load_s = flight.request.tokens * self._token_copy_s
         device.enter(flight, load_s, self._stall * load_s, self.now)
 
-    def _decoded(self, what: tuple[DecodeDevice, float]) -> None:
-        device, due_s = what
-        if due_s != device.due_s:
+    def _decoded(self, device: DecodeDevice) -> None:
+        now = self.now
+        if now != device.due_s:
             return  # it was asked sooner
-        done = device.finished(self.now)
+        done = device.finished(now)
         while device.line and device.fits(device.line[0]):
             self._enter(device, device.line.popleft())
-        device.due_s = device.next_s(self.now)
-        if device.due_s < math.inf:
-            self._at(device.due_s, _DECODE, (device, device.due_s))
+        device.due_s = due_s = device.next_s(now)
+        if due_s < math.inf:
+            self._at(due_s, self._decoded, device)
         if done:
             self._end(done)
 
     def _end(self, done: list[Flight]) -> None:
         now = self.now
+        end = self.pairs.end
         for flight in done:
-            agent = flight.agent
-            del self._flights[agent]
-            self.pairs.end(agent)
+            end(flight.agent)
             self.turns += 1
             self.prompt_tokens += flight.request.tokens
             self.output_tokens += flight.output_tokens
-            self.hit_blocks += flight.cached_before // FULL_BLOCK_TOKENS
             if self.latencies is not None:
-                self._note(flight)
-            trajectory = self.agents[agent]
-            turn = self._next_turn[agent]
-            self._next_turn[agent] = turn + 1
-            if turn + 1 == len(trajectory):
+                self.latencies.note(flight, now)
+            gap_s = flight.trajectory[flight.turn].gap_s
+            flight.turn += 1
+            if flight.turn == len(flight.trajectory):
                 self.finished_agents += 1
                 self.finished_s.append(now)
-            elif trajectory[turn].gap_s:
-                self._at(now + trajectory[turn].gap_s, _ARRIVE, agent)
+            elif gap_s:
+                self._at(now + gap_s, self._arrive, flight)
             else:
-                self._submit(agent)
+                self._submit(flight)
         self._dispatch()
-
-    def _note(self, flight: Flight) -> None:
-        kept = self.latencies
-        assert kept is not None
-        if flight.output_tokens > 1 and flight.submitted_s >= kept.from_s:
-            kept.first_token_s.append(flight.first_token_s - flight.submitted_s)
-            kept.second_token_s.append(flight.second_token_s - flight.first_token_s)
-            kept.per_token_s.append((self.now - flight.decoded_from_s) / (flight.output_tokens - 1))

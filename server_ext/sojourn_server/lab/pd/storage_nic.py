@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 WINDOW_S = 10.0
 """Bytes are counted in windows of that length, for how evenly NICs are used over time."""
 
@@ -9,7 +12,10 @@ WINDOW_S = 10.0
 class StorageNic:
     """First come first served; writes go the other way and are only counted."""
 
-    __slots__ = ("blocks", "blocks_in", "busy_until_s", "node", "rate_blocks_per_s", "written_tokens")
+    __slots__ = (
+        "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "line", "node",
+        "rate_blocks_per_s", "written_tokens",
+    )  # fmt: skip
 
     def __init__(self, node: int, rate_blocks_per_s: float) -> None:
         self.node = node
@@ -17,9 +23,12 @@ class StorageNic:
         self.busy_until_s = 0.0
         self.blocks = 0
         """Read so far, or about to be: in Full Blocks."""
-        self.blocks_in: list[float] = []
+        self.blocks_in: list[float] = [0.0]
         """By window; a read that spans several is shared out."""
         self.written_tokens = 0
+        self.line: deque[Any] = deque()
+        """The simulation's: its events for reads to come."""
+        self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
     def read(self, blocks: int, now: float) -> float:
         """When a read that is handed over now will be done."""
@@ -29,6 +38,13 @@ class StorageNic:
         end = begin + blocks / self.rate_blocks_per_s
         self.busy_until_s = end
         self.blocks += blocks
+        if end < self._window_to_s and begin >= self._window_from_s:
+            self.blocks_in[self._window] += blocks
+        else:
+            self._share_out(blocks, begin, end)
+        return end
+
+    def _share_out(self, blocks: int, begin: float, end: float) -> None:
         first, last = int(begin / WINDOW_S), int(end / WINDOW_S)
         counted = self.blocks_in
         if len(counted) <= last:
@@ -39,4 +55,4 @@ class StorageNic:
             for window in range(first, last + 1):
                 inside = min(end, (window + 1) * WINDOW_S) - max(begin, window * WINDOW_S)
                 counted[window] += inside * self.rate_blocks_per_s
-        return end
+        self._window, self._window_from_s, self._window_to_s = last, last * WINDOW_S, (last + 1) * WINDOW_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,16 +127,18 @@ class WorkloadMeans(NamedTuple):
 
 def means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
     """What a fleet is sized by, and what a result's page tells of its load."""
-    every = [turn for trajectory in trajectories for turn in trajectory]
-    count = len(every)
-    prompt = sum(turn.prompt_tokens for turn in every) / count
-    hit = sum(turn.hit_blocks for turn in every) * FULL_BLOCK_TOKENS / count
+    # Thousands of agents play hundreds of trajectories: each is added up once.
+    times = Counter(map(id, trajectories))
+    count = prompt = hit_blocks = output = 0
+    for trajectory in {id(each): each for each in trajectories}.values():
+        agents_of_it = times[id(trajectory)]
+        count += agents_of_it * len(trajectory)
+        prompt += agents_of_it * sum(turn.prompt_tokens for turn in trajectory)
+        hit_blocks += agents_of_it * sum(turn.hit_blocks for turn in trajectory)
+        output += agents_of_it * sum(turn.output_tokens for turn in trajectory)
+    prompt_tokens, hit_tokens = prompt / count, hit_blocks * FULL_BLOCK_TOKENS / count
     return WorkloadMeans(
-        count / len(trajectories),
-        prompt,
-        hit,
-        prompt - hit,
-        sum(turn.output_tokens for turn in every) / count,
+        count / len(trajectories), prompt_tokens, hit_tokens, prompt_tokens - hit_tokens, output / count
     )
 
 
