@@ -3,9 +3,9 @@
     python benchmarks/gateway_core.py --out benchmarks/results
 
 Programs run in a closed loop: each asks, is answered and asks again, with 500 programs to a replica; what
-programs of their kinds came to is known. A decision is a request that is taken in and sent. Times are CPU
-time of the one thread, of 500 facts at once: the median of such rounds, and the worst of a hundred where
-single looks are timed.
+programs of their kinds came to is known. A decision is a request that is taken in and sent; a newcomer is the
+first one of a program, as every 17th is. Times are CPU time of the one thread, of 500 facts at once: the
+median of such rounds, and the worst of a hundred where single looks are timed.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ ENDED = 600
 """Programs that came to their end before, of three kinds."""
 WAITING = 10_000
 LOOKS = 100
+TURNS = 16
+"""Requests of others between two programs that come new."""
+NEWCOMERS = 100
 
 
 class Loop:
@@ -118,6 +121,27 @@ class Loop:
             )
         return deciding / ROUND, following / len(after)
 
+    def newcomer(self, number: int) -> float:
+        """CPU seconds of placing a program that comes new, after requests of others; it ends at once."""
+        take, now = self.core.take, self.now
+        for program in self.random.choices(range(len(self.contexts)), k=TURNS):
+            name, tenant = f"turn {self.number}", f"t{program % TENANTS}"
+            self.number += 1
+            tokens = self.contexts[program] or 1
+            ask = facts.Asked(name, tenant, tokens, f"p{program}", agent_type=f"kind {program % 3}")
+            for action in take(ask, now):
+                if isinstance(action, facts.Send):
+                    take(facts.Ended(name, 200, action.replica_id), now)
+        name, tenant = f"new {number}", f"t{number % TENANTS}"
+        ask = facts.Asked(name, tenant, 2_000, name, agent_type=f"kind {number % 3}")
+        begin = time.thread_time()
+        actions = take(ask, now)
+        placing = time.thread_time() - begin
+        sent = [action for action in actions if isinstance(action, facts.Send)]
+        take(facts.Ended(name, 200, sent[0].replica_id if sent else None), now)
+        take(facts.ProgramEnded(name, tenant), now)
+        return placing
+
 
 def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
     """Per policy and number of replicas."""
@@ -130,6 +154,7 @@ def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
             gc.collect()
             gc.disable()
             timed = [loop.round() for _ in range(rounds)]
+            newcomers = [loop.newcomer(number) for number in range(NEWCOMERS)]
             gc.enable()
             decide_s = statistics.median(decide for decide, _ in timed)
             rows.append(
@@ -139,6 +164,7 @@ def decisions(rounds: int, seed: int) -> list[dict[str, Any]]:
                     "programs": len(loop.core.programs),
                     "us_per_decision": decide_s * 1e6,
                     "decisions_per_s": 1 / decide_s,
+                    "us_per_newcomer": statistics.median(newcomers) * 1e6,
                     "us_per_other_fact": statistics.median(follow for _, follow in timed) * 1e6,
                 }
             )
@@ -207,7 +233,15 @@ def pump(sharing: Any, seed: int) -> dict[str, Any]:
 def page(result: dict[str, Any], made: Any, wall_s: float) -> str:
     """The result as Markdown."""
     decided = marked(
-        ("routing", "replicas", "programs", "µs a decision", "decisions/s", "µs any other fact"),
+        (
+            "routing",
+            "replicas",
+            "programs",
+            "µs a decision",
+            "decisions/s",
+            "µs a newcomer",
+            "µs any other fact",
+        ),
         [
             (
                 row["routing"],
@@ -215,6 +249,7 @@ def page(result: dict[str, Any], made: Any, wall_s: float) -> str:
                 f"{row['programs']:,}",
                 f"{row['us_per_decision']:.1f}",
                 f"{row['decisions_per_s']:,.0f}",
+                f"{row['us_per_newcomer']:.0f}",
                 f"{row['us_per_other_fact']:.1f}",
             )
             for row in result["decisions"]
@@ -272,13 +307,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
     }
     console = Console()
-    table = Table("routing", "replicas", "µs a decision", "decisions/s", "µs other fact")
+    table = Table("routing", "replicas", "µs a decision", "decisions/s", "µs a newcomer", "µs other fact")
     for row in result["decisions"]:
         table.add_row(
             row["routing"],
             f"{row['replicas']}",
             f"{row['us_per_decision']:.1f}",
             f"{row['decisions_per_s']:,.0f}",
+            f"{row['us_per_newcomer']:.0f}",
             f"{row['us_per_other_fact']:.1f}",
         )
     console.print(table)
