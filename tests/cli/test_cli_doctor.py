@@ -211,3 +211,27 @@ def test_the_report_is_on_stdout_and_makes_way_for_its_json(monkeypatch, tmp_pat
 
 def test_a_url_that_is_none(monkeypatch):
     assert invoke(monkeypatch, [], "--url", "http://[").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "shown", "source"),
+    [
+        ([], {"SOJOURN_API_KEY": "s"}, "s", "SOJOURN_API_KEY"),
+        ([], {"SOJOURN_API_KEY": "s", "VLLM_API_KEY": "v"}, "v", "VLLM_API_KEY"),
+        ([], {"SOJOURN_API_KEY": "s", "VLLM_API_KEY": ""}, "s", "SOJOURN_API_KEY"),
+        (["--api-key", "a"], {"SOJOURN_API_KEY": "s"}, "a", "--api-key"),
+    ],
+)
+def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags, environment, shown, source):
+    server = Server(key=f"Bearer {shown}")
+    client = httpx.Client
+    monkeypatch.setattr(
+        doctor.httpx, "Client", lambda **more: client(transport=httpx.MockTransport(server), **more)
+    )
+    for name in ("VLLM_API_KEY", "SOJOURN_API_KEY"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    result = invoke(monkeypatch, [], "--url", "http://server", *flags)
+    assert f"API key: accepted, or none needed ({source})" in result.stdout
+    server.key = "Bearer another"
+    result = invoke(monkeypatch, [], "--url", "http://server", *flags)
+    assert f"API key: that of {source} is not the one" in result.stdout

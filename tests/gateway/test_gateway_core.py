@@ -469,7 +469,18 @@ def test_who_is_at_home_on_a_draining_replica_moves_at_its_next_turn() -> None:
     assert "r0" in it.fleet.get(home).in_flight, "it is answered there"
     it.take(facts.Ended("r0"), 1.0)
     sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, Send))
-    assert (sent.replica_id != home, sent.moved_from) == (True, home)
+    assert (sent.replica_id != home, sent.moved_from, sent.left_because) == (True, home, "drain")
+
+
+def test_why_a_program_could_not_stay_is_said_of_the_move_alone() -> None:
+    it = with_replicas(core(), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0))
+    assert first.left_because == ""
+    again = next(a for a in it.take(facts.Failed("r0", first.replica_id), 1.0) if isinstance(a, Send))
+    assert (again.moved_from, again.left_because) == (first.replica_id, "failed")
+    assert {again.left_because, "drain"} == {*facts.LEFT_BECAUSE}
+    it.take(facts.Ended("r0"), 2.0)
+    assert only(it.take(asked("r1", "p"), 3.0)).left_because == ""
 
 
 def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_restart() -> None:

@@ -278,6 +278,8 @@ class AnyLife(RuleBasedStateMachine):
     @rule(seconds=st.floats(-5, 40))
     def time(self, seconds: float) -> None:
         self.now += seconds
+        astray = self.core.requests.astray_since(self.now - self.core.limits.lease_s)
+        self.lose([one.request_id for one in astray])
         self.take(facts.Tick())
 
     @rule()

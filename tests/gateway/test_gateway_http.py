@@ -14,7 +14,7 @@ from gateway_world import World, lines, until, world
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.from_preset import core_of
 from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.http import app, bodies, census, headers
+from sojourn_server.gateway.http import anywhere, bodies, census, headers
 from sojourn_server.gateway.http.apis import Api
 from sojourn_server.gateway.http.bodies import Bodies
 from sojourn_server.gateway.http.decider import LocalDecider
@@ -182,7 +182,8 @@ async def test_an_engine_whose_core_is_dead_counts_as_lost() -> None:
         await until(lambda: it.gateway.replicas.get(dead.name) is None)
 
 
-async def test_a_connection_that_closed_while_idle_is_no_loss() -> None:
+async def test_a_connection_that_closed_while_idle_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.gateway.http.engines.LONG_IDLE_S", 0.0)
     async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
@@ -406,7 +407,7 @@ async def test_a_last_turn_that_was_refused_is_not_the_end() -> None:
 
 
 async def test_an_engine_that_hangs_holds_up_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SMALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(anywhere, "TIMEOUT_S", 0.2)
     async with engines(2) as fakes, world(fakes) as it:
         fakes[0].tokenizes_never = True
         async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
@@ -832,6 +833,7 @@ async def test_a_program_that_moves_takes_its_state_along() -> None:
         assert old.persisted == ["p"] * 3
         moves = (await it.get("/sojourn/v1/moves", "root"))["moves"]
         assert [(m["moved_from"], m["moved_to"], m["kv"]) for m in moves] == [(old.name, new.name, "shared")]
+        assert [(m["reason"], m["left_because"]) for m in moves] == [("least_loaded", "drain")]
         # Later events find it where it is.
         await it.events({"type": "tool_stop", "program_id": "p", "seq": 4, "call_id": "d", "duration_s": 1.0})
         assert new.of("p")[-1] == "tool_stop"
@@ -864,7 +866,7 @@ async def test_only_an_operator_drains() -> None:
 async def test_what_can_be_seen() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         await it.chat("p")
-        assert (await it.get("/health")) == {"replicas": 2, "up": 2}
+        assert (await it.get("/health")) == {"replicas": 2, "up": 2, "waiting": 0}
         states = (await it.get("/sojourn/v1/replicas"))["replicas"]
         assert {state["replica"] for state in states} == {fake.name for fake in fakes}
         assert states[0]["capacity_tokens"] == 16_000

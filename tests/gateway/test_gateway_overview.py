@@ -118,7 +118,17 @@ async def test_the_doctor_knows_a_gateway() -> None:
         await until(lambda: it.gateway.replicas.get(fakes[1].name) is None)
         checks = await examined(it.url)
         assert list(checks) == ["server", "gateway"]
-        assert "0 of 2 replicas up" in checks["gateway"].detail
+        assert "policy saga, 0 of 2 replicas up" in checks["gateway"].detail
+
+
+async def test_the_doctor_knows_an_admin_by_what_its_key_does_not_do() -> None:
+    async with engines(1) as fakes, world(fakes, tenants={"secret": "a"}, admin_key="root") as it:
+        check = (await examined(it.url, "root"))["cached tokens"]
+        assert check.ok is None
+        assert "admin key" in check.detail
+        assert "tenant's key" in check.next_step
+        # Of a tenant's it is looked at; these engines do not report them.
+        assert (await examined(it.url, "secret"))["cached tokens"].detail == "not reported"
 
 
 async def test_the_doctor_names_replicas_without_the_plugin() -> None:

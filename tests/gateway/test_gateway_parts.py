@@ -191,7 +191,7 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
     assert found.ranks == 4
     assert found.capacity_tokens == 1600
     assert found.max_context_tokens == 2048
-    assert found.instance == "1.5e9"
+    assert found.instance == "1500000000"
     assert [a.replica_id for a in addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
     assert [a.rank for a in addresses("http://h:1", 1)] == [None]
     replicas = Replicas()

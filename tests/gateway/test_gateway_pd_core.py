@@ -16,6 +16,7 @@ from sojourn_server.gateway.pd.facts import EngineSeen, NicTold, Role, SendPair
 from sojourn_server.policy.pd_pairs import PairScheduler
 from sojourn_server.policy.pd_prefill import PrefillLimits
 from sojourn_server.policy.pd_read_side import WaterFilled
+from sojourn_server.policy.pd_views import FULL_BLOCK_TOKENS
 
 KV_TOKENS = 10_000
 
@@ -103,6 +104,89 @@ def test_an_engine_in_doubt_is_waited_for() -> None:
     assert [one.request_id for one in sent] == ["a", "b"]
 
 
+@pytest.mark.parametrize("how", ["failed", "drained"])
+def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None:
+    it = PdCore()
+    it.take(seen("p1", kv_tokens=1000), 0.0)
+    it.take(seen("d1", kv_tokens=1000), 0.0)
+    for name in ("a", "b"):
+        assert len(it.take(asked(name, 400, output_tokens=50), 1.0)) == 1
+    assert it.take(asked("c", 400, output_tokens=50), 1.0) == []
+    if how == "failed":
+        assert only(it.take(facts.Failed("a", "d1", computing=True), 2.0)) == Probe("d1", "1")
+        again: list[Any] = it.take(seen("d1", kv_tokens=1000), 3.0)
+        # Of 1,000 tokens b has 450 still: a goes, and c does not.
+        assert [one.request_id for one in again] == ["a"]
+    else:
+        it.take(facts.ReplicaDrains("d1"), 2.0)
+        assert it.take(facts.ReplicaStays("d1"), 3.0) == []
+    [view] = it.pairs.decode.views()
+    assert (view.free_kv_tokens, view.requests) == (100, 2)
+    assert it.pairs.prefill.views()[0].tokens == 1200  # c waits there for memory
+    assert only(it.take(facts.Ended("b", 1, "d1"), 4.0)).request_id == "c"
+
+
+def test_what_ends_while_an_engine_is_drained_is_out_of_its_books() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for name in ("p1", "d1"):
+        it.take(facts.ReplicaDrains(name), 2.0)
+    it.take(facts.Prefilled("a", "p1"), 3.0)
+    it.take(facts.Ended("a", 1, "d1"), 3.0)
+    for name in ("p1", "d1"):
+        it.take(facts.ReplicaStays(name), 4.0)
+    [view] = it.pairs.decode.views()
+    assert (view.free_kv_tokens, view.tokens, view.requests) == (KV_TOKENS, 0, 0)
+    assert it.pairs.prefill.views()[0].tokens == 0
+
+
+def test_an_engine_in_doubt_that_goes_leaves_nothing_behind() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(facts.Failed("a", "d1"), 2.0)
+    it.take(facts.ReplicaGone("d1", "1"), 3.0)
+    assert it.waiting == 1
+    assert only(it.take(seen("d1", "2"), 4.0)).request_id == "a"
+    [view] = it.pairs.decode.views()
+    assert view.requests == 1
+    assert set(it._names.values()) == {"p1", "d1"}
+    assert len(it._names) == 2
+
+
+def test_who_had_a_pair_waits_anew_from_when_it_was_lost() -> None:
+    it = core("p1", "d1", wait_s=30.0)
+    assert isinstance(only(it.take(asked("a"), 0.0)), SendPair)
+    it.take(facts.ReplicaGone("d1", "1"), 40.0)
+    assert not [one for one in it.take(facts.Tick(), 40.5) if isinstance(one, Refuse)]
+    assert "30 s" in only([one for one in it.take(facts.Tick(), 70.0) if isinstance(one, Refuse)]).message
+
+
+def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(facts.Prefilled("a", "p1"), 2.0)
+    it.take(facts.ReplicaGone("d1", "1"), 3.0)
+    sent = only(it.take(seen("d1", "2"), 4.0))
+    assert sent.prefill_id == "p1"
+    assert not it.flights["a"].prefilled
+    # So it counts on its prefill engine again: what happens there concerns it.
+    it.take(facts.ReplicaGone("p1", "1"), 5.0)
+    assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
+    it.take(facts.Prefilled("a", "p1"), 7.0)
+    assert it.pairs.prefill.views()[0].tokens == 0
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 128, "p"), 1.0)
+    it.take(facts.Ended("a", 0, "d1"), 2.0)
+    it.take(asked("b", 128, "p"), 3.0)
+    assert it.pairs._flights["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
+    it.take(facts.Ended("b", 0, "d1"), 4.0)
+    it.take(asked("c", 129, "p"), 5.0)
+    assert it.pairs._flights["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
+
+
 def test_whose_engine_has_gone_waits_and_goes_in_its_order() -> None:
     it = core("p1", "d1")
     for name in "abc":
@@ -152,7 +236,7 @@ def test_whoever_waited_too_long_is_refused() -> None:
     it.take(asked("a"), 1.0)
     assert it.take(facts.ReplicaGone("d1", "1"), 2.0) == []
     assert it.take(facts.Tick(), 60.0) == [Probe("p1", "1")]
-    refused = [one for one in it.take(facts.Tick(), 61.5) if isinstance(one, Refuse)]
+    refused = [one for one in it.take(facts.Tick(), 62.5) if isinstance(one, Refuse)]
     assert (only(refused).request_id, only(refused).status) == ("a", 503)
     assert not it.flights
 

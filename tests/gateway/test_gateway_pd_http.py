@@ -50,6 +50,26 @@ async def test_what_a_client_says_of_kv_reaches_no_engine() -> None:
             assert b"another's" not in body
 
 
+@pytest.mark.parametrize(
+    "more", [{"n": 2}, {"use_beam_search": True, "n": 3}, {"prompt_logprobs": 1}], ids=["n", "beam", "prompt"]
+)
+async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more: dict[str, Any]) -> None:
+    forged = {"do_remote_prefill": True, "transfer": "another's", "context": "another's"}
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        decode.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, **more))
+        await until(lambda: decode.requests)
+        [view] = core_of(it).pairs.prefill.views()
+        assert view.tokens == 0
+        decode.hold.set()
+        assert (await asking).status == 200
+        assert prefill.requests == []
+        [sent] = decode.requests
+        assert "kv_transfer_params" not in sent
+        assert {key: sent[key] for key in ("max_tokens", *more)} == {"max_tokens": 7, **more}
+        await until(lambda: not core_of(it).flights)
+
+
 async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         decode.hold = asyncio.Event()
@@ -175,16 +195,13 @@ async def test_a_decode_engine_that_dies_after_its_first_byte_ends_the_answer_wi
         await until(lambda: not core_of(it).flights)
 
 
-async def test_a_life_that_is_over_is_not_asked_twice() -> None:
+async def test_a_life_that_is_over_costs_a_prompt_and_no_request() -> None:
     async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
         decode.epoch = "e2"  # its traffic manager began anew, and nobody has looked since
         assert (await it.chat("p")).status == 200
-        assert [one["kv_transfer_params"]["epoch"] for one in prefill.requests] == ["e1", "e2"]
-        assert len(decode.requests) == 2
-        [engine] = [
-            one for one in (await it.get("/sojourn/v1/replicas"))["replicas"] if one["role"] == "decode"
-        ]
-        assert engine["epoch"] == "e2"
+        assert [one["kv_transfer_params"]["epoch"] for one in prefill.requests] == ["e1"]
+        assert (len(decode.requests), decode.computed) == (1, 1)
+        assert decode.requests[0]["kv_transfer_params"]["epoch"] == "e1", "by which it can tell"
 
 
 async def test_what_the_prefill_engine_refuses_its_client_is_told() -> None:
@@ -362,7 +379,7 @@ async def test_questions_about_all_engines_are_answered() -> None:
         stats = await it.get("/sojourn/v1/stats")
         assert stats["engines"].keys() == {engine.url for engine in (prefill, *decode)}
         assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
-        assert (await it.get("/health")) == {"replicas": 3, "up": 3}
+        assert (await it.get("/health")) == {"replicas": 3, "up": 3, "waiting": 0}
         outcomes = await it.events(
             {"type": "tool_start", "program_id": "p", "call_id": "c", "tool": "bash", "seq": 1}
         )

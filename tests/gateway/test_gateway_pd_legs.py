@@ -11,7 +11,13 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.apis import Api
 from sojourn_server.gateway.http.engines import Answer, failed
-from sojourn_server.gateway.http.legs import _OF_THE_ANSWER, decode_body, prefill_body, read_prefilled
+from sojourn_server.gateway.http.legs import (
+    _OF_THE_ANSWER,
+    decode_body,
+    prefill_body,
+    read_prefilled,
+    whole_body,
+)
 from sojourn_server.gateway.http.question import BadQuestion, read_question
 
 CONTEXT = json.dumps({"program_id": "p", "sojourn": {"events": []}})
@@ -123,6 +129,48 @@ def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
     for sent in (prefill_body(Api.CHAT, body, "t", "tcp:d:1", 0.0), decode_body(body, {"transfer": "t"})):
         document = json.loads(sent)
         assert {key: document[key] for key in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (Api.CHAT, {"n": 2}),
+        (Api.CHAT, {"n": "2"}),
+        (Api.CHAT, {"use_beam_search": True}),
+        (Api.CHAT, {"prompt_logprobs": 0}),
+        (Api.CHAT, {"echo": True}),
+        (Api.COMPLETIONS, {"best_of": 3}),
+        (Api.COMPLETIONS, {"echo": True, "logprobs": 0}),
+        (Api.COMPLETIONS, {"prompt": ["a", "b"]}),
+        (Api.COMPLETIONS, {"prompt": [[1, 2], [3]]}),
+        (Api.COMPLETIONS, {"prompt_embeds": "AAAA"}),
+    ],
+)
+def test_what_has_no_one_context_goes_whole(api: Api, more: dict[str, Any]) -> None:
+    body = asked(**more, kv_transfer_params={"peer": "x"}, ec_transfer_params={"x": 1})
+    sent = whole_body(api, body)
+    assert sent is not None
+    assert json.loads(sent) == json.loads(asked(**more))
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (Api.CHAT, {}),
+        (Api.CHAT, {"n": 1, "best_of": None, "use_beam_search": False, "prompt_logprobs": None}),
+        (Api.CHAT, {"echo": False}),
+        (Api.CHAT, {"logprobs": True, "top_logprobs": 3}),
+        (Api.COMPLETIONS, {"prompt": "a"}),
+        (Api.COMPLETIONS, {"prompt": ["a"]}),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 3]}),
+        (Api.COMPLETIONS, {"prompt": [[1, 2, 3]], "prompt_embeds": None}),
+        (Api.COMPLETIONS, {"prompt": []}),
+        (Api.RESPONSES, {"n": 2}),
+        (Api.MESSAGES, {"n": 2}),
+    ],
+)
+def test_what_has_one_context_goes_on_two_legs(api: Api, more: dict[str, Any]) -> None:
+    assert whole_body(api, asked(**more)) is None
 
 
 def answered(status: int, first: bytes = b"{}", is_stream: bool = False) -> Answer:

@@ -16,7 +16,8 @@ from gateway_world import World, until
 from sojourn_server.gateway.core.limits import CoreLimits
 from sojourn_server.gateway.http.app import GatewayOptions
 from sojourn_server.gateway.http.tenants import Tenants
-from sojourn_server.gateway.pd.facts import Role
+from sojourn_server.gateway.pd.description import nic_told, unlike
+from sojourn_server.gateway.pd.facts import NicTold, Role
 from sojourn_server.gateway.pd.standalone import build_pairs
 from sojourn_server.gateway.pd.told import UNKNOWN_BLOCK_S, LinkTold, NotOfAPair, read_links, read_paths
 
@@ -54,6 +55,10 @@ def other_blocks(engine: PairEngine) -> None:
     engine.paths = {"block_bytes": 8192}
 
 
+def other_kv(engine: PairEngine) -> None:
+    engine.paths = {"kv": "another"}
+
+
 def other_model(engine: PairEngine) -> None:
     engine.model = "large"
 
@@ -65,6 +70,7 @@ def other_model(engine: PairEngine) -> None:
         (no_paths, "expected an engine that was started with --role"),
         (other_blocks, "8,192 bytes and 64 tokens; expected 4,096 and 64"),
         (other_model, "serves 'large'; expected 'tiny'"),
+        (other_kv, "its KV is of another kind than the others'"),
     ],
 )
 async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
@@ -299,12 +305,30 @@ def test_an_engine_without_paths_is_none_of_a_pair(capabilities: dict[str, Any])
 LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 
 
+@pytest.mark.parametrize(("kv", "ours", "alike"), [("a", "a", True), ("a", "b", False), ("", "b", True),
+                                                   ("a", "", True)])  # fmt: skip
+def test_kv_is_compared_where_both_tell_of_it(kv: str, ours: str, alike: bool) -> None:
+    why = unlike(("tiny", 4096, 64, kv), ("tiny", 4096, 64, ours))
+    assert (why == "") is alike
+    assert alike or "expected engines that are started alike" in why
+    assert read_paths({"paths": {**PATHS, "kv": kv}}).kv == kv
+
+
 def test_links_are_read() -> None:
     assert read_links({"paths": {"links": {"storage read": LINK}}}) == {
         "storage read": LinkTold(4096, 0.5, 7)
     }
     odd = {"storage read": {**LINK, "queued_bytes": None, "moved_bytes": -1}}
     assert read_links({"paths": {"links": odd}}) == {"storage read": LinkTold(0, 0.5, 0)}
+    unknown = {"storage read": {**LINK, "queued_s": None}}
+    assert read_links({"paths": {"links": unknown}}) == {"storage read": LinkTold(4096, None, 7)}
+
+
+def test_a_queue_that_is_not_known_is_not_told_as_a_short_one() -> None:
+    links = [{"storage read": LinkTold(0, 2.0, 0)}, {"storage read": LinkTold(4096, None, 0)}]
+    assert nic_told("n", links[:1]) == NicTold("n", 2.0)
+    assert nic_told("n", links) is None
+    assert nic_told("n", [{}]) is None
 
 
 @pytest.mark.parametrize(
@@ -314,7 +338,7 @@ def test_links_are_read() -> None:
         {"paths": None},
         {"paths": {"links": []}},
         {"paths": {"links": {"storage read": 3}}},
-        {"paths": {"links": {"storage read": {**LINK, "queued_s": None}}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": "soon"}}}},
         {"paths": {"links": {"storage read": {**LINK, "queued_s": math.inf}}}},
         {"paths": {"links": {"storage read": {**LINK, "queued_s": -0.1}}}},
         {"paths": {"links": {f"link {number}": LINK for number in range(1000)}}},

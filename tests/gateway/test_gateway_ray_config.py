@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.gateway.ray.config import ConfigError, key_of, parse_config, read_config
+from sojourn_server.gateway.ray.config import READ_SIDES, ConfigError, key_of, parse_config, read_config
 from sojourn_server.gateway.ray.environment import ONLY_LOOPBACK, set_environment
+
+PAIRS: dict[str, Any] = {"model": "m", "prefill": {}, "decode": {"min": 2}, "pairs": {"store": "/kv"}}
 
 
 def parse(**more: Any) -> Any:
@@ -41,6 +44,45 @@ def test_what_travels_is_read_back_the_same() -> None:
     assert parse_config(config.plain(), source="again") == config
 
 
+def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
+    given = {**PAIRS, "prefill": None, "pairs": {"store": "/kv", "read_side": "split"}}
+    config = parse_config(given, source="f.yaml")
+    assert config.in_pairs
+    assert [(group.name, group.role, group.engines.min) for group in config.groups] == [
+        ("Prefill", "prefill", 1),
+        ("Decode", "decode", 2),
+    ]
+    assert (config.least_engines, config.autoscale.max_engines, config.pairs.read_side) == (3, 3, "split")
+    assert parse_config(config.plain(), source="again") == config
+    assert not parse().in_pairs
+    own = {"min": 1, "command": ["x", "{port}"]}
+    assert parse_config({"model": "m", "prefill": own, "decode": own}, source="f.yaml").pairs.store is None
+
+
+def test_read_sides_are_those_of_a_gateway_on_one_machine() -> None:
+    from sojourn_server.gateway.pd.standalone import READ_SIDES as known
+
+    assert set(READ_SIDES) == set(known)
+
+
+def test_what_an_engine_of_a_pair_is_started_with() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray.deployments import engine_command
+
+    config = parse_config({**PAIRS, "prefill": {"args": ["--max-model-len", "64"]}}, source="f.yaml")
+    prefill, decode = (engine_command(config, group, "10.0.0.7") for group in config.groups)
+    assert prefill[3:] == [
+        *["serve", "m", "--host", "{host}", "--port", "{port}", "--role", "prefill", "--kv-store", "/kv"],
+        *["--kv-node", "{node}", "--kv-store-name", "sojourn-prefill-{rank}"],
+        *["--kv-listen", "tcp:10.0.0.7:0", "--max-model-len", "64", "--disable-uvicorn-access-log"],
+    ]
+    assert decode[decode.index("--role") + 1] == "decode"
+    other = parse_config({**PAIRS, "decode": {"args": ["--kv-listen=tcp:[::]:0"]}}, source="f.yaml")
+    prefill, decode = (engine_command(other, group, "fd00::7") for group in other.groups)
+    assert prefill[prefill.index("--kv-listen") + 1] == "tcp:[fd00::7]:0"
+    assert "--kv-listen" not in decode
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -50,8 +92,25 @@ def test_what_travels_is_read_back_the_same() -> None:
         ({"model": " "}, "model is ' '; expected a model's name"),
         ({"model": "m", "engins": {}}, "there is no key engins; did you mean engines?"),
         ({"model": "m", "zzz": 1}, "there is no key zzz; known are address"),
-        ({"model": "m", "prefill": {"min": 1}}, "prefill: pairs on Ray: not yet"),
-        ({"decode": None}, "decode: pairs on Ray: not yet"),
+        ({"model": "m", "prefill": {"min": 1}}, "prefill is there without decode; expected both"),
+        ({"decode": None}, "decode is there without prefill; expected both"),
+        ({"model": "m", "pairs": {"store": "/kv"}}, "pairs is there without prefill and decode"),
+        ({**PAIRS, "engines": {}}, "engines and prefill are both there; expected no engines"),
+        ({**PAIRS, "policy": "sojourn"}, "policy and prefill are both there; expected no policy: pairs are"),
+        ({**PAIRS, "policy_file": "x"}, "policy_file and prefill are both there"),
+        (
+            {**PAIRS, "pairs": {}},
+            "pairs.store is None; expected the directory that engines of all pairs share",
+        ),
+        ({**PAIRS, "pairs": {"store": "kv"}}, "pairs.store is 'kv'; expected a path from /"),
+        ({**PAIRS, "pairs": {"stor": "/kv"}}, "there is no key pairs.stor; did you mean pairs.store?"),
+        ({**PAIRS, "pairs": {"store": "/", "read_side": "x"}}, "expected shorter, split, prefill"),
+        ({**PAIRS, "decode": {"min": 0}}, "decode.min is 0; expected at least 1"),
+        ({**PAIRS, "decode": {"min": 1, "max": 2}}, "decode.max is 2; expected decode.min, 1: so far"),
+        ({**PAIRS, "prefill": {"mim": 1}}, "there is no key prefill.mim; did you mean prefill.min?"),
+        ({**PAIRS, "prefill": {"command": ["x"]}}, "prefill.command is ['x']; expected {port}"),
+        ({**PAIRS, "prefill": {"args": ["--role=decode"]}}, "expected no --role: each engine gets its own"),
+        ({**PAIRS, "prefill": {"args": ["--kv-store", "/x"]}}, "expected no --kv-store: each engine gets"),
         ({"model": "m", "engines": {"mim": 1}}, "there is no key engines.mim; did you mean engines.min?"),
         ({"model": "m", "engines": 3}, "engines is 3; expected keys and values"),
         ({"model": "m", "engines": {"min": 0}}, "engines.min is 0; expected at least 1"),
@@ -98,6 +157,15 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_config(tmp_path / "good.yaml").engines.scales
 
 
+def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    with pytest.raises(
+        ConfigError, match=r"empty\.yaml: the file is empty; expected at least .* model: tiny"
+    ):
+        read_config(tmp_path / "empty.yaml")
+
+
 def test_keys_are_named_and_never_repeated() -> None:
     assert key_of(None, "keys.admin", {}) is None
     assert key_of("NAME", "keys.admin", {"NAME": "secret"}) == "secret"
@@ -106,6 +174,7 @@ def test_keys_are_named_and_never_repeated() -> None:
             key_of("NAME", "keys.admin", {"NAME": value})
         assert "secret" not in str(raised.value)
         assert "keys.admin is 'NAME'" in str(raised.value)
+        assert ("the environment has no NAME" in str(raised.value)) is (not value)
 
 
 def test_what_ray_reads_of_the_environment() -> None:
@@ -138,6 +207,8 @@ def test_the_page_lists_the_keys_that_there_are() -> None:
     document = parse().plain()
     known = {key for key in document if not isinstance(document[key], dict)}
     known |= {f"{key}.{name}" for key in ("engines", "keys") for name in document[key]}
+    pairs = parse_config(PAIRS, source="f.yaml").plain()
+    known |= {"prefill", "decode", *(f"pairs.{name}" for name in pairs["pairs"])}
     assert listed == known
 
 
@@ -145,7 +216,9 @@ def test_what_the_page_shows_is_taken() -> None:
     yaml = pytest.importorskip("yaml")
     shown = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert parse_config(yaml.safe_load(shown[0]), source="page").engines.min == 2
-    manifest = yaml.safe_load(shown[1])
+    pairs = parse_config(yaml.safe_load(shown[1]), source="page")
+    assert [group.engines.min for group in pairs.groups] == [1, 2]
+    manifest = yaml.safe_load(shown[2])
     served = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"][0]
     config = parse_config(served["args"], source="page")
     assert not config.on_loopback
@@ -177,3 +250,40 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], sa
     )
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("keys: {admin: NO_SUCH_KEY}", "keys.admin is 'NO_SUCH_KEY': the environment has no NO_SUCH_KEY"),
+        ("keys: {api: ONE, admin: SAME}", "the admin key is everybody's too"),
+        ("port: TAKEN", "choose another port in "),
+        ("direct_port: TAKEN", "choose another direct_port in "),
+        (
+            "model: tinny",
+            "model is 'tinny'; expected tiny, smol, a model directory or a hub id; did you mean tiny?",
+        ),
+        ("model: ./nowhere", "model is './nowhere', where nothing is"),
+        ("prefill:\ndecode:\npairs: {store: /no/where}", "pairs.store is '/no/where', where no directory is"),
+        ("policy: continuum", "continuum is an engine's policy, not a cluster's"),
+    ],
+)
+def test_what_can_be_seen_here_is_refused_before_ray_starts(tmp_path: Path, lines: str, said: str) -> None:
+    pytest.importorskip("ray")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        lines = lines.replace("TAKEN", str(taken.getsockname()[1]))
+        model = "" if lines.startswith("model") else "model: tiny\n"
+        (tmp_path / "c.yaml").write_text(f"{model}{lines}\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "sojourn_server.cli", "gateway", "--ray", "c.yaml"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "ONE": "k", "SAME": "k"},
+            cwd=tmp_path,
+        )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "on Ray, engines run" not in done.stderr

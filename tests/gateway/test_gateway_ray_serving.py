@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -52,6 +54,32 @@ def test_an_engine_that_does_not_start_is_said_in_one_line() -> None:
 def test_what_is_said_is_one_line_and_not_a_long_one(trouble: str) -> None:
     assert "\n" not in gist(trouble)
     assert len(gist(trouble)) < 500
+
+
+def test_a_cluster_that_does_not_answer_any_more_hides_nothing() -> None:
+    said: list[str] = []
+    came = threading.Event()
+    answers = [Up(1, 2)]
+    now_s = 0.0
+
+    def look() -> Up:
+        nonlocal now_s
+        now_s += 1.0
+        if answers:
+            return answers.pop()
+        raise RuntimeError("the controller is gone")
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            came.set()
+
+    with told(StartLines(2, 2, 0.0), look, say, clock=lambda: now_s, look_s=0.001):
+        assert came.wait(DEADLINE_S)
+    assert said[:2] == [
+        "1 of 2 engines and 2 of 2 gateways are up after 1 s",
+        "1 of 2 engines and 2 of 2 gateways are up after 16 s; Ray does not answer",
+    ]
 
 
 def test_lines_come_beside_what_waits_and_end_with_it() -> None:
@@ -181,3 +209,51 @@ def test_what_is_up_is_what_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serving.look(config(min=2)) == Up(1, 2)
     now = status(Engine=deployment("A replica failed to start", STARTING=2), Gateway=deployment(""))
     assert serving.look(config(min=2)) == Up(0, 0, "A replica failed to start")
+    # A cluster of our own neither grows nor installs anything: what is reserved is what matters.
+    waits = "Deployment 'Engine' has 1 replicas that wait. "
+    hint = f"{waits}{serving.SCALES_UP}Resources required: 9 CPUs."
+    now = status(Engine=deployment(hint, STARTING=2))
+    assert serving.look(config(min=2)).trouble == f"{waits}Resources required: 9 CPUs."
+    elsewhere = parse_config({"model": "tiny", "address": "auto"}, source="f.yaml")
+    assert serving.look(elsewhere).trouble == hint
+
+
+def test_serve_still_says_what_is_left_out() -> None:
+    pytest.importorskip("ray.serve")
+    from ray.serve._private import deployment_state
+    from sojourn_server.gateway.ray import serving
+
+    source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
+    assert serving.SCALES_UP in source
+
+
+def test_a_start_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray import serving
+
+    def run(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "Deploying application sojourn failed: Failed to update the deployments ['Engine']."
+        )
+
+    trouble = "A replica failed to start with exception. Error:\nTraceback\nValueError: no such model\n"
+    monkeypatch.setattr(serving, "serve", SimpleNamespace(start=lambda **_: None, run=run))
+    monkeypatch.setattr(serving, "application", lambda _: None)
+    monkeypatch.setattr(serving, "look", lambda _: Up(0, 2, trouble))
+    with pytest.raises(RuntimeError) as raised:
+        serving.deploy(config())
+    assert str(raised.value).endswith(
+        "the deployments ['Engine']. A replica failed to start with exception. ValueError: no such model"
+    )
+    assert "\n" not in str(raised.value)
+
+
+def test_where_it_answers_is_said_of_both_ports() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray import serving
+
+    assert serving.addresses(config()) == "http://127.0.0.1:8100 answers"
+    direct = parse_config({"model": "tiny", "direct_port": 8101}, source="f.yaml")
+    assert serving.addresses(direct) == (
+        "http://127.0.0.1:8100 answers, and http://127.0.0.1:8101 without Serve's proxy"
+    )

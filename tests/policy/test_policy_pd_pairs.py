@@ -205,6 +205,8 @@ fleet_story = st.lists(
         st.tuples(st.just("prefill engine goes"), st.integers(0, 5), st.just(0)),
         st.tuples(st.just("decode engine comes"), st.integers(0, 3), st.integers(60, 200)),
         st.tuples(st.just("decode engine goes"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("suspended"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("resumed"), st.integers(0, 5), st.just(0)),
     ),
     max_size=60,
 )
@@ -224,9 +226,22 @@ def test_while_engines_come_and_go_nobody_waits_for_ever(told: list[tuple[str, i
     numbers = iter(range(2, 200))
     paired: dict[int | str, Pair] = {}
     waiting: set[int | str] = set()
+    suspended: set[int] = set()
+    kept: dict[int, int] = {1: 150}
+    """KV tokens of decode engines."""
+
+    def suspend(number: int) -> None:
+        suspended.add(number)
+        (pairs.suspend_prefill if number in prefill else pairs.suspend_decode)(number)
+
+    def resume(number: int) -> None:
+        suspended.discard(number)
+        (pairs.resume_prefill if number in prefill else pairs.resume_decode)(number)
 
     def dispatch(now: float) -> None:
         for pair in pairs.dispatch(now):
+            assert pair.prefill not in suspended
+            assert pair.decode not in suspended
             assert pair.prefill in prefill, "nothing more goes to an engine that was removed"
             assert pair.decode in decode
             waiting.remove(pair.request.request_id)
@@ -257,12 +272,25 @@ def test_while_engines_come_and_go_nobody_waits_for_ever(told: list[tuple[str, i
         elif what == "decode engine comes":
             decode.add(number := next(numbers))
             pairs.add_decode(number, amount, amount, more)
+            kept[number] = more
+        elif what in ("suspended", "resumed") and prefill | decode:
+            number = sorted(prefill | decode)[amount % len(prefill | decode)]
+            (suspend if what == "suspended" else resume)(number)
         elif what == "decode engine goes" and decode:
             decode.remove(number := sorted(decode)[amount % len(decode)])
             pairs.remove_decode(number)
+        suspended &= prefill | decode
         if amount % 3:
             dispatch(float(name))
         assert pairs.fleet.in_flight == len(waiting) + len(paired)
+        for view in pairs.decode.views():
+            # Suspended or not meanwhile: whoever has not ended still takes its memory.
+            there = [pair.request for pair in paired.values() if pair.decode == view.number]
+            assert view.free_kv_tokens <= kept[view.number] - sum(one.kv_tokens for one in there)
+            assert view.requests >= len(there)
+            assert view.free_kv_tokens >= 0
+    for number in sorted(suspended):
+        resume(number)
     if not prefill:
         prefill.add(number := next(numbers))
         pairs.add_prefill(number, 0)
@@ -277,6 +305,7 @@ def test_while_engines_come_and_go_nobody_waits_for_ever(told: list[tuple[str, i
     assert not waiting
     assert all(view.tokens == 0 for view in pairs.prefill.views())
     assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.views())
+    assert all(group.tokens == 0 for group in pairs.decode._groups.values())
 
 
 def test_whom_an_engine_left_behind_does_not_hold_what_others_wait_for() -> None:
@@ -316,3 +345,46 @@ def test_a_request_that_is_too_large_for_what_is_left_waits_and_holds_nothing() 
     pairs.prefilled(1)
     pairs.add_decode(4, 0, 0, 200)
     assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(3, 4)]
+
+
+def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
+    pairs = fleet(engines=2, kv=100)
+    pairs.submit(ask(0, tokens=80))
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
+    pairs.suspend_decode(2)
+    pairs.suspend_prefill(0)
+    pairs.suspend_decode(2)
+    assert [view.number for view in pairs.decode.views()] == [3]
+    pairs.submit(ask(1, tokens=80))
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(1, 3)]
+    pairs.submit(ask(2, tokens=80))
+    assert pairs.dispatch(0.0) == []
+    pairs.resume_decode(2)
+    pairs.resume_prefill(0)
+    assert pairs.dispatch(0.0) == [], "it has 20 tokens free, not 100"
+    pairs.suspend_decode(2)
+    pairs.end(0)
+    pairs.resume_decode(2)
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
+    for name in (1, 2):
+        pairs.end(name)
+    assert [view[3:] for view in pairs.decode.views()] == [(100, 0, 0)] * 2
+    assert [view.tokens for view in pairs.prefill.views()] == [0, 0]
+
+
+def test_who_fits_only_a_suspended_engine_waits_for_it() -> None:
+    pairs = fleet(engines=1, kv=100)
+    pairs.add_node(7, BLOCK_S)
+    pairs.add_decode(9, 7, 7, 500)
+    pairs.submit(ask(0, tokens=400))
+    pairs.suspend_decode(9)
+    assert pairs.dispatch(0.0) == []
+    with pytest.raises(ValueError, match="at most 100"):
+        pairs.submit(ask(1, tokens=400))
+    pairs.resume_decode(9)
+    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 9)]
+    pairs.suspend_decode(9)
+    pairs.remove_decode(9)
+    pairs.end(0)
+    with pytest.raises(KeyError):
+        pairs.resume_decode(9)

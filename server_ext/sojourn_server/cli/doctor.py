@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -22,6 +23,8 @@ _ENTRY_POINTS = (("vllm.general_plugins", "sojourn"), ("vllm.endpoint_plugins", 
 _GATEWAY = "X-Sojourn-Gateway"
 """In what a gateway says itself, its list of models too (docs/gateway.md)."""
 _REPLICAS_PATH = "/sojourn/v1/replicas"
+_KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
+"""An engine's own first, then what the SDK shows and a gateway asks for."""
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
@@ -41,8 +44,11 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
+    context: typer.Context,
     url: str | None = typer.Option(None, help="A server to check, for example http://127.0.0.1:8000"),
-    api_key: str | None = typer.Option(None, envvar="VLLM_API_KEY", help="The server's API key"),
+    api_key: str | None = typer.Option(
+        None, envvar=list(_KEY_VARIABLES), help="The server's API key, or a gateway's"
+    ),
     json_output: str | None = typer.Option(None, "--json", help="Write the report to this file; - is stdout"),
     fabric: bool = typer.Option(
         False, "--fabric", help="Only print settings that keep KV apart on InfiniBand or RoCE; not verified"
@@ -57,7 +63,7 @@ def doctor(
     # The report is the result, so it goes to stdout, unless its JSON does.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
-    for check in _all(url, api_key):
+    for check in _all(url, api_key, _key_source(context)):
         checks.append(check)
         _print(check, report)
     failed = [check for check in checks if check.ok is False]
@@ -69,7 +75,15 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def _all(url: str | None, api_key: str | None) -> Iterator[Check]:
+def _key_source(context: typer.Context) -> str:
+    """Where the key was found."""
+    source = context.get_parameter_source("api_key")
+    if source is None or source.name != "ENVIRONMENT":
+        return "--api-key"
+    return next(name for name in _KEY_VARIABLES if os.environ.get(name))
+
+
+def _all(url: str | None, api_key: str | None, key_source: str) -> Iterator[Check]:
     yield from environment_checks()
     if url is not None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -80,7 +94,7 @@ def _all(url: str | None, api_key: str | None) -> Iterator[Check]:
             yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
             return
         with client:
-            yield from server_checks(client)
+            yield from server_checks(client, key_source)
 
 
 def _print(check: Check, report: Console) -> None:
@@ -210,8 +224,11 @@ def _import_error(statement: str) -> str | None:
 # --- a running server ---------------------------------------------------------------------------
 
 
-def server_checks(client: httpx.Client) -> Iterator[Check]:
-    """What the server behind ``client`` answers; stops where nothing further can be asked."""
+def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
+    """What the server behind ``client`` answers; stops where nothing further can be asked.
+
+    ``key_source``: where the key that ``client`` shows was found.
+    """
     base = str(client.base_url).rstrip("/")
     health = _get(client, "/health")
     if isinstance(health, str):
@@ -238,14 +255,14 @@ def server_checks(client: httpx.Client) -> Iterator[Check]:
         yield gateway
     served = _model_ids(models)
     if not isinstance(models, str) and models.status_code in (401, 403):
-        yield _key_check(client)
+        yield _key_check(client, key_source)
         return
     if not served:
         what = "see the replicas' logs" if gateway is not None else "is this an OpenAI-compatible server?"
         yield Check("models", False, f"/v1/models: {_said(models)}", what)
         return
     with_key = "Authorization" in client.headers
-    yield Check("API key", True, "accepted, or none needed" if with_key else "none needed")
+    yield Check("API key", True, f"accepted, or none needed ({key_source})" if with_key else "none needed")
     yield Check("models", True, ", ".join(served))
     yield from _plugin_checks(client)
     yield _cached_tokens_check(client, served[0])
@@ -269,8 +286,10 @@ def gateway_check(client: httpx.Client) -> Check | None:
     leaving = [name for name, how in health.items() if how == "draining"]
     known, up = len(states) + len(missing), len(states) - len(doubted)
     capabilities = _get(client, CAPABILITIES_PATH)
-    policy = None if isinstance(capabilities, str) else _json(capabilities).get("cluster_policy")
-    detail = f"policy {policy or 'unknown'}, {up} of {known} replicas up"
+    told = {} if isinstance(capabilities, str) else _json(capabilities)
+    # Without an engine that answers there are no capabilities; the gateway knows what it runs all the same.
+    policy = told.get("cluster_policy") or document.get("policy") or "unknown"
+    detail = f"policy {policy}, {up} of {known} replicas up"
     if leaving:
         detail += f", {len(leaving)} of them draining"
     if missing or doubted:
@@ -373,15 +392,16 @@ def _plugin_advice(answer: httpx.Response | str) -> str:
     return "look into the server's log"
 
 
-def _key_check(client: httpx.Client) -> Check:
+def _key_check(client: httpx.Client, key_source: str) -> Check:
     if "Authorization" in client.headers:
         return Check(
             "API key",
             False,
-            "not the one the server was started with",
-            "compare it with the server's --api-key",
+            f"that of {key_source} is not the one the server was started with",
+            "compare it with the server's --api-key, or a gateway's --tenants",
         )
-    return Check("API key", False, "the server wants one", "pass --api-key, or set VLLM_API_KEY")
+    variables = ", or else ".join(_KEY_VARIABLES)
+    return Check("API key", False, "the server wants one", f"pass --api-key, or set {variables}")
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
@@ -390,6 +410,14 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
     except httpx.HTTPError as error:
         return Check(
             "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"
+        )
+    if answer.status_code == 401 and _is_gateways(answer):
+        # It let the same key see its models.
+        return Check(
+            "cached tokens",
+            None,
+            "not looked at: this is the gateway's admin key, which sees everything and generates nothing",
+            "pass a tenant's key to have a token generated",
         )
     if answer.status_code != 200:
         return Check("cached tokens", None, f"/v1/completions: {_said(answer)}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.markup import escape
 
 from .console import CliError, console
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from sojourn_server.gateway.http.tenants import Tenants
+    from sojourn_server.gateway.ray.config import RayConfig
     from sojourn_server.policy.cluster_preset import ClusterPreset
 
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
@@ -95,7 +97,7 @@ def gateway(
     if tenants is not None and api_key is not None and "--api-key" not in _given(context, but="tenants"):
         # It is there for the SDK as well, which shows it: not a word about who may come in.
         console.print(
-            f"[yellow]note:[/] SOJOURN_API_KEY is left aside: {tenants} says whose keys are known",
+            f"[yellow]note:[/] SOJOURN_API_KEY is left aside: {escape(str(tenants))} has the keys",
             soft_wrap=True,
         )
         api_key = None
@@ -206,7 +208,7 @@ def _check_state(path: Path) -> None:
         ) from None
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, way_out: str = "choose another --port") -> None:
     """Before anything is begun: uvicorn says it late and without a way out."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -214,9 +216,7 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise CliError(
-                f"{host}:{port} cannot be listened at: {error.strerror}", "choose another --port"
-            ) from None
+            raise CliError(f"{host}:{port} cannot be listened at: {error.strerror}", way_out) from None
 
 
 def _given(context: typer.Context, but: str) -> list[str]:
@@ -247,13 +247,20 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         config = read_config(path)
     except ConfigError as error:
         raise CliError(str(error), "docs/ray.md lists the keys") from None
-    known = _preset(config.policy, Path(config.policy_file) if config.policy_file is not None else None)
-    if config.tenants is not None:
+    if config.in_pairs:
+        told = "pairs on Ray"
+    else:
+        policy_file = Path(config.policy_file) if config.policy_file is not None else None
+        known = _preset(config.policy, policy_file)
+        told = f"policy {known.name} on Ray, engines run {known.engine}"
+    if config.is_local:
+        _check_here(config, path)
+    elif config.tenants is not None:
         _tenants(Path(config.tenants), None, None)
     set_environment(config)
     from sojourn_server.gateway.ray.serving import serve_until_stopped
 
-    console.print(f"policy {known.name} on Ray, engines run {known.engine}", highlight=False)
+    console.print(told, highlight=False)
     try:
         # What failed may say anything, brackets too.
         serve_until_stopped(
@@ -261,6 +268,53 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         )
     except (RuntimeError, ConnectionError) as error:
         raise CliError(str(error).strip().splitlines()[-1], "docs/ray.md says where the logs are") from None
+
+
+def _check_here(config: RayConfig, path: Path) -> None:
+    """Of a cluster of this machine, what it would say one after the other when Ray has started."""
+    from sojourn_server.gateway.ray.config import ConfigError, key_of
+
+    try:
+        api, _, admin = (
+            key_of(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
+        )
+    except ConfigError as error:
+        raise CliError(f"{path}: {error}", "export it where this command is started") from None
+    _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
+    for name in ("port", "direct_port"):
+        if (port := getattr(config, name)) is not None:
+            _check_port(config.host, port, f"choose another {name} in {path}")
+    if not all(group.engines.command for group in config.groups):
+        _check_model(config.model, path)
+    store = config.pairs.store
+    if store is not None and not Path(store).is_dir():
+        raise CliError(
+            f"{path}: pairs.store is {store!r}, where no directory is; expected one that all engines share",
+            "mount it, or make it with mkdir",
+        )
+
+
+def _check_model(model: str, path: Path) -> None:
+    import difflib
+
+    from sojourn_server.models import LOCAL_MODELS
+
+    if model in LOCAL_MODELS or Path(model).expanduser().exists():
+        return
+    known = f"expected {', '.join(LOCAL_MODELS)}, a model directory or a hub id"
+    if model.startswith(("/", "./", "../", "~")):
+        raise CliError(f"{path}: model is {model!r}, where nothing is; {known}", f"mend model in {path}")
+    near = difflib.get_close_matches(model, LOCAL_MODELS, 1)
+    if near:
+        raise CliError(
+            f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"mend model in {path}"
+        )
+    if "/" not in model:  # the hub has a few that are called so
+        console.print(
+            f"[yellow]note:[/] model {escape(model)} is no ORGANISATION/NAME of the hub; {escape(known)}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:

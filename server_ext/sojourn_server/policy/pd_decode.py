@@ -83,7 +83,9 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
 class _Engine:
     """A ``DecodeView`` that changes."""
 
-    __slots__ = ("free_kv_tokens", "group", "kv_tokens", "node", "number", "requests", "tokens")
+    __slots__ = (
+        "free_kv_tokens", "group", "is_suspended", "kv_tokens", "node", "number", "requests", "tokens",
+    )  # fmt: skip
 
     def __init__(self, number: int, node: int, group: _Group, kv_tokens: int) -> None:
         self.number = number
@@ -91,6 +93,7 @@ class _Engine:
         self.group = group
         self.kv_tokens = self.free_kv_tokens = kv_tokens
         self.tokens = self.requests = 0
+        self.is_suspended = False
 
     def view(self) -> DecodeView:
         return DecodeView(
@@ -148,7 +151,19 @@ class DecodeEngines:
 
         Raises ``KeyError`` for one that is not there.
         """
-        engine = self._engines.pop(number)
+        stranded = self.suspend(number)
+        del self._engines[number]
+        return stranded
+
+    def suspend(self, number: int) -> list[PdRequest]:
+        """As ``remove``, until ``resume``: what is there still counts. Nobody, where it is suspended already.
+
+        Raises ``KeyError`` for one that is not there.
+        """
+        engine = self._engines[number]
+        if engine.is_suspended:
+            return []
+        engine.is_suspended = True
         group = engine.group
         group.engines.remove(engine)
         group.tokens -= engine.tokens
@@ -165,9 +180,22 @@ class DecodeEngines:
         self._push(group)
         return stranded
 
+    def resume(self, number: int) -> None:
+        """It may be chosen again, with what it has by now. Raises ``KeyError``."""
+        engine = self._engines[number]
+        if not engine.is_suspended:
+            return
+        engine.is_suspended = False
+        group = engine.group = self._groups.setdefault(engine.group.number, _Group(engine.group.number))
+        group.engines.append(engine)
+        group.tokens += engine.tokens
+        group.largest = max(group.largest, engine.kv_tokens)
+        self._push(group)
+        self._changed[group.number] = None
+
     def largest_kv_tokens(self) -> int:
-        """The most that any engine could hold; 0 where there is none."""
-        return max((engine.kv_tokens for engine in self._engines.values()), default=0)
+        """The most that any engine could hold that may be chosen; 0 where there is none."""
+        return max((group.largest for group in self._groups.values()), default=0)
 
     def queue(self, request: PdRequest) -> bool:
         """Phase 1: the request joins the queue of a group that could hold it. False: there is no group.
@@ -230,6 +258,8 @@ class DecodeEngines:
         engine.free_kv_tokens += request.kv_tokens
         engine.tokens -= request.tokens
         engine.requests -= 1
+        if engine.is_suspended:
+            return
         group = engine.group
         group.tokens -= request.tokens
         self._push(group)
@@ -253,8 +283,8 @@ class DecodeEngines:
         return self._engines[number].node
 
     def views(self) -> list[DecodeView]:
-        """All engines as they stand."""
-        return [engine.view() for engine in self._engines.values()]
+        """All engines that may be chosen, as they stand."""
+        return [engine.view() for engine in self._engines.values() if not engine.is_suspended]
 
     def waiting(self, group: int) -> int:
         """Requests in the group's queue."""

@@ -94,6 +94,23 @@ class PairScheduler:
         until one comes that can."""
         self._line_up(self._decode.remove(number))
 
+    def suspend_prefill(self, number: int) -> None:
+        """As ``remove_prefill``, until ``resume_prefill``: what is there still counts."""
+        self._prefill.suspend(number)
+        self._line_up(())
+
+    def suspend_decode(self, number: int) -> None:
+        """As ``remove_decode``, until ``resume_decode``: what is there still counts."""
+        self._line_up(self._decode.suspend(number))
+
+    def resume_prefill(self, number: int) -> None:
+        """Requests go there again. Raises ``KeyError`` for an engine that is not there."""
+        self._prefill.resume(number)
+
+    def resume_decode(self, number: int) -> None:
+        """As ``resume_prefill``."""
+        self._decode.resume(number)
+
     # -- facts -------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:

@@ -51,12 +51,13 @@ def choose_prefill(
 
 
 class _Engine:
-    __slots__ = ("node", "number", "tokens")
+    __slots__ = ("is_suspended", "node", "number", "tokens")
 
     def __init__(self, number: int, node: _Node) -> None:
         self.number = number
         self.node = node
         self.tokens = 0
+        self.is_suspended = False
 
 
 @dataclass(slots=True, eq=False)
@@ -107,13 +108,32 @@ class PrefillEngines:
 
     def remove(self, number: int) -> None:
         """Nothing more goes to the engine. Raises ``KeyError`` for one that is not there."""
-        engine = self._engines.pop(number)
+        self.suspend(number)
+        del self._engines[number]
+
+    def suspend(self, number: int) -> None:
+        """Nothing more goes to the engine before ``resume``; what is there still counts. Nothing happens
+        where it is suspended already. Raises ``KeyError`` for one that is not there."""
+        engine = self._engines[number]
+        if engine.is_suspended:
+            return
+        engine.is_suspended = True
         node = engine.node
         node.engines.remove(engine)
         if node.engines:
             self._push(node)
         else:
             del self._nodes[node.number]
+
+    def resume(self, number: int) -> None:
+        """It may be chosen again, with what it has by now. Raises ``KeyError``."""
+        engine = self._engines[number]
+        if not engine.is_suspended:
+            return
+        engine.is_suspended = False
+        engine.node = self._nodes.setdefault(engine.node.number, _Node(engine.node.number))
+        engine.node.engines.append(engine)
+        self._push(engine.node)
 
     def choose(self, now: float) -> int | None:
         """The engine for the next request; ``None``: it waits. Changes nothing that others can see."""
@@ -158,6 +178,8 @@ class PrefillEngines:
         engine = self._engines.get(number)
         if engine is not None:
             engine.tokens -= tokens
+            if engine.is_suspended:
+                return
             node = engine.node
             mine = (engine.tokens, number)
             if node.best[1] == number or mine < node.best:  # nobody else of its node has become better
@@ -173,8 +195,9 @@ class PrefillEngines:
         return self._engines[number].node.number
 
     def views(self) -> list[PrefillView]:
-        """All engines as they stand."""
-        return [PrefillView(e.number, e.node.number, e.tokens) for e in self._engines.values()]
+        """All engines that may be chosen, as they stand."""
+        found = (e for e in self._engines.values() if not e.is_suspended)
+        return [PrefillView(e.number, e.node.number, e.tokens) for e in found]
 
     def _wake(self, now: float) -> None:
         """Move the nodes whose queue is short by now."""

@@ -105,6 +105,8 @@ class RoutingCore:
             self._refusals,
             self.counts,
         )
+        self.changes = 0
+        """Goes up with what another core would have to know to go on from here."""
         self._number = 0
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             facts.Asked: self._asked,
@@ -125,8 +127,10 @@ class RoutingCore:
     def take(self, fact: AnyFact, now: float) -> list[AnyAction]:
         """Take in what happened; returns what is to be done now, in this order."""
         self._handlers[type(fact)](fact, now)
+        self._leave_unanswered(now)
         self._departures.send_off(now, epoch=isinstance(fact, facts.Tick))
         actions = list(self._actions)
+        self.changes += bool(actions) or not isinstance(fact, (facts.Tick, facts.ReplicaSeen))
         self._actions.clear()
         return actions
 
@@ -282,12 +286,13 @@ class RoutingCore:
         if fact.replica_id is not None and not self._is_at(waiting, fact.replica_id, now):
             return  # an earlier try's
         sent_s, replica_id, program = waiting.sent_s, waiting.replica_id, waiting.program
+        answered = waiting.began if fact.answered is None else fact.answered
         self.requests.close(waiting, now)
         self._departures.room_changed = True
         if program is None or not self._placing.lives(program):
             return
-        program.last_s = now
-        if sent_s is None:
+        self.programs.touched(program, now)
+        if sent_s is None or not answered:
             return
         program.turns += 1
         self.expected.turn_took(program, now - sent_s)
@@ -297,6 +302,15 @@ class RoutingCore:
             self._placing.expect_turns(program)
             self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
             self._ask_again(program, now)
+
+    def _leave_unanswered(self, now: float) -> None:
+        """Whoever was promised room for turns, and had none."""
+        unanswered = self.requests.unanswered
+        while unanswered:
+            program = unanswered.pop()
+            is_open = program.in_flight or program.waiting
+            if not program.turns and not is_open and self._placing.lives(program):
+                self.homes.leave(program, now)
 
     def _is_at(self, waiting: Waiting, replica_id: str, now: float) -> bool:
         """A request was sent there. Where it had been recalled from there, the recall came too late."""
@@ -349,10 +363,12 @@ class RoutingCore:
         if known is not None and known.instance != fact.instance:
             self._gone(known, now)
             known = None
+            self.changes += 1
         was_well = known is not None and known.health is Health.UP
         unfitted = not self.fleet.longest_tokens
         if not self.fleet.seen(fact, now):
             return
+        self.changes += 1
         if unfitted:
             for waiting in self.requests.everybody_who_waits():
                 waiting.context_tokens = self.fleet.fitting(waiting.context_tokens)
@@ -458,11 +474,15 @@ class RoutingCore:
                 replica.health = Health.SUSPECT if replica.health is Health.UP else replica.health
                 self.fleet.changed(replica, now)
                 self._probe(replica, now)
+        for waiting in self.requests.astray_since(now - limits.lease_s):
+            waiting.lost_with = waiting.replica_id
+            self._lost(waiting, now)
         for waiting in self._waited_too_long(now):
             self._refusals.waited_too_long(waiting, limits.wait_s, now)
         for program in self.programs.silent_since(now - limits.silent_program_s):
             self.programs.ended(program.key)
             self.homes.leave(program, now)
+            self.changes += 1
         self.tenants.share_out(now)
         # Who is late by now is seen only when the line is gone through.
         self._departures.room_changed = True

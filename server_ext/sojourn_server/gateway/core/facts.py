@@ -78,6 +78,8 @@ class Sent(Fact, frozen=True):
     deadline_s: float | None = None
     began: bool = False
     """Its first byte went to the client."""
+    prefill_id: str | None = None
+    """Where prefill and decode are separated, its prefill engine; ``None``: its prompt is computed."""
 
 
 class Began(Fact, frozen=True):
@@ -102,6 +104,8 @@ class Ended(Fact, frozen=True):
     output_tokens: int = 0
     replica_id: str | None = None
     """Where it was answered; ``None``: its client gave it up, wherever it was."""
+    answered: bool | None = True
+    """With a status of 200, whole or begun. ``None``: who says so does not know; one that had begun was."""
 
 
 class Failed(Fact, frozen=True):
@@ -161,6 +165,8 @@ class Send(Action, frozen=True):
     reason: str
     moved_from: str | None = None
     """Where its program was at home until now."""
+    left_because: str = ""
+    """Why it could not stay there, one of ``LEFT_BECAUSE``; empty: it could have."""
 
 
 class Recall(Action, frozen=True):
@@ -208,6 +214,9 @@ class Probe(Action, frozen=True):
 
 
 AnyAction = Send | Recall | Refuse | Cut | Left | Probe
+
+LEFT_BECAUSE = ("drain", "failed")
+"""Its home is to be left by all; or a request of its failed there."""
 
 REFUSALS = (
     "bad_request",

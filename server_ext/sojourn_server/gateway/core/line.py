@@ -47,6 +47,7 @@ class Waiting:
     """The replica that was last gone with it, of which nobody has said whether it had taken it in."""
     reason: str = ""
     moved_from: str | None = None
+    left_because: str = ""
     needs_tokens: int = 0
     """Room that it waits for, as its route said; 0: it is to be asked about."""
     recalled_from: str | None = None

@@ -104,7 +104,9 @@ class Placing:
             return False
         waiting.reason = route.reason
         if waiting.program is not None and self.lives(waiting.program):
+            because = self._why_left(waiting, waiting.program)
             waiting.moved_from = self.settle(waiting.program, replica, waiting.size_tokens, now)
+            waiting.left_because = because if waiting.moved_from is not None else ""
         if self._prefixes is not None:
             self._prefixes.computed(replica.replica_id, waiting.prefix)
         if self._queues_at(replica):
@@ -131,7 +133,15 @@ class Placing:
         """Send a request that waits nowhere."""
         self._requests.send(waiting, replica.replica_id, now)
         self._counts.sent(waiting.reason)
-        self.actions.append(Send(waiting.request_id, replica.replica_id, waiting.reason, waiting.moved_from))
+        self.actions.append(
+            Send(
+                waiting.request_id,
+                replica.replica_id,
+                waiting.reason,
+                waiting.moved_from,
+                waiting.left_because,
+            )
+        )
 
     def settle(self, program: Program, replica: Replica, size_tokens: int, now: float) -> str | None:
         """A program is at home here from now on; returns where it was."""
@@ -146,6 +156,13 @@ class Placing:
         """A replica is gone."""
         if self._prefixes is not None:
             self._prefixes.forget(replica_id)
+
+    def _why_left(self, waiting: Waiting, program: Program) -> str:
+        """If it has to leave its home: why."""
+        at = self._fleet.get(program.home)
+        if at is not None and at.health is Health.DRAINING:
+            return "drain"
+        return "failed" if program.home in waiting.failed_at else ""
 
     def _queues_at(self, replica: Replica) -> bool:
         return replica.replica_id in self._requests.queues or self._fleet.full(replica)

@@ -58,12 +58,14 @@ class Program:
 
 
 class Programs:
-    """Those that are alive, the one longest silent first; of these the oldest are forgotten beyond
-    ``most``."""
+    """Those that are alive, the one longest silent first. Beyond ``most`` whoever's tenant has most of them
+    loses the one longest silent: nobody has another tenant's forgotten."""
 
     def __init__(self, most: int = 200_000) -> None:
         self._most = most
         self._programs: OrderedDict[Key, Program] = OrderedDict()
+        self._of: dict[str, OrderedDict[Key, Program]] = {}
+        """The same by tenant."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -81,25 +83,44 @@ class Programs:
         """The program that a request is of, new or known; and one that is forgotten for it."""
         program = self._programs.get(key)
         if program is not None:
-            program.last_s = now
-            self._programs.move_to_end(key)
+            self.touched(program, now)
             return program, None
         parent = (key[0], parent_id) if parent_id else None
-        program = self._programs[key] = Program(key, agent_type, parent, now, now)
-        if len(self._programs) <= self._most:
-            return program, None
-        idle = next((p for p in self._programs.values() if not p.in_flight and not p.waiting), None)
-        if idle is not None:
-            del self._programs[idle.key]
-        return program, idle
+        program = Program(key, agent_type, parent, now, now)
+        self.add(program)
+        forgotten = self._oldest_idle(program) if len(self._programs) > self._most else None
+        if forgotten is not None:
+            self.ended(forgotten.key)
+        return program, forgotten
+
+    def _oldest_idle(self, but: Program) -> Program | None:
+        """Of the tenant that has most; where all of that one's have requests, of the next."""
+        for of_tenant in sorted(self._of.values(), key=len, reverse=True):
+            for program in of_tenant.values():
+                if not program.in_flight and not program.waiting and program is not but:
+                    return program
+        return None
 
     def add(self, program: Program) -> None:
         """One that another core knew; said of all, those first that were silent for longest."""
         self._programs[program.key] = program
+        self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
+
+    def touched(self, program: Program, now: float) -> None:
+        """Something was heard of one that is here."""
+        program.last_s = now
+        for programs in (self._programs, self._of[program.tenant]):
+            programs.move_to_end(program.key)
 
     def ended(self, key: Key) -> Program | None:
         """Take one out."""
-        return self._programs.pop(key, None)
+        program = self._programs.pop(key, None)
+        if program is not None:
+            of_tenant = self._of[key[0]]
+            del of_tenant[key]
+            if not of_tenant:
+                del self._of[key[0]]
+        return program
 
     def silent_since(self, before_s: float) -> list[Program]:
         """Those that nothing was heard of since then and that have no request anywhere."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .fleet import Fleet, Replica
 from .line import Line, Waiting
+from .programs import Program
 from .residents import Residents
 from .tenants import Tenants
 
@@ -33,6 +34,8 @@ class Requests:
         """Sent to replicas that have not registered with this core."""
         self.freed: set[str] = set()
         """Replicas with less to do since this was last emptied."""
+        self.unanswered: list[Program] = []
+        """Those whose only request is over and that had no turn, since this was last emptied."""
 
     def open(self, waiting: Waiting) -> None:
         """One came; where it waits is said next."""
@@ -54,6 +57,8 @@ class Requests:
         if waiting.program is not None:
             waiting.program.waiting -= 1
             self._residents.touch(waiting.program)
+            if not waiting.program.turns and not waiting.program.in_flight and not waiting.program.waiting:
+                self.unanswered.append(waiting.program)
         self._tenants.over(waiting.tenant, waiting.program)
 
     def wait_anywhere(self, waiting: Waiting) -> None:
@@ -120,6 +125,11 @@ class Requests:
         for waiting in [w for w in self.strays.values() if w.replica_id == replica.replica_id]:
             del self.strays[waiting.request_id]
             self._fleet.sent(replica, waiting.request_id, waiting.context_tokens, now)
+
+    def astray_since(self, before_s: float) -> list[Waiting]:
+        """Those sent before that to replicas that have not registered since: nobody would say that they are
+        gone."""
+        return [one for one in self.strays.values() if one.sent_s is not None and one.sent_s <= before_s]
 
     def lines(self) -> list[Line]:
         """All in which somebody may wait."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -23,16 +23,19 @@ from starlette.routing import Route
 from ...web.body import read_body
 from ...web.failure import Failure
 from ..core import facts
+from .anywhere import Anywhere
 from .apis import Api, error_body
+from .application import Application, Asgi, failed, unserved
 from .bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, Bodies
 from .books import Books
 from .decider import Decider, ReplicaStatus, Told
 from .engine_names import EngineNames
-from .engines import ReplicaLost, ask_engine, open_session
-from .headers import GATEWAY, back, onwards
+from .engines import open_session
+from .headers import GATEWAY, REPLICA
 from .moving import Mover
 from .news import ProgramNews
 from .overview import Overview
+from .refusing import GATEWAY_FAILED, INVALID_KEY
 from .relay import Relay
 from .replicas import Address, Replicas
 from .tenants import Tenants
@@ -42,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "/sojourn/v1"
 MOST_SHOWN = 1000
-_SMALL_BODY_BYTES = 16 << 20
-_SMALL_TIMEOUT_S = 15.0
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -112,6 +113,9 @@ class Gateway:
                 options.max_body_bytes, options.max_held_bytes, several_tenants=len(tenants.names) > 1
             ),
         )
+        self._any = Anywhere(
+            decider, replicas, self.session, self.relay.bodies, books, engine_key=options.engine_key
+        )
         decider.on_told = self._told
 
     def session(self) -> aiohttp.ClientSession:
@@ -149,14 +153,14 @@ class Gateway:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self.close()
 
-        generating = {api.value: _Asgi(self.relay.route(api)) for api in Api}
+        generating = {api.value: Asgi(self.relay.route(api)) for api in Api}
         # In the router as well: it says of other methods what is served, and knows what it is mounted at.
         relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
-        return _App(
+        return Application(
             generating,
             routes=[*relayed, *self._routes()],
             lifespan=lifespan,
-            exception_handlers={HTTPException: _unserved, Exception: _failed},
+            exception_handlers={HTTPException: unserved, Exception: failed},
         )
 
     def _routes(self) -> list[Route]:
@@ -197,10 +201,14 @@ class Gateway:
                     if request.state.tenant is None:
                         challenge = {"WWW-Authenticate": "Bearer"}
                         next_step = "send one of the gateway's keys"
+                        self.books.refused(INVALID_KEY)
                         raise Failure(401, "missing or unknown API key", next_step, challenge)
                 response = await handle(request)
             except Failure as failure:
                 response = words(failure)
+            except Exception:
+                self.books.refused(GATEWAY_FAILED)
+                raise
             response.headers.setdefault(GATEWAY, "1")
             return response
 
@@ -223,41 +231,29 @@ class Gateway:
         tenant: str | None = request.state.tenant
         return tenant if tenant is not None else "admin"
 
+    def _shown(self, request: Request) -> str | None:
+        """What engines are shown of whoever asks: an operator's key is for the gateway alone."""
+        return request.headers.get("authorization") if request.state.tenant is not None else None
+
     # -- the engines' own routes ----------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        found = await self._overview.first("/v1/models", request.headers.get("authorization"))
+        found = await self._overview.first("/v1/models", self._shown(request))
         if found is None:
             raise Failure(503, "no engine answers", "try again soon", {"Retry-After": "2"})
         return Response(found[1], media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
         """What any engine can answer."""
-        body = await read_body(request, _SMALL_BODY_BYTES)
-        passed = onwards(request.scope["headers"], key=self.options.engine_key, rank=None, session=None)
-        states = {state.replica: state for state in await self.decider.replicas()}
-        well = [one for one in self.replicas.engines() if _is_well(states.get(one.replica_id))]
-        for address in sorted(well, key=lambda one: states[one.replica_id].load):
-            asking = ask_engine(self.session(), address, "POST", request.url.path, passed, body)
-            try:
-                answer = await asyncio.wait_for(asking, _SMALL_TIMEOUT_S)
-            except (ReplicaLost, asyncio.TimeoutError):
-                continue
-            answer.response.close()
-            response = Response(answer.first, answer.response.status)
-            response.raw_headers.extend(
-                pair
-                for pair in back(answer.response.raw_headers, address.replica_id)
-                if pair[0] != b"content-length"
-            )
-            return response
-        raise Failure(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+        keeps_key = request.state.tenant is not None
+        return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
         """200 as soon as some replica is well."""
         states = await self.decider.replicas()
         up = sum(state.health != "suspect" for state in states)
-        return _json({"replicas": len(states), "up": up}, 200 if up else 503)
+        told = {"replicas": len(states), "up": up, "waiting": self.books.waiting}
+        return _json(told, 200 if up else 503)
 
     async def _metrics(self, request: Request) -> Response:
         states = await self.decider.replicas()
@@ -271,11 +267,11 @@ class Gateway:
             batch = decode_batch(body)
         except WireError as error:
             raise Failure(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
-        outcomes = await self.news.came(batch, self._tenant(request), request.headers.get("authorization"))
+        outcomes = await self.news.came(batch, self._tenant(request), self._shown(request))
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
-        found = await self._overview.capabilities(request.headers.get("authorization"))
+        found = await self._overview.capabilities(self._shown(request))
         if not found:
             raise Failure(
                 503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
@@ -284,6 +280,14 @@ class Gateway:
 
     async def _programs(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, 1, MOST_SHOWN)
+        status = request.query_params.get("status")
+        if status is not None:
+            raise Failure(
+                400,
+                f"status is {status[:40]!r}: here are all programs that live, and their engines know their "
+                "status",
+                f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
+            )
         known = [
             place for place in await self.decider.programs() if request.state.tenant in (None, place.tenant)
         ]
@@ -297,41 +301,51 @@ class Gateway:
             told = None
             if place.replica is not None:
                 path = f"{PREFIX}/programs/{_quoted(self.news.names.of(place.tenant, program_id))}"
-                told = await self._overview.one(place.replica, path, request.headers.get("authorization"))
+                told = await self._overview.one(place.replica, path, self._shown(request))
             engine = msgspec.json.decode(told[1]) if told is not None and told[0] == 200 else None
             if isinstance(engine, dict):
-                engine = self.news.names.answer(place.tenant, engine)
+                shows_all = request.state.tenant is None
+                engine = self.news.names.answer(place.tenant, engine, shows_all=shows_all)
             return _json({**msgspec.to_builtins(place), "engine": engine})
         raise Failure(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _graphs(self, request: Request) -> Response:
         self._only_admin(request)
-        return _json(await self._overview.graphs(request.headers.get("authorization")))
+        return _json(await self._overview.graphs(self._shown(request)))
 
     async def _graph(self, request: Request) -> Response:
         self._only_admin(request)
         path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
-        found = await self._overview.first(path, request.headers.get("authorization"))
+        found = await self._overview.first(path, self._shown(request))
         if found is None:
             raise Failure(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
         return Response(found[1], media_type="application/json")
 
     async def _stats(self, request: Request) -> Response:
         self._only_admin(request)
-        engines, silent = await self._overview.ask(f"{PREFIX}/stats", request.headers.get("authorization"))
+        engines, silent = await self._overview.ask(f"{PREFIX}/stats", self._shown(request))
         return _json({"replicas": await self.decider.replicas(), "engines": engines, "silent": silent})
 
     async def _decisions(self, request: Request) -> Response:
         self._only_admin(request)
-        replica = self._replica(request.query_params.get("replica"))
+        name = request.query_params.get("replica")
+        if name is None and len(self.replicas.engines()) > 1:
+            known = ", ".join(one.replica_id for one in self.replicas)
+            raise Failure(
+                400,
+                "each replica has decisions of its own, and none is named",
+                f"add replica=NAME to the query; replicas are: {known}",
+            )
+        replica = self._replica(name)
         query = "&".join(
             f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
         )
         path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
-        found = await self._overview.one(replica.replica_id, path, request.headers.get("authorization"))
+        found = await self._overview.one(replica.replica_id, path, self._shown(request))
         if found is None:
             raise Failure(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
-        return Response(found[1], found[0], media_type="application/json")
+        told_by = {REPLICA: replica.replica_id}
+        return Response(found[1], found[0], told_by, media_type="application/json")
 
     async def _moves(self, request: Request) -> Response:
         since = _number(request, "since", 0, 0, 2**63 - 1)
@@ -343,7 +357,7 @@ class Gateway:
         states = await self.decider.replicas()
         missing = self.watch.missing() if self.watch is not None else []
         refused = self.watch.refused() if self.watch is not None else {}
-        told = {"replicas": states, "missing": missing}
+        told = {"policy": self.options.policy, "replicas": states, "missing": missing}
         return _json({**told, "refused": refused} if refused else told)
 
     async def _drain(self, request: Request) -> Response:
@@ -363,7 +377,10 @@ class Gateway:
         replica = self._replica(request.path_params["replica"])
         self.decider.tell(fact(replica.replica_id))
         logger.info("%s: %s", replica.replica_id, fact.__name__)
-        return _json(_state_of(await self.decider.replicas(), replica.replica_id))
+        states = await self.decider.replicas()
+        if fact is facts.ReplicaDrains and not any(state.health == "up" for state in states):
+            logger.warning("every replica is drained or gone: requests wait until one stays or comes")
+        return _json(_state_of(states, replica.replica_id))
 
     def _replica(self, name: str | None) -> Address:
         address = self.replicas.get(name) if name is not None else next(iter(self.replicas), None)
@@ -384,63 +401,17 @@ class Gateway:
         return self.watch.describes(replica_id) if self.watch is not None else None
 
 
-class _Asgi:
-    """A function as an application: of a plain function a router would think that it takes a request."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
-
-
-class _App(Starlette):
-    """Requests that generate go straight to what relays them, past a router's and its middlewares' time."""
-
-    def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
-        super().__init__(**rest)
-        self._generating = generating
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            relay = self._generating.get(scope["path"])
-            if relay is not None:
-                await relay(scope, receive, send)
-                return
-        await super().__call__(scope, receive, send)
-
-
 def _as_engines(failure: Failure) -> Response:
     """On the routes that are engines' own, an error reads as theirs do."""
     text = f"{failure.message}; {failure.next_step}"
-    body = error_body(None, failure.status, "gateway_refused", text)
+    code = INVALID_KEY if failure.status == 401 else "gateway_refused"
+    body = error_body(None, failure.status, code, text)
     return Response(body, failure.status, failure.headers, media_type="application/json")
-
-
-def _is_well(state: ReplicaStatus | None) -> bool:
-    return state is not None and state.health != "suspect"
 
 
 def _say_if_failed(task: asyncio.Future[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("a part of the gateway has ended; restart it", exc_info=task.exception())
-
-
-async def _unserved(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    what = f"{request.method} {request.url.path} is not served by the gateway"
-    return Response(
-        error_body(None, status, "not_served", what),
-        status,
-        {GATEWAY: "1", **(dict(error.headers or {}) if isinstance(error, HTTPException) else {})},
-        media_type="application/json",
-    )
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
-    return Response(body, 500, {GATEWAY: "1"}, media_type="application/json")
 
 
 def _json(document: Any, status: int = 200) -> Response:

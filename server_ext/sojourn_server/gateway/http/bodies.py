@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from .leaving import Leave
@@ -55,14 +56,12 @@ class Bodies:
         self._held_of: dict[str, int] = {}
         """By tenant; those that hold nothing are left out."""
 
-    def begin(self, tenant: str) -> Body:
-        """One request's."""
-        return Body(self, tenant)
+    def begin(self, tenant: str, max_bytes: int | None = None) -> Body:
+        """One request's. ``max_bytes``: of it alone, where that is less than any may have."""
+        return Body(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
-    def check(self, tenant: str, body_bytes: int, more_bytes: int) -> None:
-        """Whether a body of so many bytes may come to so many more. Raises ``BodyRefused``."""
-        if body_bytes + more_bytes > self._max_body_bytes:
-            raise BodyRefused(413, "body_too_large", f"the body is larger than {self._max_body_bytes} bytes")
+    def check(self, tenant: str, more_bytes: int) -> None:
+        """Whether there is room for so many more. Raises ``BodyRefused``."""
         own_bytes = self._held_of.get(tenant, 0) + more_bytes
         if own_bytes > self._max_tenant_bytes or self.held_bytes + more_bytes > self._max_held_bytes:
             message = "the requests that are on their way fill the gateway; try again"
@@ -81,9 +80,10 @@ class Bodies:
 class Body:
     """One request's, from its first byte until ``free``."""
 
-    def __init__(self, bodies: Bodies, tenant: str) -> None:
+    def __init__(self, bodies: Bodies, tenant: str, max_bytes: int) -> None:
         self._bodies = bodies
         self._tenant = tenant
+        self._max_bytes = max_bytes
         self._held_bytes = 0
 
     async def read(self, declared: str | None, receive: Receive) -> bytes | None:
@@ -91,7 +91,7 @@ class Body:
         Raises ``BodyRefused``."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Refused before it is sent, where its sender waits for that; what counts is what comes.
-            self._bodies.check(self._tenant, 0, int(declared[:20]))
+            self._check(int(declared[:20]))
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         first, rest = b"", bytearray()
@@ -103,7 +103,7 @@ class Body:
                 if message["type"] != "http.request":
                     return None
                 part = message.get("body", b"")
-                self._bodies.check(self._tenant, self._held_bytes, len(part))
+                self._check(len(part))
                 self._bodies.add(self._tenant, len(part))
                 self._held_bytes += len(part)
                 if self._held_bytes == len(part):
@@ -114,7 +114,25 @@ class Body:
                     return first + rest if rest else first
         raise BodyRefused(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not come")
 
+    def _check(self, more_bytes: int) -> None:
+        if self._held_bytes + more_bytes > self._max_bytes:
+            raise BodyRefused(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
+        self._bodies.check(self._tenant, more_bytes)
+
+    def becomes(self, body_bytes: int) -> None:
+        """Another body of so many bytes is held in its place. Nobody is refused for what was made here."""
+        self._bodies.add(self._tenant, body_bytes - self._held_bytes)
+        self._held_bytes = body_bytes
+
+    @contextlib.contextmanager
+    def beside(self, body_bytes: int) -> Iterator[None]:
+        """So many bytes made of it are held for a while, as ``becomes`` has it."""
+        self._bodies.add(self._tenant, body_bytes)
+        try:
+            yield
+        finally:
+            self._bodies.add(self._tenant, -body_bytes)
+
     def free(self) -> None:
         """Nobody needs it any more."""
-        self._bodies.add(self._tenant, -self._held_bytes)
-        self._held_bytes = 0
+        self.becomes(0)

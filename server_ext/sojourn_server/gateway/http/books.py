@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -13,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from ..core import facts
 from ..pd.decider import PairStatus
 from .decider import ReplicaStatus
+from .refusing import AT_THE_DOOR, LATER
 
 MOST_MOVES = 10_000
 _WAITS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -33,6 +35,8 @@ class Move(msgspec.Struct, frozen=True):
     """What became of its KV: ``shared`` (the new replica finds it on the shared disk), ``recomputed``."""
     waited_s: float
     """How long its request waited for KV to be written out."""
+    left_because: str = ""
+    """Why it could not stay, ``drain`` or ``failed``; empty: it could, and ``reason`` says why it went."""
 
 
 class Books:
@@ -64,7 +68,7 @@ class Books:
         for reason in reasons:
             self._requests.labels(reason)
             self._moved.labels(reason)
-        for code in facts.REFUSALS:
+        for code in {*facts.REFUSALS, *AT_THE_DOOR, *LATER}:
             self._refused.labels(code)
         self._waits = Histogram(
             "sojourn_gateway_wait_seconds",
@@ -72,6 +76,11 @@ class Books:
             buckets=_WAITS_S,
             registry=self.registry,
         )
+        self.waiting = 0
+        """Requests that are nowhere now: of those for whom no replica has room, or none is there, only this
+        tells."""
+        self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
+        self._waiting.set_function(lambda: self.waiting)
         self._load = gauge("replica_load", "Share of a replica that requests in flight use.", "replica")
         self._in_flight = gauge(
             "replica_in_flight", "Requests sent to a replica and not answered.", "replica"
@@ -108,6 +117,10 @@ class Books:
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
+    def refused(self, code: str) -> None:
+        """A request got an error that whoever decides where it goes knows nothing of."""
+        self._refused.labels(code).inc()
+
     def decided(self, action: facts.AnyAction) -> None:
         """The core decided something."""
         if isinstance(action, facts.Refuse):
@@ -124,16 +137,26 @@ class Books:
         reason: str,
         kv: str,
         waited_s: float,
+        left_because: str = "",
     ) -> None:
         """A program has a new home, and its first request there goes on."""
         self._moved.labels(reason).inc()
         self._moves.append(
             Move(
                 self._number, self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
-                round(waited_s, 4),
+                round(waited_s, 4), left_because,
             )
         )  # fmt: skip
         self._number += 1
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """A request waits for what is decided."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
 
     def cut(self) -> None:
         """An answer broke off."""
@@ -181,7 +204,8 @@ class Books:
         }
         for state in replicas:
             for name, link in state.links.items():
-                shown[self._link, (state.replica, name)] = link.queued_s
+                if link.queued_s is not None:
+                    shown[self._link, (state.replica, name)] = link.queued_s
         for gauge, labels in self._shown_pairs - shown.keys():
             gauge.remove(*labels)
         for (gauge, labels), value in shown.items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
@@ -20,6 +22,9 @@ from .replicas import Address
 CONNECT_TIMEOUT_S = 5.0
 IDLE_CONNECTION_S = 3.0
 """vLLM closes connections that were idle for five; to write to one that closes costs a repetition."""
+LONG_IDLE_S = 1.0
+"""Of a connection that was idle for so long and then breaks it is believed that its engine closed it unread;
+of one that was just in use, that the engine read a request and died of it."""
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 """What an API server says whose engine core is gone, while it lives a moment longer itself."""
 
@@ -64,8 +69,8 @@ def open_session() -> aiohttp.ClientSession:
 class _Try:
     """What is known of one sending when it fails."""
 
-    on_old_connection: bool = False
-    """One that had been idle: the engine may have closed it a moment ago."""
+    idle_s: float = 0.0
+    """Its connection's: after long the engine may have closed it a moment ago."""
     answering: bool = False
     """The head of an answer has come."""
 
@@ -74,21 +79,24 @@ _trying: ContextVar[_Try] = ContextVar("trying")
 
 
 class _Connections(aiohttp.TCPConnector):
-    """Notes which of them have been used before. The library's own tracing says so too, and takes a tenth of
-    all that a gateway adds to a request."""
+    """Notes since when each is idle."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._used: WeakSet[object] = WeakSet()
+        self._released_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 
     async def connect(self, *args: Any, **more: Any) -> Connection:
         """A new one or an idle one."""
         connection = await super().connect(*args, **more)
         attempt = _trying.get(None)
+        now = time.monotonic()
         if attempt is not None:
-            attempt.on_old_connection = connection.protocol in self._used
-        self._used.add(connection.protocol)
+            attempt.idle_s = now - self._released_s.get(connection.protocol, now)
+        connection.add_callback(partial(self._released, connection.protocol))
         return connection
+
+    def _released(self, protocol: object) -> None:
+        self._released_s[protocol] = time.monotonic()
 
 
 async def ask_engine(
@@ -101,28 +109,40 @@ async def ask_engine(
 ) -> Answer:
     """Send a request and wait for the first byte of its answer. Raises ``ReplicaLost``.
 
-    It is sent a second time only where its connection had been idle and was closed before anything of an
-    answer came: that engine has not seen it.
+    It is sent a second time only where that engine has not seen it: it could not be written, or its
+    connection had been idle for ``LONG_IDLE_S`` and was closed before anything of an answer came. Of the
+    latter that is only likely, so whatever fails then counts as if it had been computed.
     """
     attempt = _Try()
+    is_written = True
     try:
         return await _ask_once(session, address, method, path, headers, body, attempt)
-    except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-        if not attempt.on_old_connection or attempt.answering:
+    except aiohttp.ClientConnectionResetError as error:
+        if attempt.answering:
             raise ReplicaLost(_words(error), computing=True) from None
+        is_written = False  # nobody has all of it
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
         raise ReplicaLost(f"cannot be connected to: {_words(error)}", computing=False) from None
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise ReplicaLost(_words(error), computing=True) from None
+        if attempt.answering or attempt.idle_s < LONG_IDLE_S or not _is_closed(error):
+            raise ReplicaLost(_words(error), computing=True) from None
     # All idle connections may have been closed with that one.
     fresh = CIMultiDict(headers)
     fresh["Connection"] = "close"
     try:
         return await _ask_once(session, address, method, path, fresh, body, _Try())
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise ReplicaLost(f"cannot be connected to: {_words(error)}", computing=False) from None
+        how = f"cannot be connected to: {_words(error)}"
+        raise ReplicaLost(how, computing=is_written) from None
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
         raise ReplicaLost(_words(error), computing=True) from None
+
+
+def _is_closed(error: BaseException) -> bool:
+    """The other end closed the connection."""
+    if isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)):
+        return True
+    return isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
 
 
 async def _ask_once(

@@ -45,6 +45,11 @@ def onwards(headers: Raw, *, key: str | None, rank: int | None, session: str | N
     return passed
 
 
+def without_key(headers: Raw) -> Raw:
+    """Of an operator's request: its key is for the gateway alone."""
+    return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
+
+
 def back(headers: Raw, replica_id: str) -> list[tuple[bytes, bytes]]:
     """Of an engine's answer, for the client."""
     headers = list(headers)

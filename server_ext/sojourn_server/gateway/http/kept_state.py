@@ -53,7 +53,8 @@ class KeptState:
         self._core = core
         self._clock = clock
         self._wall = wall
-        self._written: tuple[int, int] | None = None
+        self._written = -1
+        """Changes of the core that the file has."""
 
     def restore(self) -> int:
         """Have a new core go on from the file; returns how many programs it knows by that."""
@@ -76,7 +77,7 @@ class KeptState:
         try:
             while True:
                 await asyncio.sleep(EVERY_S)
-                changes = self._changes()
+                changes = self._core.changes
                 if changes != self._written:
                     text = self._text()
                     await asyncio.to_thread(self._write, text, "partial")
@@ -84,10 +85,6 @@ class KeptState:
         finally:
             # Another name: a thread may still be writing the other one.
             self._write(self._text(), "last")
-
-    def _changes(self) -> tuple[int, int]:
-        counts = self._core.counts
-        return sum(counts.routes.values()), len(self._core.programs)
 
     def _text(self) -> bytes:
         return msgspec.json.encode(_Kept(self._wall(), self._core.snapshot(self._clock())))

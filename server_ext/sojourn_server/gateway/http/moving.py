@@ -99,11 +99,13 @@ class Mover:
         reason: str,
         authorization: str | None,
         riding: Riding | None = None,
+        *,
+        left_because: str = "",
     ) -> None:
         """A program's next request is about to go to a replica. Returns when it may.
 
         ``moved_from``: where the program was until now, if elsewhere. ``authorization``: what to show there.
-        ``riding``: what the request itself tells.
+        ``riding``: what the request itself tells. ``left_because``: why it could not stay where it was.
         """
         self._stay(key, replica_id)
         # It may have moved twice before any request went: its KV is where it was first.
@@ -114,12 +116,19 @@ class Mover:
             if moved_from is None or moved_from == replica_id:
                 await telling
             else:
-                await asyncio.gather(telling, self._move(key, moved_from, replica_id, reason, authorization))
+                moving = self._move(key, moved_from, replica_id, reason, authorization, left_because)
+                await asyncio.gather(telling, moving)
         finally:
             self._leave(key, authorization)
 
     async def _move(
-        self, key: Key, moved_from: str, moved_to: str, reason: str, authorization: str | None
+        self,
+        key: Key,
+        moved_from: str,
+        moved_to: str,
+        reason: str,
+        authorization: str | None,
+        left_because: str,
     ) -> None:
         began_s = self._clock()
         stored = False
@@ -128,7 +137,7 @@ class Mover:
             stored = await self._written_out(key, moved_from, authorization)
         waited_s = self._clock() - began_s
         kv = "shared" if stored else "recomputed"
-        self._books.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s)
+        self._books.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def left(self, left: facts.Left) -> None:
         """Nobody will ask a replica for a program's KV again, once what goes along is written out."""

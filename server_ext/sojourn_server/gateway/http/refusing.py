@@ -12,14 +12,32 @@ from .apis import Api, error_body
 
 logger = logging.getLogger(__name__)
 
+INVALID_KEY = "invalid_api_key"
+AT_THE_DOOR = (INVALID_KEY, "bad_request", "body_too_large", "encoded_body", "gateway_full", "slow_body")
+"""Codes of what is refused before anybody is asked where it goes."""
+GATEWAY_FAILED = "gateway_failed"
+REPLICA_LOST = "replica_lost"
+LATER = (GATEWAY_FAILED, REPLICA_LOST)
+"""Codes of what is refused after that, and not by who was asked."""
+
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Refused(Exception):
     """The request gets an answer of the gateway's own."""
 
-    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        retry_after_s: float | None = None,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        """``is_counted``: whoever decided it has."""
         super().__init__(message)
+        self.is_counted = is_counted
         self.status = status
         self.code = code
         self.message = message
@@ -29,7 +47,7 @@ class Refused(Exception):
 async def say_failed(send: Send, api: Api) -> None:
     """In an ``except``: an error of ours, before anything was answered."""
     logger.exception("the gateway failed at a request; please report this")
-    await refuse(send, api, Refused(500, "gateway_failed", "the gateway failed; see its log"))
+    await refuse(send, api, Refused(500, GATEWAY_FAILED, "the gateway failed; see its log"))
 
 
 async def refuse(send: Send, api: Api | None, refused: Refused) -> None:

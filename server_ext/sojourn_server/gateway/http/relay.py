@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from multidict import CIMultiDict
@@ -25,11 +25,11 @@ from .client_watch import ClientWatch
 from .decider import Decider
 from .engines import Answer, ReplicaLost, ask_engine, failed
 from .headers import Raw
-from .legs import decode_body, prefill_body, read_prefilled
+from .legs import decode_body, prefill_body, read_prefilled, whole_body
 from .moving import Mover
 from .news import ProgramNews
 from .question import BadQuestion, Question, read_question
-from .refusing import Refused, Send, refuse, say_failed
+from .refusing import GATEWAY_FAILED, INVALID_KEY, REPLICA_LOST, Refused, Send, refuse, say_failed
 from .replicas import Address, Replicas
 from .riding import Riding
 from .sizes import PromptSizes
@@ -37,6 +37,7 @@ from .tenants import Tenants
 from .ticket import ClientGone, Ticket
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 Scope = MutableMapping[str, Any]
 
@@ -82,8 +83,8 @@ class Relay:
         self.bodies = bodies or Bodies()
         self._clock = clock
         self._sizes = PromptSizes()
-        self._conversations: OrderedDict[str, str] = OrderedDict()
-        """Program that an answer of the responses API belongs to, by the answer's id."""
+        self._conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """Program that an answer of the responses API belongs to, by its tenant and the answer's id."""
 
     def route(self, api: Api) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """An ASGI application for one API."""
@@ -98,13 +99,11 @@ class Relay:
         try:
             tenant = self._tenants.of(headers.one(raw, b"authorization"), headers.one(raw, b"x-api-key"))
             if tenant is None:
-                raise Refused(
-                    401, "invalid_api_key", "missing or unknown API key; expected one of the gateway's"
-                )
+                raise Refused(401, INVALID_KEY, "missing or unknown API key; expected one of the gateway's")
             if headers.one(raw, b"content-encoding") not in (None, "identity"):
                 raise Refused(415, "encoded_body", "the body is compressed; expected plain JSON")
         except Refused as refused:
-            await refuse(send, api, refused)
+            await self._refuse(send, api, refused)
             return
         held = self.bodies.begin(tenant)
         try:
@@ -121,16 +120,19 @@ class Relay:
             if body is None:
                 return
             read = await self._read(api, body, headers.one(raw, _SESSION), tenant)
-            exchange = _Exchange(self, api, scope, send, tenant, read)
+            del body  # from here on as engines get it
+            held.becomes(len(read.body))
+            exchange = _Exchange(self, api, scope, send, tenant, read, held)
+            del read
         except BodyRefused as refused:
             told = Refused(refused.status, refused.code, str(refused), refused.retry_after_s)
-            await refuse(send, api, told)
+            await self._refuse(send, api, told)
             return
         except BadQuestion as error:
-            await refuse(send, api, Refused(400, "bad_request", str(error)))
+            await self._refuse(send, api, Refused(400, "bad_request", str(error)))
             return
         except Exception:
-            await say_failed(send, api)
+            await self._say_failed(send, api)
             return
         watch = ClientWatch(receive, exchange.ticket)
         try:
@@ -138,15 +140,26 @@ class Relay:
         except Exception:
             if exchange.has_begun:
                 raise  # then the server closes the connection: an end that looks well would be a lie
-            await say_failed(send, api)
+            await self._say_failed(send, api)
         finally:
             watch.stop()
+
+    async def _refuse(self, send: Send, api: Api, refused: Refused) -> None:
+        if not refused.is_counted:
+            self._books.refused(refused.code)
+        await refuse(send, api, refused)
+
+    async def _say_failed(self, send: Send, api: Api) -> None:
+        self._books.refused(GATEWAY_FAILED)
+        await say_failed(send, api)
 
     async def _read(self, api: Api, body: bytes, session: str | None, tenant: str) -> _Request:
         def read() -> _Request:
             question = read_question(api, body, session)
             prefix = question.prefix() if self._reads_prefixes else ()
             named, fits = self._news.names.request(tenant, body, question)
+            if named is not body:
+                question = question.of(named)
             return _Request(named, question, prefix, fits)
 
         return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
@@ -174,6 +187,7 @@ class _Exchange:
         send: Send,
         tenant: str,
         read: _Request,
+        held: Body,
     ) -> None:
         self._relay = relay
         self._api = api
@@ -181,13 +195,14 @@ class _Exchange:
         self._to_client = send
         self._tenant = tenant
         self._body = read.body
+        self._held = held
         question = read.question
         raw: Raw = scope["headers"]
         session = headers.one(raw, _SESSION)
         program_id = question.program_id
         if program_id is None and api is Api.RESPONSES:
             # A conversation that its client does not name is one all the same: its engine has what was said.
-            known = relay._conversations.get(f"{tenant}/{question.previous_response_id}")
+            known = relay._conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
         self.question: Question = question
         self._program_id = program_id
@@ -200,7 +215,10 @@ class _Exchange:
             shown = headers.one(raw, b"authorization")
             self._riding = Riding(relay._news, tenant, program_id, context, shown, fits=read.events_fit)
         self._meter = AnswerMeter(stream=question.stream)
+        self._is_given_answer = False
+        """With a status of 200, whole or begun."""
         self._is_answered = False
+        """All of it."""
         self.has_begun = False
         """The client has been answered something."""
         self._sent_to: str | None = None
@@ -219,7 +237,7 @@ class _Exchange:
                 output_tokens=question.output_tokens,
                 deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
                 prefix=read.prefix,
-                exact=question.prompt_tokens is not None,
+                exact=question.is_exact,
             )
         )
 
@@ -229,7 +247,9 @@ class _Exchange:
         try:
             await self._until_answered()
         except Refused as refused:
-            await refuse(self._to_client, self._api, refused)
+            await self._relay._refuse(self._to_client, self._api, refused)
+        except BadQuestion as error:
+            await self._relay._refuse(self._to_client, self._api, Refused(400, "bad_request", str(error)))
         except ClientGone:
             pass
         except OSError:
@@ -237,7 +257,14 @@ class _Exchange:
         finally:
             # Whoever was decided on anew meanwhile is not who answered: then it is over wherever it is.
             where = None if self.ticket.superseded or self.ticket.has_news else self._sent_to
-            decider.tell(facts.Ended(self.ticket.request_id, self._meter.output_tokens, replica_id=where))
+            decider.tell(
+                facts.Ended(
+                    self.ticket.request_id,
+                    self._meter.output_tokens,
+                    replica_id=where,
+                    answered=self._is_given_answer,
+                )
+            )
             decider.close(self.ticket)
         if self._program_id is not None and self.question.is_last and self._is_answered:
             self._relay._news.forget((self._tenant, self._program_id))
@@ -245,12 +272,13 @@ class _Exchange:
 
     async def _until_answered(self) -> None:
         while True:
-            with self._waits():
+            with self._relay._books.waits(), self._waits():
                 decision = await self.ticket.next()
             if isinstance(decision, facts.Refuse):
-                raise Refused(decision.status, decision.code, decision.message, decision.retry_after_s)
+                told = (decision.status, decision.code, decision.message, decision.retry_after_s)
+                raise Refused(*told, is_counted=True)
             if isinstance(decision, facts.Cut):
-                raise Refused(502, "replica_lost", "the replica that was answering is gone", 1.0)
+                raise Refused(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
             if isinstance(decision, facts.Recall):
                 continue  # where it goes next is still to come
             if await self._at(decision):
@@ -281,11 +309,15 @@ class _Exchange:
                 decision.reason,
                 passed.get("Authorization"),
                 self._riding,
+                left_because=decision.left_because,
             )
             if self.ticket.has_news:
                 return False
         if self._riding is not None:
-            self._body = self._riding.towards(decision.replica_id, self._body)
+            body = self._riding.towards(decision.replica_id, self._body)
+            if body is not self._body:
+                self._body, self.question = body, self.question.of(body)
+                self._held.becomes(len(body))
         try:
             answer = await self.ticket.unless_news(self._ask(decision, address, passed))
         except ReplicaLost as error:
@@ -300,15 +332,25 @@ class _Exchange:
     async def _ask(self, decision: facts.Send, address: Address, passed: CIMultiDict[str]) -> Answer:
         if not isinstance(decision, SendPair):
             return await self._post(address, passed, self._body)
-        told = await self._prefill(decision)
-        if isinstance(told, Answer):
-            # What is wrong with a request its client hears from whoever saw it first; nothing is stored.
-            self._sent_to = None
-            return told
-        body = await self._aside(lambda: decode_body(self._body, told))
+        if self.question.previous_response_id is not None:
+            message = (
+                "previous_response_id: engines keep their own answers, and each request goes to others; "
+                "expected the whole conversation in input"
+            )
+            raise Refused(400, "bad_request", message)
+        body = await self._aside(lambda: whole_body(self._api, self._body))
+        if body is not None:
+            self._relay._decider.tell(facts.Prefilled(self.ticket.request_id, decision.prefill_id))
+        else:
+            told = await self._prefill(decision)
+            if isinstance(told, Answer):
+                # What is wrong with a request its client hears from whoever saw it first; nothing is stored.
+                self._sent_to = None
+                return told
+            body = await self._aside(lambda: decode_body(self._body, told))
         answer = await self._post(address, passed, body)
         if failed(answer):
-            # Such as one that is not in the life that was meant. Another pair may do it.
+            # Another pair may do it.
             answer.response.close()
             raise ReplicaLost(f"it failed, status {answer.response.status}", computing=True)
         return answer
@@ -316,12 +358,6 @@ class _Exchange:
     async def _prefill(self, pair: SendPair) -> Answer | dict[str, Any]:
         """The first leg: where the KV is, or why there is none. Raises ``ReplicaLost``, which says whose
         answer did not come."""
-        if self.question.previous_response_id is not None:
-            message = (
-                "previous_response_id: engines keep their own answers, and each request goes to others; "
-                "expected the whole conversation in input"
-            )
-            raise Refused(400, "bad_request", message)
         relay, prefill_id = self._relay, pair.prefill_id
         address = relay._replicas.get(prefill_id)
         passed = headers.onwards(
@@ -354,14 +390,15 @@ class _Exchange:
         relay._decider.tell(facts.Prefilled(self.ticket.request_id, prefill_id))
         return told
 
-    async def _aside(self, make: Callable[[], bytes]) -> bytes:
+    async def _aside(self, make: Callable[[], Made]) -> Made:
         """A body of the size of this request's: a large one in a thread."""
         return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
 
     async def _post(self, address: Address, passed: CIMultiDict[str], body: bytes) -> Answer:
         query = self._scope.get("query_string", b"")
         target = self._api.value + (f"?{query.decode('latin-1')}" if query else "")
-        return await ask_engine(self._relay._session(), address, "POST", target, passed, body)
+        with self._held.beside(0 if body is self._body else len(body)):
+            return await ask_engine(self._relay._session(), address, "POST", target, passed, body)
 
     def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
@@ -372,6 +409,7 @@ class _Exchange:
         response, replica_id = answer.response, decision.replica_id
         self.ticket.answered()
         self.has_begun = True
+        self._is_given_answer = response.status == 200 and not failed(answer)
 
         def note() -> None:
             self._relay._decider.tell(facts.Began(self.ticket.request_id, replica_id))
@@ -386,11 +424,12 @@ class _Exchange:
             await self._to_client(
                 {"type": "http.response.start", "status": response.status, "headers": passed_back}
             )
+            is_whole = True
             if answer.is_stream:
-                await self._pass_stream(answer, replica_id)
+                is_whole = await self._pass_stream(answer, replica_id)
             else:
                 await self._to_client({"type": "http.response.body", "body": answer.first})
-            self._is_answered = response.status == 200
+            self._is_answered = self._is_given_answer and is_whole
         finally:
             if not answer.is_stream:
                 note()
@@ -399,15 +438,18 @@ class _Exchange:
             response.close()
         self._learn(response.status)
 
-    async def _pass_stream(self, answer: Answer, replica_id: str) -> None:
+    async def _pass_stream(self, answer: Answer, replica_id: str) -> bool:
+        """Whether it came to its own end."""
         events = WholeEvents()
         ticket, response = self.ticket, answer.response
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
+        is_writing = False
 
         def look_again() -> None:
-            # A replica that is taken for dead while it still answers may end what it has begun.
-            if ticket.client_gone or loop.time() - heard_s >= SILENT_S:
+            # A replica that is taken for dead while it still answers may end what it has begun. While its
+            # client takes nothing it is not asked for more.
+            if ticket.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_S):
                 response.close()  # then reading fails, as if the replica had closed it
             else:
                 loop.call_later(SILENT_S, look_again)
@@ -415,13 +457,17 @@ class _Exchange:
         ticket.on_change = look_again
         if ticket.client_gone:
             raise ClientGone  # it left when nobody was called
+        if ticket.has_news:
+            look_again()  # and so was this decided
         chunk = answer.first
         ended_well = False
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             while chunk:
                 whole = events.through(chunk)
                 if whole:
+                    is_writing = True
                     await self._write(whole)
+                    is_writing, heard_s = False, loop.time()
                 chunk = await response.content.readany()
                 heard_s = loop.time()
                 self._meter.saw(chunk)
@@ -430,7 +476,7 @@ class _Exchange:
             raise ClientGone
         if ended_well:
             await self._to_client({"type": "http.response.body", "body": events.rest()})
-            return
+            return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
         self._relay._books.cut()
         self._relay._decider.tell(facts.Failed(self.ticket.request_id, replica_id))
@@ -438,6 +484,7 @@ class _Exchange:
         await self._to_client(
             {"type": "http.response.body", "body": error_event(self._api, "replica_lost", message)}
         )
+        return False
 
     async def _write(self, chunk: bytes) -> None:
         try:
@@ -456,6 +503,6 @@ class _Exchange:
             name = self._meter.response_id
             if name is not None:
                 conversations = self._relay._conversations
-                conversations[f"{self._tenant}/{name}"] = self._program_id
+                conversations[self._tenant, name] = self._program_id
                 if len(conversations) > MOST_RESPONSES:
                     conversations.popitem(last=False)

@@ -36,7 +36,7 @@ class Tenants:
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
-        """Whoever generates must not see and drain everything. Raises ``TenantsError``, which repeats no key."""
+        """Nobody who generates is to drain replicas. Raises ``TenantsError``, which repeats no key."""
         whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
             of = "everybody's" if self.names == (EVERYBODY,) else f"{whose}'s"

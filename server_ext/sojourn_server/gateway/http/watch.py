@@ -71,6 +71,8 @@ class Watched:
     """Health checks in a row that were answered with an error."""
     looks: int = 0
     """Descriptions in a row that were not whole."""
+    answered: frozenset[str] = frozenset()
+    """Parts of its description that it told: of one that is known all of them are told each time."""
     noted: bool = False
     """It has been said in the log that nobody is there, or that a key is missing."""
     probes_lost: int = 0
@@ -231,11 +233,13 @@ class Watch:
         if 401 in statuses and not watched.noted:
             logger.warning("%s asks for a key: without --engine-key little is known of it", watched.url)
             watched.noted = True
-        if 0 in statuses:
+        answered = {path for path, (status, _) in zip(paths, found, strict=True) if status == 200}
+        fewer = watched.description is not None and not answered >= watched.answered
+        if 0 in statuses or fewer:
             watched.looks += 1
             if watched.description is not None or watched.looks < MOST_LOOKS:
                 return None
-        watched.looks = 0
+        watched.looks, watched.answered = 0, frozenset(answered)
         capabilities, metrics, models = (text for _, text in found)
         return self._read(table(capabilities), metrics, table(models), watched.life)
 
@@ -287,7 +291,9 @@ class Watch:
     def _gone(self, watched: Watched, reason: str) -> None:
         if watched.description is None:
             return
-        logger.warning("%s is gone (%s); its programs go on elsewhere", watched.url, reason)
+        nobody = all(other is watched or other.description is None for other in self._watched.values())
+        what = "no engine is left, requests wait for one" if nobody else "its programs go on elsewhere"
+        logger.warning("%s is gone (%s); %s", watched.url, reason, what)
         self._forget(watched, reason)
         watched.description = None
         watched.life += 1

@@ -17,6 +17,7 @@ from ..core import facts
 from ..core.facts import AnyAction, AnyFact, Cut, Probe, Refuse
 from ..core.limits import CoreCounts, CoreLimits
 from .facts import EngineSeen, NicTold, Role, SendPair
+from .flight import Flight, Program
 
 Key = tuple[str, str]
 """Tenant and program id."""
@@ -32,61 +33,42 @@ class Engine:
     seen: EngineSeen
     heard_s: float
     number: int | None = None
-    """By which the books know it, each time another one; ``None``: nobody new goes there."""
+    """By which the books know it, each life another one; ``None``: they do not yet."""
+    is_open: bool = False
+    """Requests may go there."""
     draining: bool = False
     suspect: bool = False
     """It failed at a request, or was not heard of for long; until it is heard of again."""
     probed_s: float | None = None
 
 
-@dataclass(slots=True)
-class Program:
-    """One that has a request here, or had."""
-
-    stored_tokens: int = 0
-    """Of its context, written to storage by decode engines as far as is known."""
-    turns: int = 0
-    """Requests that were answered."""
-    requests: int = 0
-    """Those that are not over."""
-
-
-@dataclass(slots=True)
-class Flight:
-    """A request that is not over."""
-
-    asked: facts.Asked
-    since_s: float
-    prefill_id: str | None = None
-    decode_id: str | None = None
-    prefilled: bool = False
-    began: bool = False
-    failures: int = 0
-    failures_computing: int = 0
-
-    def is_at(self, replica_id: str) -> bool:
-        """It counts on this engine still."""
-        return replica_id == self.decode_id or (replica_id == self.prefill_id and not self.prefilled)
-
-
 class PdCore:
     """One for all requests. No clock and no I/O; one thread at a time."""
 
-    def __init__(self, pairs: PairScheduler | None = None, limits: CoreLimits | None = None) -> None:
+    def __init__(
+        self,
+        pairs: PairScheduler | None = None,
+        limits: CoreLimits | None = None,
+        *,
+        engines_come: bool = False,
+    ) -> None:
+        """``engines_come``: somebody starts engines where some are missing, so requests wait for them; else
+        they are refused at once."""
+        self._engines_come = engines_come
         self.pairs = pairs or PairScheduler()
         self.limits = limits or CoreLimits()
         self.counts = CoreCounts()
         self.engines: dict[str, Engine] = {}
         self.flights: dict[str, Flight] = {}
         self._names: dict[tuple[Role, int], str] = {}
-        """Engines that may be chosen."""
+        """Engines that the books know."""
         self._nodes: dict[str, int] = {}
         self._numbers = count()
         self.programs: OrderedDict[Key, Program] = OrderedDict()
         """The one heard of last is the last."""
         self._paired = 0
         """Requests that were sent to a pair."""
-        self._drained: dict[str, str] = {}
+        self.drained: dict[str, str] = {}
         """Instances that were drained, by engine: a blip undrains nobody."""
         self._engines_changed = False
         """Some may be chosen that could not, or the other way round, since all lined up."""
@@ -99,6 +81,7 @@ class PdCore:
             facts.ReplicaDrains: self._drains,
             facts.ReplicaStays: self._stays,
             facts.Asked: self._asked,
+            facts.Sent: self._sent,
             facts.Began: self._began,
             facts.Ended: self._ended,
             facts.Failed: self._failed,
@@ -144,18 +127,25 @@ class PdCore:
             self._lose(fact.replica_id, now)
             known = None
         if known is None:
-            drained = self._drained.get(fact.replica_id) == fact.instance
+            drained = self.drained.get(fact.replica_id) == fact.instance
             known = self.engines[fact.replica_id] = Engine(fact, now, draining=drained)
         elif (known.seen.node, known.seen.kv_tokens) != (fact.node, fact.kv_tokens):
-            self._withdraw(known)  # to the books it is another one; requests that are there stay
+            self._forget(known)  # to the books it is another one; requests that are there stay
         known.seen, known.heard_s, known.probed_s, known.suspect = fact, now, None, False
         self._enter(known)
 
     def _enter(self, engine: Engine) -> None:
         """It may be chosen, if nothing speaks against it."""
-        if engine.number is not None or engine.draining or engine.suspect:
+        if engine.is_open or engine.draining or engine.suspect:
             return
+        engine.is_open = self._engines_changed = True
         seen = engine.seen
+        if engine.number is not None:
+            if seen.role is Role.PREFILL:
+                self.pairs.resume_prefill(engine.number)
+            else:
+                self.pairs.resume_decode(engine.number)
+            return
         node = self._nodes[seen.node]
         engine.number = next(self._numbers)
         self._names[seen.role, engine.number] = seen.replica_id
@@ -164,14 +154,24 @@ class PdCore:
         else:
             # Engines of one node take requests together (§6.1).
             self.pairs.add_decode(engine.number, node, node, seen.kv_tokens)
-        self._engines_changed = True
 
     def _withdraw(self, engine: Engine) -> None:
-        """Nobody new goes there."""
+        """Nobody new goes there for now. What is there stays in the books: it takes memory all the same."""
+        if engine.number is None or not engine.is_open:
+            return
+        engine.is_open = False
+        if engine.seen.role is Role.PREFILL:
+            self.pairs.suspend_prefill(engine.number)
+        else:
+            self.pairs.suspend_decode(engine.number)
+        self._engines_changed = True
+
+    def _forget(self, engine: Engine) -> None:
+        """To the books it is gone, and what is there with it."""
         role, number = engine.seen.role, engine.number
         if number is None:
             return
-        engine.number = None
+        engine.number, engine.is_open = None, False
         del self._names[role, number]
         if role is Role.PREFILL:
             self.pairs.remove_prefill(number)
@@ -185,7 +185,7 @@ class PdCore:
             self._lose(fact.replica_id, now)
 
     def _lose(self, replica_id: str, now: float) -> None:
-        self._withdraw(self.engines.pop(replica_id))
+        self._forget(self.engines.pop(replica_id))
         for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
             if flight.began:
                 self._actions.append(Cut(flight.asked.request_id, replica_id))
@@ -198,14 +198,14 @@ class PdCore:
         engine = self.engines.get(fact.replica_id)
         if engine is not None and not engine.draining:
             engine.draining = True
-            self._drained[fact.replica_id] = engine.seen.instance
+            self.drained[fact.replica_id] = engine.seen.instance
             self._withdraw(engine)
 
     def _stays(self, fact: facts.ReplicaStays, now: float) -> None:
         engine = self.engines.get(fact.replica_id)
         if engine is not None and engine.draining:
             engine.draining = False
-            self._drained.pop(fact.replica_id, None)
+            self.drained.pop(fact.replica_id, None)
             self._enter(engine)
 
     def _nic_told(self, fact: NicTold, now: float) -> None:
@@ -216,10 +216,13 @@ class PdCore:
     # -- requests -----------------------------------------------------------------
 
     def _asked(self, fact: facts.Asked, now: float) -> None:
-        if fact.request_id in self.flights:
+        known = self.flights.get(fact.request_id)
+        if known is not None and known.adopted:
+            self._close(known)  # it went nowhere: its gateway knows
+        elif known is not None:
             self._refuse(fact.request_id, 409, "duplicate_request", "a request of this id is being answered")
             return
-        absent = self._absent()
+        absent = None if self._engines_come else self._absent()
         if absent is not None:
             message = f"no {absent.value} engine is there; try again soon"
             self._refuse(fact.request_id, 503, "no_room", message, retry_after_s=5.0)
@@ -235,10 +238,38 @@ class PdCore:
             )
             self._refuse(fact.request_id, 400, "context_too_long", message)
             return
-        flight = self.flights[fact.request_id] = Flight(fact, now)
+        flight = self.flights[fact.request_id] = Flight(fact, now, now)
         if fact.program_id is not None:
             self._program(fact).requests += 1
         self._submit(flight)
+
+    def _sent(self, fact: facts.Sent, now: float) -> None:
+        """Another core chose its engines, or its gateway while it could ask nobody. Such a request is in no
+        books: what it takes of its engines is not known here, until it is over or sent again."""
+        flight = self.flights.get(fact.request_id)
+        where = (fact.prefill_id, fact.replica_id)
+        if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
+            flight.began = flight.began or fact.began
+            if fact.prefill_id is None:
+                self._mark_prefilled(flight)
+            return
+        if flight is None:
+            asked = facts.Asked(
+                fact.request_id,
+                fact.tenant,
+                fact.context_tokens,
+                program_id=fact.program_id,
+                output_tokens=fact.output_tokens,
+            )
+            flight = self.flights[fact.request_id] = Flight(asked, now, now)
+            if fact.program_id is not None:
+                self._program(asked).requests += 1
+        else:
+            self._leave_books(flight)
+        self._paired += 1
+        flight.prefill_id, flight.decode_id = fact.prefill_id, fact.replica_id
+        flight.prefilled, flight.began = fact.prefill_id is None, fact.began
+        flight.adopted = True
 
     def _absent(self) -> Role | None:
         """What no engine does, even when all that are in doubt are well."""
@@ -284,24 +315,28 @@ class PdCore:
             decode = self.engines[flight.decode_id].seen
             self._paired += 1
             blocks = sum(pair.split)
-            self._actions.append(
-                SendPair(
-                    request_id,
-                    flight.decode_id,
-                    "pair",
-                    prefill_id=flight.prefill_id,
-                    peer=decode.peer,
-                    epoch=decode.epoch,
-                    decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
-                )
+            flight.sent = SendPair(
+                request_id,
+                flight.decode_id,
+                "pair",
+                prefill_id=flight.prefill_id,
+                peer=decode.peer,
+                epoch=decode.epoch,
+                decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
             )
+            self._actions.append(flight.sent)
             self.counts.sent("pair")
 
     def _prefilled(self, fact: facts.Prefilled, now: float) -> None:
         flight = self.flights.get(fact.request_id)
-        if flight is not None and flight.prefill_id == fact.replica_id and not flight.prefilled:
+        if flight is not None and flight.prefill_id == fact.replica_id:
+            self._mark_prefilled(flight)
+
+    def _mark_prefilled(self, flight: Flight) -> None:
+        if not flight.prefilled:
             flight.prefilled = True
-            self.pairs.prefilled(fact.request_id)
+            if not flight.adopted:
+                self.pairs.prefilled(flight.asked.request_id)
 
     def _began(self, fact: facts.Began, now: float) -> None:
         flight = self.flights.get(fact.request_id)
@@ -343,12 +378,18 @@ class PdCore:
 
     def _again(self, flight: Flight, now: float) -> None:
         """From the beginning, with other engines if there are any."""
-        self.pairs.end(flight.asked.request_id)
-        self._paired -= 1
-        flight.prefill_id = flight.decode_id = None
+        self._leave_books(flight)
+        flight.prefill_id = flight.decode_id = flight.sent = None
         flight.prefilled = False
+        flight.waiting_since_s = now
         self.counts.replayed += 1
         self._submit(flight)
+
+    def _leave_books(self, flight: Flight) -> None:
+        self._paired -= flight.decode_id is not None
+        if not flight.adopted:
+            self.pairs.end(flight.asked.request_id)
+        flight.adopted = False
 
     def _close(self, flight: Flight) -> None:
         asked = flight.asked
@@ -359,8 +400,7 @@ class PdCore:
             program.requests = max(0, program.requests - 1)
             if not program.requests and not program.turns:
                 del self.programs[key]  # it never had an answer
-        self._paired -= flight.decode_id is not None
-        self.pairs.end(asked.request_id)
+        self._leave_books(flight)
 
     def _program_ended(self, fact: facts.ProgramEnded, now: float) -> None:
         self.programs.pop((fact.tenant, fact.program_id), None)
@@ -376,7 +416,7 @@ class PdCore:
         waited = [
             flight
             for flight in self.flights.values()
-            if flight.decode_id is None and now - flight.since_s >= limits.wait_s
+            if flight.decode_id is None and now - flight.waiting_since_s >= limits.wait_s
         ]
         for flight in waited:
             self._close(flight)

@@ -15,6 +15,7 @@ import msgspec
 
 from .facts import Role
 
+STATS_PATH = "/sojourn/v1/stats"
 STORAGE_READ = "storage read"
 """The link whose queue decides which side reads."""
 UNKNOWN_BLOCK_S = 0.001
@@ -38,13 +39,16 @@ class PathsTold:
     block_s: float
     block_bytes: int
     block_tokens: int
+    kv: str = ""
+    """Equal for engines that take each other's KV; empty: it does not say."""
 
 
 class LinkTold(msgspec.Struct, frozen=True):
     """One link, now."""
 
     queued_bytes: int
-    queued_s: float
+    queued_s: float | None
+    """``None``: there is a queue, and how long it takes is not known."""
     moved_bytes: int
 
 
@@ -70,6 +74,7 @@ def read_paths(capabilities: Mapping[str, Any]) -> PathsTold:
         block_s=block_s or UNKNOWN_BLOCK_S,
         block_bytes=int(sizes[0] or 0),
         block_tokens=int(sizes[1] or 0),
+        kv=_text(told, "kv") if told.get("kv") else "",
     )
 
 
@@ -85,7 +90,7 @@ def read_links(stats: Mapping[str, Any]) -> dict[str, LinkTold] | None:
             return None
         queued_s, queued, moved = (link.get(key) for key in ("queued_s", "queued_bytes", "moved_bytes"))
         seconds = _seconds(queued_s)
-        if seconds is None:
+        if seconds is None and queued_s is not None:
             return None
         found[str(name)] = LinkTold(_count(queued), seconds, _count(moved))
     return found

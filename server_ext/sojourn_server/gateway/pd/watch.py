@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -15,32 +14,13 @@ from sojourn.wire import CAPABILITIES_PATH
 
 from ..core import facts
 from ..http.replicas import Replicas, addresses
-from ..http.watch import POLL_S, Description, Watch, Watched, describe, table
+from ..http.watch import POLL_S, Description, Watch, Watched, table
 from .decider import PdDecider
-from .facts import EngineSeen, NicTold, Role
-from .told import STORAGE_READ, LinkTold, NotOfAPair, PathsTold, read_links, read_paths
+from .description import Kind, PairDescription, describe_pair, nic_told, seen_as, unlike
+from .facts import Role
+from .told import STATS_PATH, LinkTold, NotOfAPair, PathsTold, read_links, read_paths
 
 logger = logging.getLogger(__name__)
-
-STATS_PATH = "/sojourn/v1/stats"
-Kind = tuple[str, int, int]
-"""What both engines of a pair have alike: the model's name, bytes and tokens of a Full Block."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairDescription(Description):
-    """An engine that is to be one of a pair."""
-
-    paths: PathsTold | None = None
-    unfit: str = ""
-    """Why it can be in no pair; empty: it can."""
-
-    @property
-    def kind(self) -> Kind | None:
-        """``None``: it can be in no pair."""
-        if self.paths is None:
-            return None
-        return (self.model, self.paths.block_bytes, self.paths.block_tokens)
 
 
 class PairWatch(Watch):
@@ -107,16 +87,7 @@ class PairWatch(Watch):
     def _read(
         self, capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
     ) -> Description:
-        told = describe(capabilities, metrics, models, life)
-        values = {field.name: getattr(told, field.name) for field in dataclasses.fields(told)}
-        try:
-            paths = read_paths(capabilities)
-        except NotOfAPair as error:
-            return PairDescription(**values, unfit=str(error))
-        # A traffic manager that began anew has nothing of what it had, whatever its process says.
-        values["instance"] = f"{told.instance} {paths.epoch}"
-        ranks = "it has data-parallel ranks, which share one address of KV; expected one engine"
-        return PairDescription(**values, paths=paths, unfit=ranks if told.ranks > 1 else "")
+        return describe_pair(capabilities, metrics, models, life)
 
     async def _ask_more(self, watched: Watched) -> None:
         known = watched.description
@@ -164,30 +135,14 @@ class PairWatch(Watch):
         watched.places = [address]
         self._replicas.add(address)
         self._instances[address.replica_id] = told.instance
-        self._tell(
-            EngineSeen(
-                address.replica_id,
-                told.instance,
-                paths.role,
-                paths.node,
-                told.capacity_tokens,
-                paths.block_s,
-                paths.peer,
-                told.max_context_tokens,
-                paths.epoch,
-            )
-        )
+        self._tell(seen_as(address.replica_id, told, paths))
         self._tell_queue(paths.node)
 
     def _tell_queue(self, node: str) -> None:
         """Its engines read through one NIC: what waits for it is what waits at all of them."""
-        told = [
-            links[STORAGE_READ].queued_s
-            for url in self._taken()
-            if (links := self._links.get(url)) and STORAGE_READ in links and self._node(url) == node
-        ]
-        if told:
-            self._tell(NicTold(node, sum(told)))
+        fact = nic_told(node, [self._links.get(url, {}) for url in self._taken() if self._node(url) == node])
+        if fact is not None:
+            self._tell(fact)
 
     def _why_not(self, url: str, told: PairDescription) -> str:
         """Empty: it may be in a pair."""
@@ -196,17 +151,14 @@ class PairWatch(Watch):
             return told.unfit
         if paths.role is not role:
             return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
-        if not any(self._kind_of(other) == self._kind for other in self._taken()):
+        ours = self._kind
+        if ours is None or not any(
+            (kind := self._kind_of(other)) is not None and not unlike(kind, ours) for other in self._taken()
+        ):
             self._kind = self._most_common()
-        if told.kind == self._kind or self._kind is None:
+        if told.kind is None or self._kind is None:
             return ""
-        (model, size, tokens), (ours, our_size, our_tokens) = told.kind or ("", 0, 0), self._kind
-        if model != ours:
-            return f"it serves {model!r}; expected {ours!r}, as the others do"
-        return (
-            f"its Full Blocks are of {size:,} bytes and {tokens} tokens; expected {our_size:,} and "
-            f"{our_tokens}, as the others have"
-        )
+        return unlike(told.kind, self._kind)
 
     def _most_common(self) -> Kind | None:
         """Of those that fit otherwise, in the order in which they were named; ``None``: there is none."""

@@ -17,6 +17,7 @@ from . import messages as m
 from .calls import CoordinatorAway, CoordinatorCalls
 from .config import RayConfig
 from .coordinator import Coordinator, CoordinatorOptions
+from .deciding_pairs import PairRules
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +31,22 @@ def preset_of(config: RayConfig) -> ClusterPreset:
     return load_cluster_preset(config.policy)
 
 
+def rules_of(config: RayConfig) -> ClusterPreset | PairRules:
+    """What decides. Raises ``PresetError``."""
+    return PairRules(config.pairs.read_side) if config.in_pairs else preset_of(config)
+
+
 class CoordinatorActor:
     """Bytes in, bytes out. One that finds a later one ends itself; whoever needs one then finds that."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        preset = preset_of(config)
         limits = CoreLimits(most_waiting=config.max_waiting, wait_s=config.wait_s)
         options = CoordinatorOptions(
             checkpoint=Path(config.checkpoint) if config.checkpoint is not None else None,
-            autoscale=config.engines.autoscale,
+            autoscale=config.autoscale,
         )
-        self._coordinator = Coordinator(preset, limits, options)
+        self._coordinator = Coordinator(rules_of(config), limits, options)
         self._running: asyncio.Task[None] | None = None
 
     async def join(self, data: bytes) -> bytes:

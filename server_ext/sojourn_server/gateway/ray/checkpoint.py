@@ -71,8 +71,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{checkpoint.epoch}.tmp")
     try:
-        draft.write_bytes(msgspec.msgpack.encode(checkpoint))
-        os.chmod(draft, 0o600)
+        written = msgspec.msgpack.encode(checkpoint)
+        draft.unlink(missing_ok=True)  # one that is left over may be anybody's to read
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(written)
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):

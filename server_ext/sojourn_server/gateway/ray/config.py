@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from .autoscale import AutoscaleLimits
 
 Section = TypeVar("Section")
-_OF_PAIRS = ("prefill", "decode")
+READ_SIDES = ("shorter", "split", "prefill")
+_OF_PAIRS = ("prefill", "decode", "pairs")
+_NOT_OF_PAIRS = {
+    "engines": "prefill and decode are in its place",
+    "policy": "pairs are chosen by load alone",
+    "policy_file": "pairs are chosen by load alone",
+}
+_GIVEN_TO_PAIRS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 
 
 class ConfigError(ValueError):
@@ -64,6 +71,24 @@ class EnginesConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairsConfig:
+    """``pairs``: what prefill and decode engines have in common."""
+
+    store: str | None = None
+    """The directory that all of them share, on every node. Not needed where all have a ``command``."""
+    read_side: str = "shorter"
+
+
+class Group(NamedTuple):
+    """Engines of one kind: a deployment of this name."""
+
+    name: str
+    role: str | None
+    """``None``: they do both."""
+    engines: EnginesConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
     """``keys``: names of environment variables, which every node has to have. No key is in the file."""
 
@@ -82,6 +107,10 @@ class RayConfig:
     policy: str = "sojourn"
     policy_file: str | None = None
     engines: EnginesConfig = EnginesConfig()
+    prefill: EnginesConfig | None = None
+    """With ``decode`` in place of ``engines``."""
+    decode: EnginesConfig | None = None
+    pairs: PairsConfig = PairsConfig()
     gateways: int = 2
     host: str = "127.0.0.1"
     port: int = 8100
@@ -118,11 +147,38 @@ class RayConfig:
         """Where the coordinator's name is looked up."""
         return f"{self.name}-gateway"
 
+    @property
+    def in_pairs(self) -> bool:
+        """Prefill and decode engines are apart."""
+        return self.prefill is not None
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Engines by what they do."""
+        if self.prefill is None or self.decode is None:
+            return (Group("Engine", None, self.engines),)
+        return (Group("Prefill", "prefill", self.prefill), Group("Decode", "decode", self.decode))
+
+    @property
+    def least_engines(self) -> int:
+        """There are always so many, of all groups."""
+        return sum(group.engines.min for group in self.groups)
+
+    @property
+    def autoscale(self) -> AutoscaleLimits:
+        """As the coordinator has it; pairs are as many as they are."""
+        if not self.in_pairs:
+            return self.engines.autoscale
+        return AutoscaleLimits(min_engines=self.least_engines, max_engines=self.least_engines)
+
     def plain(self) -> dict[str, Any]:
         """As a document of lists, maps and texts, which ``parse_config`` reads."""
         document = dataclasses.asdict(self)
-        for name in ("args", "command"):
-            document["engines"][name] = list(document["engines"][name])
+        for key in _NOT_OF_PAIRS if self.in_pairs else _OF_PAIRS:
+            del document[key]
+        for key in ("engines", "prefill", "decode"):
+            for name in ("args", "command") if key in document else ():
+                document[key][name] = list(document[key][name])
         return document
 
 
@@ -142,20 +198,35 @@ def read_config(path: Path) -> RayConfig:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        raise ConfigError(f"{path}: the file is empty; expected at least a line such as model: tiny")
     return parse_config(document, source=str(path))
 
 
 def parse_config(document: object, *, source: str) -> RayConfig:
     """From what YAML holds. Raises ``ConfigError``."""
-    for key in _OF_PAIRS:
-        if isinstance(document, Mapping) and key in document:
-            raise ConfigError(
-                f"{source}: {key}: pairs on Ray: not yet; expected engines alone. Without Ray: sojourn "
-                "gateway --prefill URLS --decode URLS"
-            )
+    if isinstance(document, Mapping):
+        _check_groups(document, source)
     config = _section(RayConfig, document, source, "")
     _check(config, source)
     return config
+
+
+def _check_groups(document: Mapping[Any, Any], source: str) -> None:
+    """Engines, or prefill and decode engines, and nothing beside them that means nothing there."""
+    there = [key for key in ("prefill", "decode") if key in document]
+    if not there:
+        if "pairs" in document:
+            raise ConfigError(f"{source}: pairs is there without prefill and decode; expected both, or none")
+        return
+    if len(there) == 1:
+        absent = "decode" if there == ["prefill"] else "prefill"
+        raise ConfigError(
+            f"{source}: {there[0]} is there without {absent}; expected both: a request needs one of each"
+        )
+    for key, why in _NOT_OF_PAIRS.items():
+        if key in document:
+            raise ConfigError(f"{source}: {key} and prefill are both there; expected no {key}: {why}")
 
 
 def _section(kind: type[Section], document: object, source: str, prefix: str) -> Section:
@@ -179,12 +250,12 @@ def _section(kind: type[Section], document: object, source: str, prefix: str) ->
 
 
 def _value(kind: Any, value: object, source: str, key: str) -> Any:
+    if isinstance(kind, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+        if value is None and not dataclasses.is_dataclass(kind):
+            return None
     if dataclasses.is_dataclass(kind):
         return _section(kind, value if value is not None else {}, source, f"{key}.")  # type: ignore[arg-type]
-    if isinstance(kind, UnionType):
-        if value is None:
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
     wrong = ConfigError(f"{source}: {key} is {_shown(value)}; expected {_expected(kind)}")
     if kind is bool and isinstance(value, bool):
         return value
@@ -210,33 +281,15 @@ def _value(kind: Any, value: object, source: str, key: str) -> Any:
 
 
 def _check(config: RayConfig, source: str) -> None:
-    engines = config.engines
-
     def wrong(key: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"{source}: {key} is {_shown(value)}; expected {expected}")
 
     if not config.model.strip():
         raise wrong("model", config.model, "a model's name or directory")
-    if engines.min < 1:
-        raise wrong("engines.min", engines.min, "at least 1")
-    if engines.max is not None and engines.max < engines.min:
-        raise wrong("engines.max", engines.max, f"at least engines.min, {engines.min}")
-    for name in ("num_cpus", "num_gpus", "drain_s", "shrink_after_s"):
-        if not getattr(engines, name) >= 0:
-            raise wrong(f"engines.{name}", getattr(engines, name), "at least 0")
-    if not engines.start_timeout_s > 0:
-        raise wrong("engines.start_timeout_s", engines.start_timeout_s, "more than 0")
-    if not 0 < engines.shrink_below_use < engines.target_use <= 1:
-        raise wrong(
-            "engines.shrink_below_use",
-            engines.shrink_below_use,
-            f"between 0 and engines.target_use, {engines.target_use}, which is at most 1",
-        )
-    if engines.command and not any("{port}" in part for part in engines.command):
-        raise wrong("engines.command", list(engines.command), "{port} where its port goes")
-    for flag in ("--port", "--host"):
-        if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
-            raise wrong("engines.args", list(engines.args), f"no {flag}: each engine gets its own")
+    for group in config.groups:
+        _check_engines(group, wrong)
+    if config.in_pairs:
+        _check_pairs(config, wrong)
     if config.gateways < 1:
         raise wrong("gateways", config.gateways, "at least 1; 2 so that one may fail")
     if not 1 <= config.port <= 65535:
@@ -260,13 +313,62 @@ def _check(config: RayConfig, source: str) -> None:
         raise wrong("loopback_only", True, "address: local; a cluster that runs listens where it was told to")
 
 
+Wrong = Callable[[str, object, str], ConfigError]
+
+
+def _check_engines(group: Group, wrong: Wrong) -> None:
+    engines, key = group.engines, group.role or "engines"
+    if engines.min < 1:
+        raise wrong(f"{key}.min", engines.min, "at least 1")
+    if engines.max is not None and engines.max < engines.min:
+        raise wrong(f"{key}.max", engines.max, f"at least {key}.min, {engines.min}")
+    for name in ("num_cpus", "num_gpus", "drain_s", "shrink_after_s"):
+        if not getattr(engines, name) >= 0:
+            raise wrong(f"{key}.{name}", getattr(engines, name), "at least 0")
+    if not engines.start_timeout_s > 0:
+        raise wrong(f"{key}.start_timeout_s", engines.start_timeout_s, "more than 0")
+    if not 0 < engines.shrink_below_use < engines.target_use <= 1:
+        raise wrong(
+            f"{key}.shrink_below_use",
+            engines.shrink_below_use,
+            f"between 0 and {key}.target_use, {engines.target_use}, which is at most 1",
+        )
+    if engines.command and not any("{port}" in part for part in engines.command):
+        raise wrong(f"{key}.command", list(engines.command), "{port} where its port goes")
+    for flag in ("--port", "--host"):
+        if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
+            raise wrong(f"{key}.args", list(engines.args), f"no {flag}: each engine gets its own")
+
+
+def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
+    pairs = config.pairs
+    if pairs.read_side not in READ_SIDES:
+        raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
+    if pairs.store is not None and not os.path.isabs(pairs.store):
+        raise wrong("pairs.store", pairs.store, "a path from /, the same on every node")
+    for group in config.groups:
+        engines = group.engines
+        if engines.scales:
+            raise wrong(
+                f"{group.role}.max",
+                engines.max,
+                f"{group.role}.min, {engines.min}: so far there are as many of a role as are named",
+            )
+        if not engines.command and pairs.store is None:
+            raise wrong("pairs.store", None, "the directory that engines of all pairs share")
+        for flag in _GIVEN_TO_PAIRS:
+            if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
+                raise wrong(f"{group.role}.args", list(engines.args), f"no {flag}: each engine gets its own")
+
+
 def key_of(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """A key that the environment holds. Raises ``ConfigError``, which does not repeat it."""
     if name is None:
         return None
     value = environment.get(name, "")
     if not value or value != value.strip():
-        raise ConfigError(f"{key} is {name!r}; expected the name of a variable that holds a key")
+        why = "its value has spaces around it" if value.strip() else f"the environment has no {name}"
+        raise ConfigError(f"{key} is {name!r}: {why}; expected the name of a variable that holds a key")
     return value
 
 

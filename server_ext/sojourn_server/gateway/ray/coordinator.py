@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...policy.cluster_preset import ClusterPreset
 from ..core import facts
-from ..core.core import RoutingCore
-from ..core.fleet import Health
-from ..core.from_preset import core_of
 from ..core.limits import CoreLimits
-from ..http.decider import TICK_S, LocalDecider
+from ..http.decider import TICK_S
 from ..http.policy_log import PolicyLog
-from .autoscale import AutoscaleLimits, Need, Wanted, wanted_engines
+from .autoscale import AutoscaleLimits, Wanted, wanted_engines
 from .checkpoint import Checkpoint, Checkpoints, read_checkpoint, read_epoch
+from .deciding import Deciding
+from .deciding_homes import DecidingHomes
+from .deciding_pairs import DecidingPairs, PairRules
 from .mailbox import Mailbox
 from .messages import (
     NOT_KNOWN,
@@ -65,13 +66,14 @@ class CoordinatorOptions:
 class Coordinator:
     """One of possibly several lives. Its epoch is later than that of all that wrote the checkpoint before.
 
-    Without a shared file it still is, by the clock. Whoever finds that there is a later one
+    Without a shared file it still is, by the clock, or as soon as it is told of a later one before any
+    request. Whoever finds that there is a later one
     (``deposed``) decides nothing any more.
     """
 
     def __init__(
         self,
-        preset: ClusterPreset,
+        rules: ClusterPreset | PairRules,
         limits: CoreLimits,
         options: CoordinatorOptions,
         *,
@@ -79,11 +81,12 @@ class Coordinator:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Reads the checkpoint, and writes that it has begun."""
-        self._preset = preset
+        self._rules = rules
         self._limits = limits
         self.options = options
         self.deposed = False
         self.restored = 0
+        self._had_requests = False
         self._clock = clock
         self._wall = wall
         self._seldom = Seldom(logger, clock)
@@ -91,7 +94,7 @@ class Coordinator:
         kept = read_checkpoint(path) if path is not None else None
         last_epoch = read_epoch(path) if path is not None else 0
         self.epoch = max(int(wall() * 1000), last_epoch + 1)
-        self.core = self._new_core()
+        self._deciding = self._new_deciding()
         self.engines = Register()
         self.post = Post()
         self._trials = Trials()
@@ -100,8 +103,6 @@ class Coordinator:
         self._autoscaled_s = clock()
         if kept is not None and kept.core is not None:
             self._restore(kept)
-        self._reads = LocalDecider(self.core, clock)
-        """Only to read from."""
         self._policy_log = PolicyLog(self.core.counts)
         self._look_at_places()
         self.checkpoints: Checkpoints | None = None
@@ -117,24 +118,27 @@ class Coordinator:
             self.checkpoints.write(first)
         logger.info("coordinator %d begins with %d programs at home somewhere", self.epoch, self.restored)
 
-    def _new_core(self) -> RoutingCore:
-        return core_of(self._preset, self._limits, life=str(self.epoch))
+    @property
+    def core(self) -> Any:
+        """What decides."""
+        return self._deciding.core
+
+    def _new_deciding(self) -> Deciding:
+        life = str(self.epoch)
+        if isinstance(self._rules, PairRules):
+            return DecidingPairs(self._rules, self._limits, life, self._clock)
+        return DecidingHomes(self._rules, self._limits, life, self._clock)
 
     def _restore(self, kept: Checkpoint) -> None:
         assert kept.core is not None
+        elapsed_s = max(0.0, self._wall() - kept.unix_s)
         try:
-            self.core.restore(kept.core, self._clock(), max(0.0, self._wall() - kept.unix_s))
+            self.restored = self._deciding.restore(kept.core, self._clock(), elapsed_s)
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("the checkpoint is left aside: %s", error)
-            self.core = self._new_core()
+            self._deciding = self._new_deciding()
             return
-        for replica in self.core.fleet:
-            if replica.health is Health.UP:
-                # It may have ended with the coordinator before: nobody new goes there until it registers.
-                replica.health = Health.SUSPECT
-                self.core.fleet.changed(replica, self._clock())
         self.engines = Register(kept.engines)
-        self.restored = sum(program.home is not None for program in self.core.programs)
 
     # -- gateways -----------------------------------------------------------------
 
@@ -149,18 +153,16 @@ class Coordinator:
         said = {one.request_id for one in join.requests}
         mailbox, gone = self.post.join(join.gateway_id, said, now, join.join)
         for request_id in gone:
-            self._take(facts.Ended(request_id), join.gateway_id)
+            self._take(facts.Ended(request_id, answered=None), join.gateway_id)
         for one in join.requests:
-            known = self.core.requests.by_id.get(one.request_id)
-            if known is not None and known.sent_s is not None:
+            sent = self._deciding.sent(one.request_id)
+            if sent is not None:
                 if isinstance(one, facts.Asked):
-                    # The word of it was lost on its way.
-                    assert known.replica_id is not None
-                    mailbox.post(facts.Send(one.request_id, known.replica_id, known.reason, known.moved_from))
+                    mailbox.post(sent)  # the word of it was lost on its way
                     continue
-                if known.replica_id != one.replica_id:
-                    self._take(facts.Ended(one.request_id), join.gateway_id)
-            elif known is not None and isinstance(one, facts.Asked):
+                if sent.replica_id != one.replica_id:
+                    self._take(facts.Ended(one.request_id, answered=None), join.gateway_id)
+            elif isinstance(one, facts.Asked) and self._deciding.knows(one.request_id):
                 continue
             self._take(one, join.gateway_id)
             if isinstance(one, facts.Sent) and one.began:
@@ -199,7 +201,7 @@ class Coordinator:
             return mailbox
         mailbox.heard_s = self._clock()
         mailbox.wake.clear()
-        journal = self.core.journal
+        journal = self._deciding.journal
         # Homes that have only just changed are told with those that change next, in one batch.
         homes_due = listen.version != journal.version and journal.due_s(self._clock()) in (None, 0.0)
         mail = mailbox.since(listen.acked)[1]
@@ -213,7 +215,7 @@ class Coordinator:
         life = journal.life if listen.version >= 0 else ""
         homes = None
         if listen.version != journal.version:
-            homes = self.core.changes_since(listen.version, life)
+            homes = self._deciding.changes_since(listen.version, life)
         answer = self._answer(mailbox, listen.acked, listen.places_version)
         return msgspec.structs.replace(answer, homes=homes)
 
@@ -235,9 +237,20 @@ class Coordinator:
 
     def _is_later(self, epoch: int) -> bool:
         if epoch > self.epoch and not self.deposed:
+            if self.options.checkpoint is None and not self._had_requests:
+                self._overtake(epoch)
+                return False
             self.deposed = True
             logger.warning("coordinator %d gives way to %d", self.epoch, epoch)
         return self.deposed
+
+    def _overtake(self, epoch: int) -> None:
+        """Be later than that. Where nothing is kept, only the clock said that this life is; it may have been
+        set back, and then each next one would give way too."""
+        logger.warning("coordinator %d is later than %d: it goes on as %d", self.epoch, epoch, epoch + 1)
+        self.epoch = epoch + 1
+        self._deciding.journal.life = str(self.epoch)
+        self.post.wake_all()  # those who have joined do so again
 
     # -- engines ------------------------------------------------------------------
 
@@ -245,6 +258,10 @@ class Coordinator:
         """An engine is there; to be said once a second or so."""
         if self._is_later(told.seen_epoch):
             return Registered(self.epoch, Status.DEPOSED)
+        if self._deciding.why_not(told):
+            self._forget(told.engine_id, "it is sent nothing")
+            self._look_at_places()
+            return Registered(self.epoch)
         entry = self.engines.put(told)
         for place in entry.left:
             self._take(facts.ReplicaGone(place.replica_id, place.instance, "registered_anew"))
@@ -254,6 +271,7 @@ class Coordinator:
         if self.engines.drains(told.engine_id):
             self._drain(entry.places)
         self._seen(entry.places, entry.changed)
+        self._pass_on(self._deciding.told(told, self._clock()), None)
         return Registered(self.epoch, wanted_engines=self._wanted.engines)
 
     async def gone(self, gone: EngineGone) -> Registered:
@@ -279,17 +297,14 @@ class Coordinator:
             self._look_at_places()
         if not self.engines.has_heard(drain.engine_id):
             return Drained(self.epoch, NOT_KNOWN, Status.JOIN)
-        found = (self.core.fleet.get(place.replica_id) for place in places)
-        return Drained(self.epoch, sum(len(replica.in_flight) for replica in found if replica is not None))
+        found = (self._deciding.replica(place.replica_id) for place in places)
+        return Drained(self.epoch, sum(replica.in_flight for replica in found if replica is not None))
 
     def _drain(self, places: Iterable[Place]) -> None:
         for place in places:
-            replica = self.core.fleet.get(place.replica_id)
-            if replica is None:
-                # Nobody is to be sent there in the moment between that it is seen and that it drains.
-                self.core.fleet.drained[place.replica_id] = place.instance
-            elif replica.health is not Health.DRAINING:
-                self._take(facts.ReplicaDrains(place.replica_id))
+            fact = self._deciding.drains(place)
+            if fact is not None:
+                self._take(fact)
 
     def _seen(self, places: Iterable[Place], changed: bool = True) -> None:
         """Places that are new are looked at before anybody hears that a request is to go there."""
@@ -298,7 +313,7 @@ class Coordinator:
         for place in places:
             self._trials.over(place.replica_id)
             try:
-                actions += self.core.take(place.description.seen_as(place.replica_id), now)
+                actions += self.core.take(self._deciding.seen_as(place), now)
             except ValueError as error:
                 logger.warning("an engine is left aside: %s", error)
         if changed:
@@ -316,14 +331,15 @@ class Coordinator:
         if not probe.alive:
             self._trials.heard(probe.replica_id, probe.instance, gateway_id, False)
             return
-        replica = self.core.fleet.get(probe.replica_id)
+        replica = self._deciding.replica(probe.replica_id)
         if replica is not None and replica.instance == probe.instance:
-            self._seen(place for place in self.engines.shown if place.replica_id == probe.replica_id)
+            places = self.engines.of(self.engines.engine_of(probe.replica_id) or "")
+            self._seen([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_trials(self, now: float) -> None:
         for replica_id, instance in self._trials.lost(self.post.gateways, now):
-            replica = self.core.fleet.get(replica_id)
-            silent = replica is not None and now - replica.heard_s >= self.core.limits.lease_s
+            replica = self._deciding.replica(replica_id)
+            silent = replica is not None and now - replica.heard_s >= self._limits.lease_s
             if replica is None or replica.instance != instance or not silent:
                 continue  # its own deployment says that it lives: some gateway cannot reach it
             owner = self.engines.engine_of(replica_id)
@@ -339,6 +355,7 @@ class Coordinator:
         if self.checkpoints is not None and not isinstance(fact, facts.Tick):
             self.checkpoints.changed()
         if isinstance(fact, (facts.Asked, facts.Sent)):
+            self._had_requests = True
             if fact.deadline_s is not None:
                 fact = msgspec.structs.replace(fact, deadline_s=now + fact.deadline_s)
             if gateway_id is not None:
@@ -369,7 +386,7 @@ class Coordinator:
     def _soon(self) -> None:
         """Wake those who listen when a batch of changed homes is due."""
         now = self._clock()
-        due_s = self.core.journal.due_s(now)
+        due_s = self._deciding.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._wake_later is not None):
             return
         if due_s > 0:
@@ -381,12 +398,12 @@ class Coordinator:
         if self._wake_later is not None:
             self._wake_later.cancel()
             self._wake_later = None
-        if self.core.flush(self._clock()) is not None:
+        if self._deciding.flush(self._clock()) is not None:
             self.post.wake_all()
         self._soon()
 
     def _look_at_places(self) -> None:
-        if self.engines.look(self.core, self._preset.routing, self._clock()):
+        if self._deciding.look(self.engines, self._clock()):
             self.post.wake_all()
 
     # -- as time goes by ----------------------------------------------------------
@@ -433,27 +450,20 @@ class Coordinator:
         for gateway_id, requests in self.post.silent(now).items():
             logger.warning("gateway %s is gone; its requests are over", gateway_id)
             for request_id in requests:
-                self._take(facts.Ended(request_id))
+                self._take(facts.Ended(request_id, answered=None))
         self._end_trials(now)
         if now - self._autoscaled_s >= AUTOSCALE_S:
             self._autoscaled_s = now
-            self._wanted = wanted_engines(self._need(), self._wanted, self.options.autoscale, now)
+            need = self._deciding.need(len(self.engines))
+            self._wanted = wanted_engines(need, self._wanted, self.options.autoscale, now)
         self._look_at_places()
         self._soon()
-
-    def _need(self) -> Need:
-        fleet = self.core.fleet
-        engines = len(self.engines)
-        homed = sum(replica.homed_tokens for replica in fleet)
-        lines = (self.core.requests.anywhere, self.core.requests.failed)
-        waiting = sum(max(one.needs_tokens, one.size_tokens) for line in lines for one in line)
-        return Need(homed + waiting, fleet.room_tokens // engines if engines else 0)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(
             epoch=self.epoch,
             unix_s=self._wall(),
-            core=self.core.snapshot(self._clock()),
+            core=self._deciding.snapshot(self._clock()),
             engines=self.engines.kept(),
         )
 
@@ -461,15 +471,8 @@ class Coordinator:
 
     async def state(self) -> State:
         """All that is known."""
-        return State(
-            self.epoch,
-            self.restored,
-            len(self.post),
-            self._wanted.engines,
-            list(await self._reads.programs()),
-            list(await self._reads.replicas()),
-            self._reads.uses(),
-        )
+        state = State(self.epoch, self.restored, len(self.post), self._wanted.engines, [], [], {})
+        return await self._deciding.onto(state)
 
 
 def _instead(fact: facts.AnyFact) -> Sequence[facts.AnyAction]:

@@ -21,6 +21,8 @@ from ..core.programs import Key
 from ..http.decider import ProgramPlace, ReplicaStatus, Told
 from ..http.replicas import Replicas
 from ..http.ticket import Ticket
+from ..pd.decider import PairStatus
+from ..pd.facts import SendPair
 from .calls import CALL_TIMEOUT_S, CoordinatorAway, CoordinatorCalls, answered
 from .homes import HomesCopy
 from .messages import (
@@ -128,7 +130,11 @@ class RayDecider:
         if isinstance(fact, facts.Began):
             one = self.requests.get(fact.request_id)
             if one is not None:
-                one.began, one.sent_to = True, fact.replica_id
+                one.began, one.sent_to, one.prefill_id = True, fact.replica_id, None
+        elif isinstance(fact, facts.Prefilled):
+            one = self.requests.get(fact.request_id)
+            if one is not None and one.prefill_id == fact.replica_id:
+                one.prefill_id = None
         elif isinstance(fact, facts.Failed):
             self._failed(fact)
         elif isinstance(fact, facts.ProgramEnded):
@@ -156,7 +162,7 @@ class RayDecider:
         except CoordinatorAway:
             return [self._as_known_here(place) for place in self.places.values()]
         self._uses = state.uses
-        return state.replicas
+        return state.pairs or state.replicas
 
     def uses(self) -> dict[str, float]:
         """By tenant, as the coordinator last said."""
@@ -185,10 +191,14 @@ class RayDecider:
         mine = self.requests.sent_to(place.replica_id)
         of = place.description
         load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
-        return ReplicaStatus(
+        known = (
             place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
             of.capacity_tokens, of.host_tokens, 0,
         )  # fmt: skip
+        if place.paths is None:
+            return ReplicaStatus(*known)
+        paths = place.paths
+        return PairStatus(*known, role=paths.role.value, node=paths.node, epoch=paths.epoch, links={})
 
     # -- what is said -------------------------------------------------------------
 
@@ -267,7 +277,7 @@ class RayDecider:
                 what = type(fact).__name__
                 self._seldom.say(logging.ERROR, f"{what} cannot be told as it is: %s", error)
                 if isinstance(fact, facts.Ended):
-                    found.append(facts.Ended(fact.request_id, 0, fact.replica_id))
+                    found.append(facts.Ended(fact.request_id, 0, fact.replica_id, fact.answered))
             else:
                 found.append(fact)
         return tuple(found)
@@ -325,7 +335,7 @@ class RayDecider:
 
     async def _join(self) -> None:
         open_ = self.requests
-        said = {name: (one.sent_to, one.began) for name, one in open_.items() if not one.refused}
+        said = {name: one.state for name, one in open_.items() if not one.refused}
         requests = tuple(self._from_now(open_[name].as_it_is()) for name in said)
         self._joins += 1
         join = Join(self.gateway_id, self.epoch, requests, self._joins)
@@ -342,11 +352,11 @@ class RayDecider:
         self._seldom.say(logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch)
         # What happened while it was on its way there.
         for name in said.keys() - open_.keys():
-            self._say(facts.Ended(name))
+            self._say(facts.Ended(name, answered=None))
         for name, one in open_.items():
             if name in said and (one.refused or one.sent_to != said[name][0]):
-                self._say(facts.Ended(name))
-            if one.refused or (one.sent_to, one.began) == said.get(name):
+                self._say(facts.Ended(name, answered=None))
+            if one.refused or one.state == said.get(name):
                 continue
             self._say(one.as_it_is())
             if one.began and one.sent_to is not None:
@@ -420,26 +430,27 @@ class RayDecider:
         elif one.placed_here:
             return
         elif isinstance(action, facts.Send):
-            one.sent_to = action.replica_id
-            self._note_home(one.asked, action.replica_id)
+            one.goes(action)
+            self._note_home(one.asked, action)
         one.ticket.take(action)  # first: it is decided, whatever becomes of the books
         self.on_decided(action)
 
-    def _note_home(self, asked: facts.Asked, replica_id: str) -> None:
-        place = self.places.get(replica_id)
-        if asked.program_id is not None and place is not None:
-            self.homes.put((asked.tenant, asked.program_id), (replica_id, place.instance))
+    def _note_home(self, asked: facts.Asked, send: facts.Send) -> None:
+        place = self.places.get(send.replica_id)
+        if asked.program_id is not None and place is not None and not isinstance(send, SendPair):
+            self.homes.put((asked.tenant, asked.program_id), (send.replica_id, place.instance))
 
     # -- while the coordinator is away --------------------------------------------
 
     def _failed(self, fact: facts.Failed) -> None:
         one = self.requests.get(fact.request_id)
-        if one is None or one.sent_to != fact.replica_id:
+        if one is None or not one.is_at(fact.replica_id):
             return
         one.failed_at.append(fact.replica_id)
+        one.failures_computing += fact.computing
         one.placed_here = False
         if not one.began:
-            one.sent_to = None
+            one.goes(None)
         if not self.joined:
             if one.began:
                 one.ticket.take(facts.Cut(fact.request_id, fact.replica_id))
@@ -466,7 +477,8 @@ class RayDecider:
             one.refused = True
             self.on_decided(decided)
         elif decided is not None:
-            one.sent_to, one.placed_here = decided.replica_id, True
-            self._note_home(asked, decided.replica_id)
+            one.goes(decided)
+            one.placed_here = True
+            self._note_home(asked, decided)
         if decided is not None:
             one.ticket.take(decided)

@@ -1,4 +1,4 @@
-"""The two deployments, and the application that they make: engines, and gateways before them."""
+"""The deployments, and the application that they make: engines, and gateways before them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import getpass
 import logging
 import sys
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from ..http.books import Books
 from ..http.replicas import Replicas
 from ..http.tenants import EVERYBODY, Tenants, read_tenants
 from ..http.watch import PROBE_TIMEOUT_S
+from ..pd.facts import Role
+from ..pd.standalone import POLICY, REASONS
 from .actor import ActorCalls, preset_of
-from .config import RayConfig, key_of, parse_config
+from .config import Group, RayConfig, key_of, parse_config
 from .decider import RayDecider
 from .listening import keep_to_loopback, listen
 from .process import END_S, EngineProcess
@@ -35,7 +37,6 @@ from .watch import RayWatch
 
 logger = logging.getLogger(__name__)
 
-ENGINE = "Engine"
 GATEWAY = "Gateway"
 WANTED = "wanted_engines"
 GATEWAY_CPUS = 0.1
@@ -48,21 +49,26 @@ STREAM_GRACE_S = 60.0
 class EngineReplica:
     """One engine. Nobody calls it: requests go to its engine's own address."""
 
-    async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
+        """``name``: of its deployment."""
         read = parse_config(config, source="the deployment")
         if read.on_loopback:
             keep_to_loopback()
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        engines = read.engines
+        context = serve.get_replica_context()
+        group = next(one for one in read.groups if one.name == name)
+        engines = group.engines
         host = "127.0.0.1" if read.on_loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         process = EngineProcess(
-            engine_command(read),
-            engine_id=replica_id,
+            engine_command(read, group, host),
+            engine_id=context.replica_id.unique_id,
             host=host,
             log_dir=Path(engines.log_dir) if engines.log_dir is not None else log_dir(),
             environment=engines.environment,
             key=key_of(read.keys.engine, "keys.engine"),
             start_timeout_s=engines.start_timeout_s,
+            role=Role(group.role) if group.role is not None else None,
+            # A restarted engine goes on with the store of the one before.
+            words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},
         )
         self._supervisor = Supervisor(process, ActorCalls(read), drain_s=engines.drain_s)
         await self._supervisor.start()
@@ -90,12 +96,14 @@ def follow_the_coordinator(context: AutoscalingContext) -> tuple[int, dict[str, 
     return wanted or context.target_num_replicas, {}
 
 
-def engine_command(config: RayConfig) -> list[str]:
-    """What a replica starts."""
-    if config.engines.command:
-        return list(config.engines.command)
-    args = list(config.engines.args)
-    if not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
+def engine_command(config: RayConfig, group: Group, host: str) -> list[str]:
+    """What a replica starts at ``host``, with words in braces for the rest."""
+    if group.engines.command:
+        return list(group.engines.command)
+    args = list(group.engines.args)
+    if group.role is not None:
+        args = [*_of_role(config, group.role, args, host), *args]
+    elif not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
         args = ["--policy", preset_of(config).engine, *args]
     quiet = "--disable-uvicorn-access-log"
     if quiet not in args:
@@ -104,17 +112,36 @@ def engine_command(config: RayConfig) -> list[str]:
     return [*serve_it, "--host", "{host}", "--port", "{port}", *args]
 
 
+def _of_role(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
+    assert config.pairs.store is not None, "the configuration was checked"
+    own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
+    own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
+    if not any(one == "--kv-listen" or one.startswith("--kv-listen=") for one in args):
+        own += ["--kv-listen", f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0"]
+    return own
+
+
+def _node_name() -> str:
+    """Of this node of Ray's, another one for each."""
+    node_id = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["NodeID"] == node_id and node.get("NodeName"):
+            return str(node["NodeName"])
+    return str(node_id)
+
+
 def build_gateway(config: RayConfig) -> tuple[Gateway, RayDecider, Starlette]:
     """A gateway replica's application: the one of one machine, with another decider."""
-    preset = preset_of(config)
+    preset = None if config.in_pairs else preset_of(config)
     options = GatewayOptions(
-        policy=preset.name,
+        policy=preset.name if preset is not None else POLICY,
         engine_key=key_of(config.keys.engine, "keys.engine"),
         admin_key=key_of(config.keys.admin, "keys.admin"),
-        reads_prefixes=preset.routing.reads_prefixes,
+        reads_prefixes=preset is not None and preset.routing.reads_prefixes,
     )
     # Some a gateway gives itself: it sends to homes that it knows, and while the coordinator is away.
-    books = Books({*reasons_of(preset), "home", "sent_by_gateway", "coordinator_away"})
+    homes = {*reasons_of(preset), "home", "sent_by_gateway"} if preset is not None else set(REASONS)
+    books = Books({*homes, "coordinator_away"})
     replicas = Replicas()
     decider = RayDecider(ActorCalls(config), replicas)
     decider.on_decided = books.decided
@@ -161,7 +188,23 @@ async def _lives(session: aiohttp.ClientSession, url: str, headers: dict[str, st
 def application(config: RayConfig) -> Any:
     """For ``serve.run``."""
     document = config.plain()
-    engines = config.engines
+    gateway: Any = serve.deployment(
+        gateway_class(document),
+        name=GATEWAY,
+        num_replicas=config.gateways,
+        max_ongoing_requests=MOST_ONGOING,
+        ray_actor_options={"num_cpus": GATEWAY_CPUS},
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=STREAM_GRACE_S,
+    )
+    # Engines are bound to it only so that they are deployed with it: tokens do not go through Serve.
+    return gateway.bind(*(_deployment(group).bind(document, group.name) for group in config.groups))
+
+
+def _deployment(group: Group) -> Any:
+    """Of engines of one kind."""
+    engines = group.engines
     number: dict[str, Any] = {"num_replicas": engines.min}
     if engines.scales:
         number = {
@@ -177,9 +220,9 @@ def application(config: RayConfig) -> Any:
                 policy=AutoscalingPolicy(policy_function=follow_the_coordinator),  # type: ignore[no-untyped-call]
             )
         }
-    engine: Any = serve.deployment(
+    return serve.deployment(
         EngineReplica,
-        name=ENGINE,
+        name=group.name,
         max_ongoing_requests=100,
         ray_actor_options={
             "num_cpus": engines.num_cpus,
@@ -191,18 +234,6 @@ def application(config: RayConfig) -> Any:
         graceful_shutdown_timeout_s=engines.drain_s + END_S + 10.0,
         **number,
     )
-    gateway: Any = serve.deployment(
-        gateway_class(document),
-        name=GATEWAY,
-        num_replicas=config.gateways,
-        max_ongoing_requests=MOST_ONGOING,
-        ray_actor_options={"num_cpus": GATEWAY_CPUS},
-        health_check_period_s=2.0,
-        health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=STREAM_GRACE_S,
-    )
-    # Engines are bound to it only so that they are deployed with it: tokens do not go through Serve.
-    return gateway.bind(engine.bind(document))
 
 
 def gateway_class(document: dict[str, Any]) -> type[Any]:

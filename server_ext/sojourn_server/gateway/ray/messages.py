@@ -15,6 +15,9 @@ from ..core import facts
 from ..core.journal import Changes
 from ..http.decider import ProgramPlace, ReplicaStatus
 from ..http.watch import Description
+from ..pd.decider import PairStatus
+from ..pd.facts import SendPair
+from ..pd.told import LinkTold, PathsTold
 
 Message = TypeVar("Message")
 
@@ -48,6 +51,8 @@ class Place(msgspec.Struct, frozen=True):
     direct: bool
     """A turn of a program at home there would be sent there now: it need not be asked about."""
     takes_new: bool
+    paths: PathsTold | None = None
+    """Of an engine of pairs."""
 
     @property
     def instance(self) -> str:
@@ -109,7 +114,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int
     status: Status = Status.OK
     mail_from: int = 1
-    mail: tuple[facts.AnyAction, ...] = ()
+    mail: tuple[facts.AnyAction | SendPair, ...] = ()
     homes: Changes | None = None
     places: tuple[Place, ...] | None = None
     """All there are; ``None``: as before."""
@@ -123,6 +128,10 @@ class Registration(msgspec.Struct, frozen=True):
     url: str
     description: Description
     seen_epoch: int = 0
+    paths: PathsTold | None = None
+    """Of an engine of pairs."""
+    links: dict[str, LinkTold] = {}
+    """Of an engine of pairs, by name; empty: it has not looked since it told last."""
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -167,6 +176,8 @@ class State(msgspec.Struct, frozen=True):
     programs: list[ProgramPlace]
     replicas: list[ReplicaStatus]
     uses: dict[str, float]
+    pairs: list[PairStatus] = []
+    """In place of ``replicas`` where engines are pairs."""
 
 
 def write(message: Any) -> bytes:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ import msgspec
 from sojourn.wire import CAPABILITIES_PATH
 
 from ..http.watch import Description, describe
+from ..pd.description import PairDescription, describe_pair
+from ..pd.facts import Role
+from ..pd.told import STATS_PATH, LinkTold, read_links
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +60,29 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         key: str | None = None,
         start_timeout_s: float = 1800.0,
+        role: Role | None = None,
+        words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment`` is added to this process's, of which what is Ray's is left out."""
+        """``environment`` is added to this process's, of which what is Ray's is left out. ``role``: of an
+        engine that is to be one of a pair; one that is not does not start. ``words``: what stands in
+        ``command`` beside address and name, and what for."""
         self.engine_id = engine_id
+        self.role = role
         self.instance = ""
         self.port = 0
         self.log_path = log_dir / f"engine-{engine_id}.log"
         self._host = host
         self._command = tuple(command)
+        self._words = dict(words or {})
         self._added = dict(environment or {})
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._described: Description | None = None
+        """As it last told all that it tells."""
+        self._told = [False, False, False]
+        """Which parts of it."""
 
     @property
     def url(self) -> str:
@@ -90,6 +104,7 @@ class EngineProcess:
         """Start it and wait until it answers. Raises ``EngineFailed``."""
         self.port = _free_port(self._host)
         self.instance = secrets.token_hex(6)
+        self._described = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         guarded = [sys.executable, "-m", "sojourn_server.gateway.ray.guarded", str(os.getpid())]
         with self.log_path.open("ab") as log:
@@ -123,13 +138,34 @@ class EngineProcess:
             return None
 
     async def describe(self) -> Description | None:
-        """What it tells of itself; ``None``: nothing."""
-        capabilities, metrics, models = await asyncio.gather(
+        """What it tells of itself; ``None``: nothing. While it leaves out what it told before, it is as it
+        was: what is missing would look like another engine."""
+        parts = await asyncio.gather(
             self._json(CAPABILITIES_PATH), self._text("/metrics"), self._json("/v1/models")
         )
-        if capabilities is None and metrics is None and models is None:
+        told = [part is not None for part in parts]
+        if self._described is not None and any(map(gt, self._told, told)):
+            return self._described
+        described = self._read(*parts)
+        if described is not None:
+            self._told, self._described = told, described
+        return described
+
+    def _read(
+        self, capabilities: dict[str, Any] | None, metrics: str | None, models: dict[str, Any] | None
+    ) -> Description | None:
+        if capabilities is None and (self.role is not None or (metrics is None and models is None)):
             return None
-        return replace(describe(capabilities or {}, metrics or "", models or {}, 0), instance=self.instance)
+        told = (capabilities or {}, metrics or "", models or {}, 0)
+        if self.role is None:
+            return replace(describe(*told), instance=self.instance)
+        pair = describe_pair(*told)
+        life = f"{self.instance} {pair.paths.epoch}" if pair.paths is not None else self.instance
+        return replace(pair, instance=life)
+
+    async def links(self) -> dict[str, LinkTold]:
+        """What waits for the links of one of a pair; empty: it does not say."""
+        return read_links(await self._json(STATS_PATH) or {}) or {}
 
     async def end(self, grace_s: float = END_S) -> None:
         """End it and all that it started. May be called again."""
@@ -167,6 +203,7 @@ class EngineProcess:
             if await self.lives():
                 described = await self.describe()
                 if described is not None:
+                    self._check_role(described)
                     logger.info("engine %s answers at %s after %.1f s", self.engine_id, self.url, waited_s)
                     return described
             if waited_s > self._start_timeout_s:
@@ -177,8 +214,19 @@ class EngineProcess:
                 logger.info("engine %s starts, %.0f s so far: %s", self.engine_id, waited_s, last)
             await asyncio.sleep(POLL_S)
 
+    def _check_role(self, told: Description) -> None:
+        if self.role is None:
+            return
+        assert isinstance(told, PairDescription)
+        why = told.unfit
+        if told.paths is not None and told.paths.role is not self.role:
+            why = f"it is a {told.paths.role.value} engine; expected a {self.role.value} engine"
+        if why:
+            raise EngineFailed(f"the engine cannot be in a pair: {why}")
+
     def _filled_in(self) -> list[str]:
-        words = {"{host}": self._host, "{port}": str(self.port), "{engine}": self.engine_id}
+        here = {"{host}": self._host, "{port}": str(self.port), "{engine}": self.engine_id}
+        words = {**self._words, **here}
         filled = []
         for part in self._command:
             for word, value in words.items():

@@ -67,18 +67,23 @@ def told(
 ) -> Iterator[None]:
     """Says lines from a thread of its own until it is left: Ray waits without a word in the caller's.
 
-    ``look`` may raise: then nothing is said.
+    ``look`` may raise: then what it said last is said again, after as long as without a change.
     """
     over = threading.Event()
+    last = Up(0, 0)
 
     def run() -> None:
+        nonlocal last
         while not over.wait(look_s):
+            silent = ""
             try:
-                line = lines.line(look(), clock())
+                last = look()
             except Exception:
-                continue  # the cluster is not quite there yet, or is ending: no reason to fail a start
+                # It is not quite there yet, is ending, or has lost its controller: no reason to fail a start.
+                silent = "; Ray does not answer"
+            line = lines.line(last, clock())
             if line is not None and not over.is_set():
-                say(line)
+                say(line + silent)
 
     thread = threading.Thread(target=run, name="start-progress", daemon=True)
     thread.start()

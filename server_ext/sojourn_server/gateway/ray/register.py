@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -75,9 +75,11 @@ class Register:
         elif told.engine_id in self._drains:
             self._drains[told.engine_id] = of.instance
         places = [
-            Place(a.replica_id, a.url, a.rank, of, Health.UP.value, False, True)
+            Place(a.replica_id, a.url, a.rank, of, Health.UP.value, False, True, told.paths)
             if a.replica_id not in was
-            else msgspec.structs.replace(was[a.replica_id], url=a.url, rank=a.rank, description=of)
+            else msgspec.structs.replace(
+                was[a.replica_id], url=a.url, rank=a.rank, description=of, paths=told.paths
+            )
             for a in addresses(told.url, of.ranks)
         ]
         now = {place.replica_id for place in places}
@@ -113,17 +115,24 @@ class Register:
 
     def look(self, core: RoutingCore, routing: RoutingPolicy, now: float) -> bool:
         """Look how the replicas are; whether gateways are to be shown something else than before."""
-        found = tuple(
-            msgspec.structs.replace(
+
+        def shown(place: Place) -> Place | None:
+            replica = core.fleet.get(place.replica_id)
+            if replica is None:
+                return None
+            return msgspec.structs.replace(
                 place,
                 health=replica.health.value,
                 direct=is_direct(core, routing, replica, now),
                 takes_new=replica.health is Health.UP,
             )
-            for places in self._engines.values()
-            for place in places
-            if (replica := core.fleet.get(place.replica_id)) is not None
-        )
+
+        return self.show(shown)
+
+    def show(self, shown: Callable[[Place], Place | None]) -> bool:
+        """As ``look``; ``shown``: a place as it is now, ``None`` for one that nobody is sent to."""
+        each = (shown(place) for places in self._engines.values() for place in places)
+        found = tuple(place for place in each if place is not None)
         if found == self.shown:
             return False
         self.shown = found

@@ -17,14 +17,18 @@ from ray import serve
 
 from .actor import ACTOR_NAME
 from .config import RayConfig
-from .deployments import ENGINE, GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
+from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
 from .process import END_S
-from .progress import StartLines, Up, told
+from .progress import StartLines, Up, gist, told
 
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
 """On a cluster of our own: hardly anything is put there."""
+SCALES_UP = (
+    "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
+)
+"""Serve's word of replicas that find no place. A cluster of our own does neither."""
 TAKE_OFF_MARGIN_S = 20.0
 """Beyond what engines and gateways get to end."""
 
@@ -39,7 +43,7 @@ def connect(config: RayConfig, **options: Any) -> None:
             # Only numbers that Ray counts down: a small machine may have more running than it has cores.
             "num_cpus": max(
                 os.cpu_count() or 1,
-                math.ceil(needed_cpus(config, config.engines.max or config.engines.min)) + 1,
+                math.ceil(needed_cpus(config, most=True)) + 1,
             ),
             "include_dashboard": config.dashboard,
             "object_store_memory": OBJECT_STORE_BYTES,
@@ -49,17 +53,20 @@ def connect(config: RayConfig, **options: Any) -> None:
     else:
         ray.init(address=config.address, **options)
         there = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
-        if there < needed_cpus(config, config.engines.min):
+        if there < needed_cpus(config):
             raise RuntimeError(
-                f"the cluster has {there:g} CPUs; {config.engines.min} engines of engines.num_cpus "
-                f"{config.engines.num_cpus:g} and {config.gateways} gateways reserve "
-                f"{needed_cpus(config, config.engines.min):g}"
+                f"the cluster has {there:g} CPUs; {_engines(config, num_cpus=True)} and {config.gateways} "
+                f"gateways reserve {needed_cpus(config):g}"
             )
 
 
-def needed_cpus(config: RayConfig, engines: int) -> float:
-    """What so many engines and all gateways reserve."""
-    return engines * config.engines.num_cpus + config.gateways * GATEWAY_CPUS
+def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
+    """What all engines and gateways reserve, at least or at most."""
+    engines = sum(
+        (one.max if most and one.max is not None else one.min) * one.num_cpus
+        for one in (group.engines for group in config.groups)
+    )
+    return engines + config.gateways * GATEWAY_CPUS
 
 
 def deploy(config: RayConfig, say: Callable[[str], None] = lambda text: None) -> None:
@@ -67,10 +74,17 @@ def deploy(config: RayConfig, say: Callable[[str], None] = lambda text: None) ->
 
     ``say`` is told, from another thread, what is up so far.
     """
-    lines = StartLines(config.engines.min, config.gateways, time.monotonic())
+    lines = StartLines(config.least_engines, config.gateways, time.monotonic())
     serve.start(http_options={"host": config.host, "port": config.port})
     with told(lines, lambda: look(config), say):
-        serve.run(application(config), name=config.name, route_prefix="/")
+        try:
+            serve.run(application(config), name=config.name, route_prefix="/")
+        except RuntimeError as error:
+            # Serve says here which deployments failed, and in their own status of what.
+            why = ""
+            with contextlib.suppress(Exception):
+                why = gist(look(config).trouble)
+            raise RuntimeError(f"{gist(str(error))} {why}".strip()) from error
 
 
 def look(config: RayConfig) -> Up:
@@ -83,8 +97,10 @@ def look(config: RayConfig) -> Up:
         running[name] = deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
         # Of engines that take their time nothing needs to be said.
         if deployment.message and "slow __init__" not in deployment.message:
-            troubles.append(deployment.message)
-    return Up(running.get(ENGINE, 0), running.get(GATEWAY, 0), troubles[0] if troubles else "")
+            hint = SCALES_UP if config.is_local else ""
+            troubles.append(deployment.message.replace(hint, ""))
+    engines = sum(running.get(group.name, 0) for group in config.groups)
+    return Up(engines, running.get(GATEWAY, 0), troubles[0] if troubles else "")
 
 
 def stop(config: RayConfig) -> None:
@@ -98,7 +114,8 @@ def stop(config: RayConfig) -> None:
 
 
 def _take_off(config: RayConfig) -> None:
-    longest_s = max(config.engines.drain_s + END_S, STREAM_GRACE_S) + TAKE_OFF_MARGIN_S
+    drain_s = max(group.engines.drain_s for group in config.groups)
+    longest_s = max(drain_s + END_S, STREAM_GRACE_S) + TAKE_OFF_MARGIN_S
     end_s = time.monotonic() + longest_s
     while True:
         try:
@@ -130,13 +147,13 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
         connect(config, log_to_driver=False, logging_level=logging.WARNING, namespace=config.namespace)
         # Ray's own handlers end the process at once, and leave engines no time.
         _handle_signals(stop_now)
-        say(f"{config.engines.min} engines of {config.model} start; logs: {log_place(config)}")
+        say(f"{_engines(config)} of {config.model} start; logs: {log_place(config)}")
         if not stopped.is_set():  # some code of Ray's swallows what a handler raises
             began = True
             deploy(config, say)
         up = True
         if not stopped.is_set():
-            say(f"policy {config.policy}: http://{config.host}:{config.port} answers")
+            say(f"{'pairs' if config.in_pairs else f'policy {config.policy}'}: {addresses(config)}")
         while not stopped.wait(1.0):
             pass
         say("stopping; requests that are on their way are finished first")
@@ -162,8 +179,25 @@ def _handle_signals(handler: Any) -> None:
         signal.signal(number, handler)
 
 
+def addresses(config: RayConfig) -> str:
+    """Where it answers."""
+    here = f"http://{config.host}"
+    direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
+    return f"{here}:{config.port} answers{direct}"
+
+
+def _engines(config: RayConfig, *, num_cpus: bool = False) -> str:
+    told = []
+    for _, role, engines in config.groups:
+        kind = "engine" if role is None else f"{role} engine"
+        each = f"{engines.min} {kind}{'' if engines.min == 1 else 's'}"
+        of = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
+        told.append(each + of)
+    return " and ".join(told)
+
+
 def log_place(config: RayConfig) -> str:
     """Where engines write."""
     from .deployments import log_dir
 
-    return str(config.engines.log_dir or log_dir())
+    return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

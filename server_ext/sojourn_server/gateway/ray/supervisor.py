@@ -8,6 +8,8 @@ import logging
 import time
 
 from ..http.watch import Description
+from ..pd.description import PairDescription
+from ..pd.told import LinkTold
 from .calls import CoordinatorAway, CoordinatorCalls, answered
 from .messages import CannotBeWritten, Drain, EngineGone, Registration
 from .process import END_S, EngineFailed, EngineProcess
@@ -18,6 +20,8 @@ BEAT_S = 0.5
 POLL_S = 0.1
 DESCRIBE_EVERY = 60
 """Beats between two looks at what the engine can hold."""
+LINKS_EVERY = 4
+"""The same of an engine of pairs, with what waits for its links."""
 CALL_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 0.2
 MOST_DEAD = 3
@@ -34,6 +38,8 @@ class Supervisor:
         self._calls = calls
         self._drain_s = drain_s
         self._description: Description | None = None
+        self._links: dict[str, LinkTold] = {}
+        """As they were at the last look, if that has not been told."""
         self._epoch = 0
         self._failure: str | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -84,6 +90,7 @@ class Supervisor:
 
     async def _beat(self) -> None:
         beats = dead = 0
+        every = DESCRIBE_EVERY if self.process.role is None else LINKS_EVERY
         while True:
             lives = await self.process.lives()
             dead = dead + 1 if lives is False else 0
@@ -93,15 +100,26 @@ class Supervisor:
                 return
             # Of one that is slow to answer nothing is said: its lease runs, and gateways look.
             if lives:
-                if beats % DESCRIBE_EVERY == DESCRIBE_EVERY - 1:
-                    self._description = await self.process.describe() or self._description
+                if beats % every == every - 1:
+                    await self._look_again()
                 beats += 1
                 await self._register()
             await asyncio.sleep(BEAT_S)
 
+    async def _look_again(self) -> None:
+        found = await self.process.describe()
+        if isinstance(found, PairDescription):
+            self._links = await self.process.links()
+            if found.unfit:
+                return  # half an answer: it was fit when it started
+        self._description = found or self._description
+
     async def _register(self) -> None:
-        assert self._description is not None
-        told = Registration(self.process.engine_id, self.process.url, self._description, self._epoch)
+        of, links = self._description, self._links
+        assert of is not None
+        paths = of.paths if isinstance(of, PairDescription) else None
+        told = Registration(self.process.engine_id, self.process.url, of, self._epoch, paths, links)
+        self._links = {}  # told once: between two looks whoever decides counts by itself
         try:
             answer = await answered(self._calls.register(told), CALL_TIMEOUT_S)
         except (CoordinatorAway, CannotBeWritten) as error:
@@ -113,7 +131,8 @@ class Supervisor:
             self.wanted_engines = answer.wanted_engines
 
     async def _say_gone(self, reason: str = "its process ended") -> None:
-        gone = EngineGone(self.process.engine_id, self.process.instance, reason)
+        instance = self._description.instance if self._description is not None else self.process.instance
+        gone = EngineGone(self.process.engine_id, instance, reason)
         with contextlib.suppress(CoordinatorAway):
             await answered(self._calls.gone(gone), CALL_TIMEOUT_S)
 

@@ -1,0 +1,36 @@
+"""``python pairs_on_cluster.py CONFIG PAIRS up|down``: a second application on the cluster, of pairs.
+
+``CONFIG`` is the file of the first one, which is there already; ``PAIRS`` that of this one. Its own address
+behind Serve's proxy is ``/pairs``: nobody asks there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sojourn_server.gateway.ray.config import read_config
+from sojourn_server.gateway.ray.environment import set_environment
+
+
+def main(_first: str, path: str, what: str) -> None:
+    """Returns when it is up, or gone."""
+    config = read_config(Path(path))
+    set_environment(config)
+    import ray
+    from ray import serve
+    from sojourn_server.gateway.ray.actor import ACTOR_NAME
+    from sojourn_server.gateway.ray.deployments import application
+
+    ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
+    if what == "up":
+        serve.run(application(config), name=config.name, route_prefix="/pairs")
+    else:
+        serve.delete(config.name)
+        ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
+    print(what, flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

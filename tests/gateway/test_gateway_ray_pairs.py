@@ -1,0 +1,386 @@
+"""Prefill and decode engines behind a coordinator, without Ray: who is sent where, and what outlives what."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_world import until
+from sojourn_server.gateway.core import facts
+from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.http.watch import Description
+from sojourn_server.gateway.pd.core import PdCore
+from sojourn_server.gateway.pd.facts import EngineSeen, Role, SendPair
+from sojourn_server.gateway.pd.told import STORAGE_READ, LinkTold, PathsTold
+from sojourn_server.gateway.ray import messages as m
+from sojourn_server.gateway.ray.coordinator import Coordinator
+from sojourn_server.gateway.ray.deciding_pairs import PairRules
+from sojourn_server.gateway.ray.process import EngineFailed, EngineProcess
+from sojourn_server.gateway.ray.supervisor import Supervisor
+from test_gateway_ray_decider import AFFINE, Clock, Cluster
+from test_gateway_ray_supervisor import Ear
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_pair_engine_process.py")), "{host}", "{port}"]
+
+
+class Pairs(Cluster):
+    """Engines whose names begin with p are prefill engines, those with d decode engines."""
+
+    read_side = "shorter"
+
+    def another(self) -> Coordinator:
+        rules = PairRules(self.read_side)
+        return Coordinator(rules, CoreLimits(), self.options, clock=self.clock, wall=lambda: self.unix_s)
+
+    async def engine(self, name: str, life: str = "1", **more: Any) -> m.Registered:
+        described = Description(1, life, 10_000, 0, 0, 0, False, True, model=more.pop("model", "tiny"))
+        links = {STORAGE_READ: LinkTold(0, seconds, 0)} if (seconds := more.pop("queued_s", None)) else {}
+        told: dict[str, Any] = {"block_s": 0.01, "block_bytes": 4096, "block_tokens": 64, **more}
+        paths = PathsTold(
+            role=Role.PREFILL if name.startswith("p") else Role.DECODE,
+            peer=f"tcp:{name}:9",
+            node=f"node-{name}",
+            epoch=f"e{life}",
+            **told,
+        )
+        url = f"http://{name}:1"
+        return await self.wire.register(m.Registration(name, url, described, 0, paths, links))
+
+    async def sent(self, ticket: Any) -> SendPair:
+        """Where a request is sent."""
+        found = await asyncio.wait_for(ticket.next(), 60)
+        assert isinstance(found, SendPair), found
+        return found
+
+    async def health(self) -> dict[str, str]:
+        return {one.replica: one.health for one in (await self.wire.state()).pairs}
+
+    async def restarts(self) -> None:
+        """The coordinator ends, and another one begins, which knows nothing."""
+        self.unix_s += 5.0
+        self.coordinator = self.another()
+        self.wire.coordinator = self.coordinator
+
+
+@asynccontextmanager
+async def pairs(*engines: str, checkpoint: Path | None = None) -> AsyncIterator[Pairs]:
+    made = Pairs(Clock(), checkpoint, AFFINE)
+    try:
+        for name in engines:
+            await made.engine(name)
+        yield made
+    finally:
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+async def test_a_request_goes_to_a_pair_and_its_program_is_at_home_nowhere() -> None:
+    async with pairs("p1", "d1") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, "prog")
+        sent = await it.sent(ticket)
+        assert sent == SendPair(
+            ticket.request_id, "d1:1", "pair", prefill_id="p1:1", peer="tcp:d1:9", epoch="e1"
+        )
+        assert gateway.home("t", "prog") is None
+        shown = {one.replica: one for one in await gateway.replicas()}
+        assert {name: (one.role, one.node, one.in_flight) for name, one in shown.items()} == {  # type: ignore[attr-defined]
+            "p1:1": ("prefill", "node-p1", 1),
+            "d1:1": ("decode", "node-d1", 1),
+        }
+        gateway.tell(facts.Prefilled(ticket.request_id, "p1:1"))
+        gateway.tell(facts.Began(ticket.request_id, "d1:1"))
+        await gateway._all_said()
+        assert {one.replica: one.in_flight for one in await gateway.replicas()} == {"p1:1": 0, "d1:1": 1}
+        gateway.tell(facts.Ended(ticket.request_id, 5, replica_id="d1:1"))
+        await gateway._all_said()
+        [program] = await gateway.programs()
+        assert (program.replica, program.turns, program.context_tokens) == (None, 1, 105)
+
+
+async def test_two_gateways_share_the_books() -> None:
+    async with pairs("p1", "p2", "d1", "d2") as it:
+        one, other = await it.gateway(), await it.gateway()
+        first, second = await it.sent(it.ask(one, None)), await it.sent(it.ask(other, None))
+        assert {first.prefill_id, second.prefill_id} == {"p1:1", "p2:1"}
+        assert {first.replica_id, second.replica_id} == {"d1:1", "d2:1"}
+
+
+async def test_what_waits_for_a_link_decides_who_reads() -> None:
+    for slow, share in (("p1", 1.0), ("d1", 0.0)):
+        async with pairs("p1", "d1") as it:
+            gateway = await it.gateway()
+            ticket = it.ask(gateway, "prog")
+            sent = await it.sent(ticket)
+            gateway.tell(facts.Ended(ticket.request_id, 5, replica_id=sent.replica_id))
+            gateway.close(ticket)
+            await it.engine(slow, queued_s=0.5)
+            assert (await it.sent(it.ask(gateway, "prog"))).decode_share == share
+
+
+@pytest.mark.parametrize("lost", ["p1:1", "d1:1"])
+async def test_a_failed_engine_is_left_until_it_is_heard_of_again(lost: str) -> None:
+    async with pairs("p1", "d1") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, "prog")
+        await it.sent(ticket)
+        gateway.tell(facts.Failed(ticket.request_id, lost))
+        await gateway._all_said()
+        assert (await it.health())[lost] == "suspect"
+        await it.engine("p2")
+        await it.engine("d2")
+        sent = await it.sent(ticket)
+        assert lost not in (sent.prefill_id, sent.replica_id)
+        await it.engine(lost[:2])
+        assert set((await it.health()).values()) == {"up"}
+
+
+async def test_an_engine_that_is_gone_costs_a_request_another_pair() -> None:
+    async with pairs("p1", "d1") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, "prog")
+        await it.sent(ticket)
+        await it.wire.gone(m.EngineGone("d1", "1", "its process ended"))
+        waiting = it.ask(gateway, None)
+        await gateway._all_said()
+        assert not waiting.has_news, "another one comes: whoever asks meanwhile waits for it"
+        await it.engine("d2")
+        assert {(await it.sent(one)).replica_id for one in (ticket, waiting)} == {"d2:1"}
+
+
+async def test_a_coordinator_that_begins_anew_costs_no_request(tmp_path: Path) -> None:
+    async with pairs("p1", "d1", checkpoint=tmp_path / "c") as it:
+        gateway = await it.gateway()
+        on_its_way, began = it.ask(gateway, "prog"), it.ask(gateway, "prog")
+        for ticket in (on_its_way, began):
+            await it.sent(ticket)
+        gateway.tell(facts.Prefilled(began.request_id, "p1:1"))
+        gateway.tell(facts.Began(began.request_id, "d1:1"))
+        await gateway._all_said()
+        await it.restarts()
+        await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
+        new = it.ask(gateway, None)
+        await gateway._all_said()
+        assert not new.has_news, "no engine has registered yet"
+        for name in ("p1", "d1"):
+            await it.engine(name)
+        assert (await it.sent(new)).replica_id == "d1:1"
+        in_flight = {one.replica: one.in_flight for one in (await it.wire.state()).pairs}
+        assert in_flight == {"p1:1": 2, "d1:1": 3}
+        # What it did not choose it sends elsewhere, or cuts, all the same.
+        await it.wire.gone(m.EngineGone("d1", "1", "its process ended"))
+        await it.engine("d2")
+        assert (await it.sent(on_its_way)).replica_id == "d2:1"
+        assert isinstance(await asyncio.wait_for(began.next(), 60), facts.Cut)
+        for ticket in (on_its_way, began, new):
+            gateway.tell(facts.Ended(ticket.request_id, 5, replica_id="d2:1"))
+            gateway.close(ticket)
+        await gateway._all_said()
+        assert not [flight for flight in it.coordinator.core.flights if flight != began.request_id]
+
+
+async def test_a_request_that_was_taken_back_meanwhile_is_asked_for_anew() -> None:
+    async with pairs("p1", "d1") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, "prog")
+        await it.sent(ticket)
+        await it.restarts()
+        await until(lambda: gateway.epoch == it.coordinator.epoch and gateway.joined)
+        assert it.coordinator.core.flights[ticket.request_id].adopted
+        gateway._lost_touch()
+        gateway.requests[ticket.request_id].goes(None)  # it failed while nobody could be told
+        await until(lambda: gateway.joined)
+        await it.engine("p1")
+        await it.engine("d1")
+        assert (await it.sent(ticket)).replica_id == "d1:1"
+
+
+async def test_while_the_coordinator_is_away_gateways_make_pairs_themselves() -> None:
+    async with pairs("p1", "d1", "d2") as it:
+        gateway = await it.gateway(fallback_s=0.0)
+        it.wire.coordinator = None
+        await until(lambda: not gateway.joined)
+        first, second = it.ask(gateway, "prog"), it.ask(gateway, "prog")
+        sent = [await it.sent(first), await it.sent(second)]
+        assert {one.replica_id for one in sent} == {"d1:1", "d2:1"}
+        assert {(one.prefill_id, one.reason) for one in sent} == {("p1:1", "coordinator_away")}
+        assert {one.peer for one in sent} == {"tcp:d1:9", "tcp:d2:9"}
+        assert {one.role for one in await gateway.replicas()} == {"prefill", "decode"}  # type: ignore[attr-defined]
+        gateway.tell(facts.Failed(first.request_id, sent[0].replica_id))
+        assert (await it.sent(first)).replica_id == sent[1].replica_id
+        it.wire.coordinator = it.coordinator
+        await until(lambda: gateway.joined)
+        await until(lambda: len(it.coordinator.core.flights) == 2)
+        assert {flight.decode_id for flight in it.coordinator.core.flights.values()} == {sent[1].replica_id}
+
+
+async def test_without_an_engine_of_each_role_nobody_is_sent_anywhere() -> None:
+    async with pairs("d1") as it:
+        gateway = await it.gateway(fallback_s=0.0)
+        it.wire.coordinator = None
+        await until(lambda: not gateway.joined)
+        ticket = it.ask(gateway, "prog")
+        await asyncio.sleep(0.5)  # two sweeps
+        assert not ticket.has_news
+
+
+async def test_an_engine_that_fits_no_other_is_sent_nothing_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pairs("p1", "d1") as it:
+        for _ in range(3):
+            await it.engine("d2", block_bytes=8192)
+            await it.engine("d3", model="other")
+        assert set(await it.health()) == {"p1:1", "d1:1"}
+        told = [record.getMessage() for record in caplog.records if "is sent nothing" in record.getMessage()]
+        assert len(told) == 2
+        assert "its Full Blocks are of 8,192 bytes and 64 tokens; expected 4,096 and 64" in told[0]
+        assert "it serves 'other'; expected 'tiny'" in told[1]
+        await it.engine("d2")
+        assert "d2:1" in await it.health()
+
+
+async def test_an_engine_that_tells_of_no_paths_is_sent_nothing() -> None:
+    async with pairs("p1") as it:
+        described = Description(1, "1", 10_000, 0, 0, 0, False, True)
+        await it.wire.register(m.Registration("x", "http://x:1", described))
+        assert set(await it.health()) == {"p1:1"}
+
+
+async def test_an_engine_that_is_drained_is_left_by_all() -> None:
+    async with pairs("p1", "d1", "d2") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, "prog")
+        sent = await it.sent(ticket)
+        name = sent.replica_id[:2]
+        drained = await it.wire.drain(m.Drain(name))
+        assert (drained.in_flight, (await it.health())[sent.replica_id]) == (1, "draining")
+        assert {(await it.sent(it.ask(gateway, None))).replica_id for _ in range(3)} != {sent.replica_id}
+        gateway.tell(facts.Ended(ticket.request_id, 5, replica_id=sent.replica_id))
+        await gateway._all_said()
+        assert (await it.wire.drain(m.Drain(name))).in_flight == 0
+        await it.restarts()
+        assert (await it.wire.drain(m.Drain(name))).status is m.Status.JOIN
+        await it.engine(name)
+        assert await it.health() == {sent.replica_id: "draining"}
+
+
+async def test_another_coordinators_homes_are_left_aside(tmp_path: Path) -> None:
+    one = Cluster(Clock(), tmp_path / "c", AFFINE)
+    await one.engine("a")
+    await one.written()
+    async with pairs("p1", "d1", checkpoint=tmp_path / "c") as it:
+        assert it.coordinator.epoch > one.coordinator.epoch
+        assert set(await it.health()) == {"p1:1", "d1:1"}
+
+
+# -- the core ---------------------------------------------------------------------------
+
+
+def test_a_request_that_others_sent_is_in_no_books_until_it_is_sent_again() -> None:
+    it = PdCore(engines_come=True)
+    it.take(facts.Sent("a", "d1", "t", 100, program_id="prog", prefill_id="p1"), 0.0)
+    for name in ("p1", "d1", "d2"):
+        role = Role.PREFILL if name == "p1" else Role.DECODE
+        it.take(EngineSeen(name, "1", role, name, 10_000, 0.01, f"tcp:{name}:1"), 0.0)
+    assert it.pairs.fleet.in_flight == 0
+    assert it.waiting == 0
+    it.take(facts.Prefilled("a", "p1"), 1.0)
+    assert it.take(facts.ReplicaGone("p1", "1"), 1.0) == []
+    assert it.take(facts.ReplicaGone("d1", "1"), 1.0) == []
+    assert it.waiting == 1
+    [sent] = it.take(EngineSeen("p2", "1", Role.PREFILL, "p2", 10_000, 0.01, "tcp:p2:1"), 2.0)
+    assert (sent.prefill_id, sent.replica_id) == ("p2", "d2")  # type: ignore[attr-defined,union-attr]
+    assert it.pairs.fleet.in_flight == 1
+    it.take(facts.Ended("a", 5, "d2"), 3.0)
+    assert (it.pairs.fleet.in_flight, it.waiting, it.flights) == (0, 0, {})
+    assert it.programs["t", "prog"].turns == 1
+
+
+def test_a_request_that_waits_and_was_sent_meanwhile_waits_no_more() -> None:
+    it = PdCore(engines_come=True)
+    assert it.take(facts.Asked("a", "t", 100), 0.0) == []
+    it.take(facts.Sent("a", "d1", "t", 100), 1.0)
+    assert (it.waiting, it.pairs.fleet.in_flight) == (0, 0)
+    it.take(facts.Ended("a", 5, "d1"), 2.0)
+    assert not it.flights
+
+
+def test_a_request_whose_prefill_engine_is_another_one_is_where_its_gateway_says() -> None:
+    it = PdCore(engines_come=True)
+    for name in ("p1", "p2", "d1"):
+        role = Role.DECODE if name == "d1" else Role.PREFILL
+        it.take(EngineSeen(name, "1", role, name, 10_000, 0.01, f"tcp:{name}:1"), 0.0)
+    [sent] = it.take(facts.Asked("a", "t", 100), 0.0)
+    other = {"p1": "p2", "p2": "p1"}[sent.prefill_id]  # type: ignore[attr-defined,union-attr]
+    it.take(facts.Sent("a", "d1", "t", 100, prefill_id=other), 1.0)
+    [_, again] = it.take(facts.Failed("a", other), 2.0)
+    assert isinstance(again, SendPair)
+    assert again.prefill_id == sent.prefill_id  # type: ignore[attr-defined,union-attr]
+    it.take(facts.Ended("a", 5, "d1"), 3.0)
+    assert (it.pairs.fleet.in_flight, it.waiting) == (0, 0)
+
+
+def test_who_waits_for_engines_that_do_not_come_is_refused_in_the_end() -> None:
+    it = PdCore(limits=CoreLimits(wait_s=10.0), engines_come=True)
+    it.take(facts.Asked("a", "t", 100), 0.0)
+    assert it.take(facts.Tick(), 9.0) == []
+    [refused] = it.take(facts.Tick(), 10.0)
+    assert (refused.status, refused.code) == (503, "no_room")  # type: ignore[union-attr]
+
+
+# -- the process ------------------------------------------------------------------------
+
+
+def process(path: Path, command: list[str], role: Role) -> EngineProcess:
+    return EngineProcess(command, engine_id="e", host="127.0.0.1", log_dir=path, role=role)
+
+
+async def test_an_engine_tells_its_paths_and_once_what_waits_for_its_links(tmp_path: Path) -> None:
+    ear = Ear()
+    it = Supervisor(process(tmp_path, [*FAKE, "decode"], Role.DECODE), ear, drain_s=60.0)  # type: ignore[arg-type]
+    await it.start()
+    await until(lambda: any(told.links for told in ear.registered))
+    first = ear.registered[0]
+    assert first.paths is not None
+    assert (first.paths.role, first.paths.block_tokens) == (Role.DECODE, 64)
+    assert first.description.instance == f"{it.process.instance} {first.paths.epoch}"
+    assert not first.links
+    seen = len(ear.registered)
+    assert ear.registered[seen - 1].links[STORAGE_READ].queued_s == 0.25
+    await until(lambda: len(ear.registered) > seen)
+    assert not ear.registered[seen].links
+    gone: list[m.EngineGone] = []
+
+    async def hear(told: m.EngineGone) -> m.Registered:
+        gone.append(told)
+        return m.Registered(7)
+
+    ear.gone = hear  # type: ignore[method-assign]
+    await it.stop()
+    assert [one.instance for one in gone] == [first.description.instance]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([*FAKE, "decode"], "it is a decode engine; expected a prefill engine"),
+        (
+            [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "{host}", "{port}"],
+            "it tells of no paths; expected an engine that was started with --role",
+        ),
+    ],
+)
+async def test_an_engine_that_can_be_in_no_pair_does_not_start(
+    tmp_path: Path, command: list[str], said: str
+) -> None:
+    it = process(tmp_path, command, Role.PREFILL)
+    with pytest.raises(EngineFailed, match=said):
+        await it.start()
+    assert it.code is not None
