@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn_server.policy.building import PresetError
+from sojourn_server.policy.cluster_preset import cluster_preset_names
 from sojourn_server.policy.eviction import LatestProgramsBlocks
 from sojourn_server.policy.preset import Preset, load_preset, preset_names, read_preset
 
@@ -141,6 +142,11 @@ def find_policy(name: str) -> LabPolicy:
         raise PolicyError(
             f"{name}: ROUTING/ENGINE is for several replicas; expected --replicas with it, or an engine's "
             f"policy alone, such as {name.rpartition('/')[2] or 'stock'}"
+        )
+    if name in cluster_preset_names():
+        raise PolicyError(
+            f"{name} is a cluster's policy: it routes requests to several engines; expected --replicas with "
+            "it, or an engine's policy, such as stock"
         )
     near = difflib.get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

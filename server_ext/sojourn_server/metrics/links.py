@@ -37,7 +37,9 @@ class LinkMeter:
         links = [(_labels(*LINK_LABELS[name]), state) for name, state in told["links"].items()]
         used = told["slots_used"]
         return {
-            "sojourn_link_queued_seconds": [(labels, state["queued_s"]) for labels, state in links],
+            "sojourn_link_queued_seconds": [
+                (labels, state["queued_s"]) for labels, state in links if state["queued_s"] is not None
+            ],
             "sojourn_link_queued_bytes": [(labels, state["queued_bytes"]) for labels, state in links],
             "sojourn_path_slots": [({"state": "used"}, used), ({"state": "free"}, told["slots"] - used)],
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 
 _CACHE_LINE = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -43,9 +44,17 @@ def cache_pool(page: str) -> CachePool:
 
 
 def started(page: str) -> str | None:
-    """When the process began, as it writes it: another text is another process."""
+    """When the process began, in seconds as it writes them, without an exponent: another text is another
+    process."""
     found = _STARTED_LINE.search(page)
-    return found.group(1) if found else None
+    if found is None:
+        return None
+    try:
+        seconds = Decimal(found.group(1))
+    except InvalidOperation:
+        return found.group(1)
+    # Not of a number that only looks like a time: its zeros would fill the memory.
+    return f"{seconds:f}" if seconds.is_finite() and abs(seconds.adjusted()) < 20 else found.group(1)
 
 
 def whole(value: object) -> int | None:

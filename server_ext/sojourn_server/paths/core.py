@@ -44,7 +44,8 @@ class LinkState:
 
     queued_bytes: int
     queued_s: float | None
-    """Seconds until what comes now would begin; ``None``: not known."""
+    """Seconds until what comes now would begin; ``None``: not known. Of a link whose I/O does not come back
+    it is at least as long as that has lasted."""
     moved_bytes: int
 
 
@@ -291,7 +292,7 @@ class TrafficCore:
         return {
             link.name: LinkState(
                 queued_bytes=link.queued_bytes(now),
-                queued_s=link.queued_s(now),
+                queued_s=self._queued_s(link, now),
                 moved_bytes=link.moved_bytes,
             )
             for link in found
@@ -318,6 +319,12 @@ class TrafficCore:
         }
 
     # -- inside ---------------------------------------------------------------------
+
+    def _queued_s(self, link: Link, now: float) -> float | None:
+        # As long as for giving up reads: from then on nothing of them is in any queue.
+        hung_s = link.hung_s(now, self.depot.limits.patience_s / 2)
+        queued_s = link.queued_s(now)
+        return max(queued_s or 0.0, hung_s, self.depot.limits.patience_s) if hung_s else queued_s
 
     def _taken(self, conn: int, message: Data, payload: memoryview, now: float) -> bool:
         return self.prompts.data(conn, message, payload, now)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -18,6 +20,7 @@ _WHAT = {
     "tp_rank": "the rank",
     "tp_size": "the number of ranks",
 }
+_PRIVATE = {"model", "hash_scheme"}
 
 
 def told(identity: KvIdentity) -> dict[str, str | int]:
@@ -25,15 +28,29 @@ def told(identity: KvIdentity) -> dict[str, str | int]:
     return asdict(identity)
 
 
-def refusal(ours: KvIdentity, theirs: Mapping[str, str | int]) -> str | None:
-    """Why blocks must not go between the two, in words for whoever started them; ``None``: they may."""
+def digest(identity: KvIdentity) -> str:
+    """32 hexadecimal digits that differ where any field does, and tell none of them."""
+    text = json.dumps(told(identity), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def refusal(ours: KvIdentity, theirs: Mapping[str, str | int], *, for_stranger: bool = False) -> str | None:
+    """Why blocks must not go between the two, in words for whoever started them; ``None``: they may.
+
+    ``for_stranger``: what weights and hashes are here is not said, only that they differ. The one is a path
+    of this machine, the other has a seed.
+    """
     mine = told(ours)
     names = [*mine, *sorted(theirs.keys() - mine.keys())]
     different = [name for name in names if theirs.get(name) != mine.get(name)]
     if not different:
         return None
-    listed = "; ".join(
-        f"{_WHAT.get(name, name)}: {theirs.get(name, 'not said')!r} there, {mine.get(name, 'unknown')!r} here"
-        for name in different
-    )
+
+    def line(name: str) -> str:
+        what = _WHAT.get(name, name)
+        if for_stranger and name in _PRIVATE:
+            return what
+        return f"{what}: {theirs.get(name, 'not said')!r} there, {mine.get(name, 'unknown')!r} here"
+
+    listed = "; ".join(map(line, different))
     return f"KV of another kind cannot be used here: {listed}. Start both engines alike"

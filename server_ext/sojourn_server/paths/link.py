@@ -217,6 +217,14 @@ class Link:
             return max(0.0, self._busy_until_s - now) + self._waiting_bytes / self.rate
         return self.seconds_for(queued)
 
+    def hung_s(self, now: float, patience_s: float) -> float:
+        """Seconds that I/O which should have come back keeps the link from anything: where all of it is
+        stuck, as long as that has lasted, and at least ``patience_s`` where some is. 0: none is."""
+        stuck = self.stuck(now, patience_s)
+        if len(stuck) < self._width:
+            return patience_s if stuck else 0.0
+        return max(now - max(item.began_s, item.until_s) for item in stuck)
+
     def seconds_for(self, nbytes: int) -> float | None:
         """How long it takes for so many bytes, by its rate, else by the newest items; ``None``: not known."""
         if self.rate is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -39,7 +40,13 @@ from .traffic_class import TrafficClass
 from .transport import Listener, Stream, Transport, TransportMissing, built_in, transport_for
 from .wire import HEAD_BYTES, WireError, decode, decode_head, encode
 
+logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
+MAX_GREETING_BYTES = 64 << 10
+"""Of a message before it is known who speaks; no payload belongs to any."""
+MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 64
+"""Connections whose other end has not said yet who it is."""
 _GONE = (OSError, EOFError)
 """How a connection ends that somebody else has ended."""
 
@@ -85,6 +92,7 @@ class TrafficManager:
         self._clock = clock
         self._transports = dict(built_in() if transports is None else transports)
         self._handles: dict[tuple[str, str], Handle] = {}
+        self._refusals_logged: set[str] = set()
         self._actions: deque[Send | Dial | HangUp] = deque()
         self._woken = False
         self._closing = False
@@ -241,12 +249,20 @@ class TrafficManager:
                 self._give_write(action)
             else:
                 self._actions.append(action)
+        if len(self.core.peers.refusals) > len(self._refusals_logged):
+            self._log_refusals()
         self.changed.notify_all()
         if not self._woken and self._loop is not None and not self._loop.is_closed():
             self._woken = True
             with contextlib.suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
         return stored
+
+    def _log_refusals(self) -> None:
+        for peer, why in self.core.peers.refusals.items():
+            if peer not in self._refusals_logged:
+                self._refusals_logged.add(peer)
+                logger.warning("%s: no KV goes to or from %s: %s", self.name, peer, why)
 
     def _run(self, listen: list[str]) -> None:
         try:
@@ -365,7 +381,11 @@ class TrafficManager:
         self.do(self.core.dialled, address, number)
 
     async def _accepted(self, stream: Stream) -> None:
-        if self._closing:
+        with self.changed:
+            full = len(self._conns) >= MAX_CONNECTIONS or self.core.peers.strangers >= MAX_STRANGERS
+            if full:
+                self.core.depot.counts["turned_away"] += 1
+        if full or self._closing:
             stream.close()
             return
         number = self._take_in(stream)
@@ -389,6 +409,9 @@ class TrafficManager:
         try:
             while number in self._conns:
                 head = decode_head(await conn.stream.read(HEAD_BYTES))
+                greets = not self.core.peers.is_ready(number)
+                if greets and (head.payload_bytes or head.message_bytes > MAX_GREETING_BYTES):
+                    raise WireError("so much is not said before it is known who speaks")
                 message = decode(await conn.stream.read(head.message_bytes))
                 payload = await conn.stream.read(head.payload_bytes) if head.payload_bytes else b""
                 self.do(self.core.received, number, message, memoryview(payload))

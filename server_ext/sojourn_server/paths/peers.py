@@ -28,6 +28,8 @@ EXPECTED: Mapping[Stage, tuple[type[Message], ...]] = {
     Stage.ANSWERED: (Hello,),
 }
 """What may be said before a connection is ready; from then on none of it."""
+MOST_REFUSALS = 256
+"""Peers of which it is kept why they were refused."""
 HANDSHAKE = (Hello, Welcome, Refused)
 
 
@@ -64,6 +66,8 @@ class Peers:
         self._depot = depot
         self._conns: dict[int, _Conn] = {}
         self._addresses: dict[str, _Address] = {}
+        self.refusals: dict[str, str] = {}
+        """Why there is no KV between us and a peer, by its name or address: the first time."""
 
     @property
     def busy(self) -> bool:
@@ -108,6 +112,11 @@ class Peers:
         """Every connection there is."""
         return list(self._conns)
 
+    @property
+    def strangers(self) -> int:
+        """Connections of those who dialled us and have not said who they are."""
+        return sum(conn.stage is Stage.ANSWERED for conn in self._conns.values())
+
     def is_ready(self, conn: int) -> bool:
         known = self._conns.get(conn)
         return known is not None and known.stage is Stage.READY
@@ -123,7 +132,9 @@ class Peers:
             why = refusal(self._depot.identity, message.kv)
             if why is not None:
                 self._depot.counts["refused"] += 1
-                self._depot.actions += [Send(conn, Refused(reason=why)), HangUp(conn)]
+                self._note_refusal(message.name, why)
+                reason = refusal(self._depot.identity, message.kv, for_stranger=True) or why
+                self._depot.actions += [Send(conn, Refused(reason=reason)), HangUp(conn)]
                 del self._conns[conn]
                 return True
             known.name, known.epoch, known.stage = message.name, message.epoch, Stage.READY
@@ -132,6 +143,7 @@ class Peers:
         assert known.address is not None
         if isinstance(message, Refused):
             self._depot.counts["refused"] += 1
+            self._note_refusal(known.address, message.reason)
             self._depot.actions.append(HangUp(conn))
             self._give_up(known.address, message.reason, now)
             return True
@@ -159,6 +171,10 @@ class Peers:
                 self._depot.counts["stalls"] += 1
                 self._depot.actions.append(HangUp(conn))
                 self.lost(conn, "the peer has not said who it is", now)
+
+    def _note_refusal(self, peer: str, why: str) -> None:
+        if len(self.refusals) < MOST_REFUSALS:
+            self.refusals.setdefault(peer, why)
 
     def _give_up(self, address: str, why: str, now: float) -> None:
         known = self._addresses.pop(address, None)

@@ -91,6 +91,8 @@ class Prompt:
         self.leased = False
         self.expected = False
         self.claimed = False
+        self.rests_since_s: float | None = None
+        """Since when nothing is to be done for it here: it is whole, or nobody is left who would go on."""
         self.watch = Watch(prompts.depot.limits.patience_s, now)
         self._prompts = prompts
 
@@ -251,6 +253,7 @@ class Prompt:
         if self.state is not PromptState.GATHERING or offer is None or offer.pending:
             return
         self.state = PromptState.COMPLETE
+        self.rests_since_s = now
         self._prompts.say(offer.conn, Complete(transfer=self.transfer))
         self._prompts.tell(self)
 
@@ -288,6 +291,16 @@ class Prompt:
             read.state = ReadState.DONE
 
     @property
+    def is_left(self) -> bool:
+        """Nobody has asked for it, and nobody may: whole, or read for a peer that is gone."""
+        if self.expected or (self.read is not None and self.read.state is not ReadState.DONE):
+            return False
+        if self.state is PromptState.COMPLETE:
+            return True
+        gathering = self.state is PromptState.GATHERING
+        return gathering and self.offer is None and self.read is not None and self.read.conn is None
+
+    @property
     def waits_here(self) -> bool:
         """For buffers, or for this engine's own links."""
         if self.leased and not self._prompts.depot.buffers.granted(self.name):
@@ -299,10 +312,12 @@ class Prompt:
         halves = [half.conn for half in (self.read, self.offer) if half is not None]
         return {conn for conn in halves if conn is not None}
 
-    def let_go_of(self, conn: int) -> bool:
+    def let_go_of(self, conn: int, now: float) -> bool:
         """A connection has ended; whether it had been offered there."""
         if self.read is not None and self.read.conn == conn:
             self.read.conn = None
+            if self.rests_since_s is None:
+                self.rests_since_s = now
             self.stop_streaming()
         offered = self.offer is not None and self.offer.conn == conn
         if self.offer is not None and offered:

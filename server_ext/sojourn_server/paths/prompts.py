@@ -7,6 +7,7 @@ soon. ``prompt`` says how one is gathered.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from .actions import PromptOver, Send
@@ -16,6 +17,10 @@ from .link import Item
 from .prompt import Answer, Chunk, OfferHalf, Prompt, PromptState, ReadHalf, ReadState
 from .wire import Abort, Complete, Data, Failed, Offer, Read
 
+MOST_EVICTED = 4096
+"""Transfers of which it is remembered that their buffers were given to others."""
+EVICTED = "nobody had asked for it, and others waited for its buffers"
+
 
 class Prompts:
     """All contexts that are gathered here."""
@@ -23,6 +28,7 @@ class Prompts:
     def __init__(self, depot: Depot) -> None:
         self.depot = depot
         self._prompts: dict[str, Prompt] = {}
+        self._evicted: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -38,6 +44,9 @@ class Prompts:
             raise ValueError(f"transfer {transfer!r} is expected already")
         prompt.expected = True
         prompt.watch.seen(now)
+        if transfer in self._evicted:  # it is told at once: nothing comes of it
+            del self._evicted[transfer]
+            prompt.state, prompt.why = PromptState.FAILED, EVICTED
         self.depot.buffers.renew(prompt.name, now)
         if prompt.state is not PromptState.GATHERING:
             self._event(prompt)
@@ -86,6 +95,7 @@ class Prompts:
             why = "no blocks, or one of them twice"
             self.say(conn, Failed(transfer=message.transfer, index=0, reason=why))
             return
+        self._evicted.pop(message.transfer, None)
         prompt = prompt or Prompt(self, message.transfer, now)
         prompt.read = ReadHalf(conn, keys, message.traffic_class)
         self._prompts[message.transfer] = prompt
@@ -113,6 +123,7 @@ class Prompts:
             prompt.take_offer(half, now)
             return
         if prompt is None:
+            self._evicted.pop(message.transfer, None)
             prompt = self._prompts[message.transfer] = Prompt(self, message.transfer, now)
             self.depot.counts["prompts"] += 1
         prompt.offer = half
@@ -164,7 +175,7 @@ class Prompts:
     def lost(self, conn: int, why: str, now: float) -> None:
         """A connection has ended. What was read here stays for a while: it may be offered by another."""
         for prompt in list(self._prompts.values()):
-            if prompt.let_go_of(conn):
+            if prompt.let_go_of(conn, now):
                 prompt.fail(why, now, tell=False)
 
     def tick(self, now: float) -> None:
@@ -177,6 +188,7 @@ class Prompts:
             if prompt.expected and prompt.watch.stalled(now):
                 self.depot.counts["stalls"] += 1
                 prompt.fail("nothing comes of it", now, tell=True)
+        self._make_room(now)
 
     # -- the link -------------------------------------------------------------------
 
@@ -209,6 +221,29 @@ class Prompts:
             read.state = ReadState.DONE
 
     # -- inside ---------------------------------------------------------------------
+
+    def _make_room(self, now: float) -> None:
+        """While others wait for buffers, what nobody has asked for gives up its own: what was left longest
+        goes first. Sooner than those lose patience, and not at once, for the request may be on its way."""
+        depot = self.depot
+        if not depot.buffers.waiting:
+            return
+        least_s = depot.limits.patience_s / 2
+        left = [
+            (prompt.rests_since_s, prompt)
+            for prompt in self._prompts.values()
+            if prompt.is_left and prompt.rests_since_s is not None and now - prompt.rests_since_s >= least_s
+        ]
+        for _, prompt in sorted(left, key=lambda each: each[0]):
+            if not depot.buffers.waiting:
+                return
+            depot.counts["prompts_evicted"] += 1
+            self._evicted[prompt.transfer] = None
+            if len(self._evicted) > MOST_EVICTED:
+                self._evicted.popitem(last=False)
+            prompt.fail(EVICTED, now, tell=True)
+            self.let_go(prompt, now)
+            depot.grant(now)
 
     def let_go(self, prompt: Prompt, now: float) -> None:
         """Its buffers are others'; it stays known as long as its engine has not ended it."""

@@ -253,5 +253,3 @@ class Pushes:
             if push.waits_for_peer and push.watch.stalled(now):
                 self.depot.counts["stalls"] += 1
                 self.end(push, "the peer shows no progress", now, tell=True)
-            elif not push.waits_for_peer:
-                push.watch.seen(now)

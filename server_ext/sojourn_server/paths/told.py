@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .handshake import digest
+
 if TYPE_CHECKING:
     from .manager import TrafficManager
 
 UNKNOWN_S = 0.0
-"""Seconds that are not known: a link that was given no rate has a speed once it has moved something."""
+"""What a Full Block takes where that is not known: a link that was given no rate has a speed once it has
+moved something."""
 
 
 def told_of(traffic: TrafficManager, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -21,7 +24,8 @@ def told_of(traffic: TrafficManager, counts: Mapping[str, int]) -> dict[str, Any
 
     ``addresses`` and ``epoch`` are what peers need; ``links`` by name, each with ``queued_bytes``,
     ``queued_s`` and ``moved_bytes``; ``received_bytes`` came from peers; ``block_s`` is what the link from
-    storage takes for a Full Block.
+    storage takes for a Full Block. ``queued_s`` is ``None`` where there is a queue and no speed is known: 0
+    would say that nothing waits. ``kv`` is equal for engines that take each other's KV.
     """
     told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
     told["counts"] = dict(sorted({**told["counts"], **counts}.items()))
@@ -31,13 +35,11 @@ def told_of(traffic: TrafficManager, counts: Mapping[str, int]) -> dict[str, Any
 def _numbers(traffic: TrafficManager, now: float) -> dict[str, Any]:
     depot = traffic.core.depot
     stats = traffic.core.stats(now)
-    for link in stats["links"].values():
-        if link["queued_s"] is None:
-            link["queued_s"] = UNKNOWN_S
     return {
         **stats,
         "addresses": list(traffic.addresses),
         "epoch": traffic.epoch,
+        "kv": digest(depot.identity),
         "received_bytes": depot.counts["bytes_fetched"] + depot.counts["bytes_taken"],
         "block_s": depot.reads.seconds_for(depot.memory.block_bytes) or UNKNOWN_S,
     }

@@ -149,14 +149,14 @@ class TcpTransport:
 
     async def dial(self, rest: str) -> Stream:
         reader, writer = await asyncio.open_connection(*_host_and_port(rest), limit=_READ_AHEAD_BYTES)
-        _without_delay(writer)
+        _tune(writer)
         return SocketStream(reader, writer)
 
     async def listen(self, rest: str, accept: Accept) -> Listener:
         host, port = _host_and_port(rest)
 
         async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _without_delay(writer)
+            _tune(writer)
             await accept(SocketStream(reader, writer))
 
         server = await asyncio.start_server(take, host, port, limit=_READ_AHEAD_BYTES)
@@ -178,8 +178,11 @@ def _taken(
     return take
 
 
-def _without_delay(writer: asyncio.StreamWriter) -> None:
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _tune(writer: asyncio.StreamWriter) -> None:
+    """Nothing waits for more to be sent with it, and a machine that vanished is noticed some day."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _unix_path(rest: str) -> str:

@@ -71,7 +71,7 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
     except PolicyError:
         if name.endswith(".toml"):
             raise
-        known = [*routing_names(), *policy_names()]
+        known = [*routing_names(), *(one for one in policy_names() if one != Limit.BELADY.value)]
         raise PolicyError(f"unknown policy {name!r}; {_expected(name, known)}") from None
     brings = next((known for known, made in ROUTERS.items() if made is alone.door), DEFAULT_ROUTING)
     return _cluster_policy(brings, alone)

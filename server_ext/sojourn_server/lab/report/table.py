@@ -11,13 +11,21 @@ from .columns import BASELINES, ENGINE, SERVICE, Cell, Column, cells, shown
 from .pieces import PieceColumn, Pieces
 from .row import RunRow
 
-LEGEND = "* best of the policies; N× times better than stock; ≥ at least, ≤ at most"
-CLUSTER_LEGEND = LEGEND.replace("than stock", f"than {BASELINES[1]}")
+_LEGEND = ("* best of the policies", "≥ at least, ≤ at most")
 
 
 def legend(rows: Sequence[RunRow]) -> str:
     """What the signs in a table of ``rows`` mean."""
-    return CLUSTER_LEGEND if any(row.replicas for row in rows) else LEGEND
+    compared = _compared(rows)
+    best, bounds = _LEGEND
+    return "; ".join([best, *([f"N× {compared}"] if compared else []), bounds])
+
+
+def _compared(rows: Sequence[RunRow]) -> str:
+    """What factors are relative to; empty where nobody whom they would be relative to was run."""
+    ran = {row.policy for row in rows}
+    names = [name for name in BASELINES if name in ran and ran != {name}]
+    return f"times better than {' or '.join(names)}" if names else ""
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
@@ -98,10 +106,9 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
             columns = shown(group, [*SERVICE, *ENGINE])
             lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
             lines += [*_lines(group, columns, []), ""]
-    baseline = BASELINES[1] if any(row.replicas for row in rows) else BASELINES[0]
-    lines.append(
-        f"**Bold**: best of the policies. N×: times better than {baseline}. *Italic*: a limit, no policy."
-    )
+    compared = _compared(rows)
+    factors = f" N×: {compared}." if compared else ""
+    lines.append(f"**Bold**: best of the policies.{factors} *Italic*: a limit, no policy.")
     found = notes(rows)
     if found:
         lines += ["", *(f"- {_escaped(note)}" for note in found)]
