@@ -73,6 +73,13 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(name: str, message: str
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_expected_is_taken() -> None:
+    with pytest.raises(PolicyError) as raised:
+        find_cluster_policy("nobody")
+    listed = str(raised.value).partition("one of ")[2].split(", ")
+    assert [find_cluster_policy(name).name for name in listed]
+
+
 @pytest.mark.parametrize("name", routing_names())
 def test_every_routing_has_engines_of_its_own(name: str) -> None:
     assert find_cluster_policy(name).routing == name

@@ -171,6 +171,16 @@ def test_tables_tell_of_replicas_where_there_are_several() -> None:
     assert "N×: times better than prefix-affinity/stock" in markdown(rows)
 
 
+def test_nobody_is_compared_with_who_was_not_run() -> None:
+    run = log(life("a", "0110", finished_s=4.0, expected_s=3.0), policy="saga/saga")
+    other = log(life("a", "0000", finished_s=8.0), policy="round-robin/stock")
+    of_one_engine = [measure(made_up_run(name, 3, virtual_s=300.0)) for name in ("infercept", "continuum")]
+    for rows in ([measure(run), measure(other)], of_one_engine):
+        assert "times better" not in shown(rows)
+        assert "* best of the policies; ≥ at least" in shown(rows)
+        assert "times better" not in markdown(rows)
+
+
 def test_one_replica_behind_a_gateway_takes_no_columns() -> None:
     text = shown([measure(log(life("a", "0", finished_s=2.0, expected_s=2.0), busy_s=(50.0,)))])
     assert "1 programs at once, 1 replica\n" in text or "1 replica ·" in text
@@ -314,6 +324,9 @@ def test_a_policy_that_no_cluster_has_is_refused_before_anything_runs(policy: st
 def test_a_routing_needs_replicas() -> None:
     error = refused("synthetic:continuum-bfcl", "--policy", "saga/stock")
     assert error.message.startswith("saga/stock: ROUTING/ENGINE is for several replicas; expected --replicas")
+    error = refused("synthetic:continuum-bfcl", "--policy", "round-robin")
+    assert error.message.startswith("round-robin is a cluster's policy")
+    assert "expected --replicas" in error.message
 
 
 @needs_vllm

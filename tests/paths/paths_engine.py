@@ -145,7 +145,7 @@ class ToyEngine:
         )  # fmt: skip
         self.planner = PathPlanner(block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, **planner)
         self.blocks = blocks
-        self.free = list(range(blocks))
+        self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
         self.jobs: dict[str, Job] = {}
         self.done: dict[str, Job] = {}
@@ -211,7 +211,7 @@ class ToyEngine:
     def assert_clean(self) -> None:
         """Nothing has leaked."""
         assert not self.jobs
-        assert sorted(self.free) == list(range(self.blocks))
+        assert sorted(self.free) == list(range(1, self.blocks))
         assert (len(self.planner), self.planner.open_asks) == (0, 0)
         assert self.worker.open_things == 0
         assert not self.errors, self.errors
@@ -306,7 +306,7 @@ class ToyEngine:
 
     def _finish(self, job: Job, well: bool, busy: bool = False) -> None:
         job.status = Status.FINISHED
-        job.held, job.answer = self.planner.finished(job.name, well)
+        job.held, job.answer = self.planner.finished(job.name, well, job.ids)
         self.done[job.name] = job
         self.received.discard(job.name)
         if not job.held and not busy:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from paths_world import BLOCK_BYTES, LAYERS, Engine, World, assert_clean, content, identity, key, keys
 from sojourn_server.paths.actions import LoadOver, PromptOver, PushOver, Stored, WriteBlock
+from sojourn_server.paths.handshake import _WHAT
 from sojourn_server.paths.traffic_class import TrafficClass
 from sojourn_server.paths.wire import (
     MESSAGES,
@@ -541,7 +542,7 @@ def test_more_than_was_announced_does_not_take_the_room_of_others() -> None:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"model": "large@2"}, "the model: 'large@2' there, 'tiny@1' here"),
+        ({"model": "large@2"}, r"the model\. Start both engines alike"),
         ({"kv_dtype": "fp8"}, r"the data type of KV \(--kv-cache-dtype\): 'fp8' there, 'float32' here"),
         ({"block_tokens": 128}, "the tokens of a Full Block: 128 there, 64 here"),
         ({"block_bytes": 192}, "the bytes of a Full Block: 192 there, 96 here"),
@@ -566,6 +567,13 @@ def test_peers_with_kv_of_another_kind_are_refused_before_a_byte_of_it(
     assert here.over(LoadOver, "u").good == 0
     assert [type(message) for _, _, message in world.messages] == [Hello, Refused]
     assert (here.core.depot.counts["refused"], there.core.depot.counts["refused"]) == (1, 1)
+    # Both logs say it once, and what weights and hashes are there is only in the log of who has them.
+    [(peer, why)] = there.core.peers.refusals.items()
+    assert peer == "p"
+    assert f"{_WHAT[next(iter(changed))]}: " in why
+    assert here.core.peers.refusals == {"d": pushed.why}
+    for private in ("tiny@1", "seed=0"):
+        assert private not in pushed.why
     here.do(here.core.end_load, "u")
     assert_clean(here, there)
 

@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from sojourn_server.paths.limits import PathLimits
 from sojourn_server.paths.loads import Peer
 from sojourn_server.paths.manager import TrafficManager
 from sojourn_server.paths.transport import TransportMissing, UnixTransport, built_in, transport_for
+from sojourn_server.paths.wire import WIRE_VERSION
 from sojourn_server.tiers.disk_store import DiskStore
 from sojourn_server.tiers.shared_store import SharedStore
 
@@ -358,3 +360,68 @@ def test_a_link_with_a_rate_takes_as_long_as_the_rate_says(store: MemoryStore) -
     load.end()
     assert_clean(made)
     assert made.close()
+
+
+# -- whoever dials ----------------------------------------------------------------
+
+
+def dialled(address: str) -> socket.socket:
+    host, port = address.removeprefix("tcp:").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def frame(message_bytes: int, payload_bytes: int) -> bytes:
+    return struct.pack("<2sBBII", b"SJ", WIRE_VERSION, 0, message_bytes, payload_bytes)
+
+
+@pytest.mark.parametrize(("message", "payload"), [(100, 1), (1 << 20, 0)])
+def test_who_has_not_said_who_he_is_cannot_have_much_kept_for_him(
+    store: MemoryStore, message: int, payload: int
+) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]) as stranger:
+        stranger.sendall(frame(message, payload))
+        assert stranger.recv(1) == b"", "hung up before anything of it was awaited"
+        eventually(lambda: here.core.depot.counts["not_understood"] == 1)
+
+
+def test_strangers_are_turned_away_beyond_a_number(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn_server.paths.manager.MAX_STRANGERS", 2)
+    with manager(store, "d", ["tcp:127.0.0.1:0"], limits={"patience_s": 20.0}) as here, ExitStack() as open_:
+        first = [open_.enter_context(dialled(here.addresses[0])) for _ in range(2)]
+        eventually(lambda: len(here._conns) == 2)
+        third = open_.enter_context(dialled(here.addresses[0]))
+        assert third.recv(1) == b""
+        eventually(lambda: here.core.depot.counts["turned_away"] == 1)
+        first[0].close()
+        eventually(lambda: len(here._conns) == 1)
+        with manager(store, "p") as there:
+            push = there.offer("t", here.addresses[0], CONTEXT)
+            prompt = here.expect("t")
+            for layer in range(LAYERS):
+                push.give(layer, layers_of(CONTEXT, layer))
+            assert prompt.wait(PATIENCE_S) is not None
+            prompt.end()
+
+
+def test_a_peer_whose_machine_vanished_is_noticed(store: MemoryStore) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]):
+        eventually(lambda: len(here._conns) == 1)
+        [conn] = here._conns.values()
+        sock = conn.stream._writer.get_extra_info("socket")  # type: ignore[attr-defined]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def test_that_a_peer_refuses_is_logged_once(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    other = MemoryStore(identity(model="/weights/of/p"))
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(other, "p") as here:
+        for number in range(3):
+            push = here.offer(f"t{number}", there.addresses[0], CONTEXT)
+            assert push.wait(PATIENCE_S) is not None
+        eventually(lambda: there.core.depot.counts["refused"] == 3)
+    lines = [
+        record.getMessage() for record in caplog.records if "no KV goes to or from" in record.getMessage()
+    ]
+    assert sorted(line.split(":")[0] for line in lines) == ["d", "p"]
+    assert "/weights/of/p" in next(line for line in lines if line.startswith("d:"))

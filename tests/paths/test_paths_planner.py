@@ -201,8 +201,85 @@ def test_a_context_of_other_tokens_is_never_used() -> None:
     assert planner.ask("r", 0) == LATER
     orders = planner.take_orders()
     assert not orders.expects
-    assert orders.drops == [Expect(0, answer["context"], None)]
+    assert not orders.drops, "it may be another's"
     assert planner.counts["prompts_foreign"] == 1
+
+
+def test_of_prompts_sent_as_one_the_one_whose_context_came_has_it() -> None:
+    planner = make()
+    mine, other = prompt(1, 400), prompt(2, 400)
+    answer = answer_of(mine)  # a prefill engine answers a list of prompts with the last one's, or the first's
+    begin(planner, Request("b", other, answer))
+    begin(planner, Request("a", mine, answer))
+    planner.ask("b", 0)
+    planner.ask("a", 0)
+    orders = planner.take_orders()
+    assert [expect.context for expect in orders.expects] == [answer["context"]]
+    assert not orders.drops
+
+
+def decode(planner: PathPlanner, tokens: list[int], **said: Any) -> Request:
+    """A request whose prompt is here and whose last token has been computed."""
+    request = begin(planner, Request("r", tokens, {**answer_of(tokens), **said}))
+    planner.ask("r", 0)
+    (expect,) = planner.take_orders().expects
+    planner.take_reports(Reports(prompts={expect.ask: -(-len(tokens) // FULL_TOKENS)}))
+    found = planner.ask("r", 0)
+    assert found.tokens is not None
+    planner.allocated("r", ids(len(tokens)), found.tokens)
+    planner.allocated("r", ids(len(tokens)), 0)
+    planner.take_orders()
+    step(planner, "r", len(tokens))
+    request.output.append(1)
+    return request
+
+
+def test_what_a_short_answer_left_unstored_is_stored_from_blocks_that_are_held() -> None:
+    planner = make(max_saves=2)
+    tokens = prompt(1, 20 * FULL_TOKENS + 5)
+    decode(planner, tokens)
+    assert [save.place for save in planner.take_orders().saves] == [0, 1]
+    assert planner.finished("r", True, ids(len(tokens))) == (True, None)
+    orders = planner.take_orders()
+    assert orders.holds == ["r"]
+    # Whether the last step's were taken is told only after the end: they are asked for again.
+    assert [save.place for save in orders.saves] == list(range(20))
+    keys = full_keys(tokens)
+    assert [save.key for save in orders.saves] == keys
+    assert [save.parent for save in orders.saves] == [b"", *keys[:-1]]
+    assert orders.saves[3].block_ids == ids(len(tokens))[12:16]
+    assert not any(save.before for save in orders.saves)
+    assert len(planner) == 0
+
+
+@pytest.mark.parametrize("why", ["aborted", "stored", "told", "off", "preempted"])
+def test_nothing_is_held_where_nothing_is_left(why: str) -> None:
+    planner = make(saves=why != "off")
+    tokens = prompt(1, 4 * FULL_TOKENS + 5)
+    decode(planner, tokens, **({"stored": 4} if why == "told" else {}))
+    if why == "stored":
+        step(planner, "r", len(tokens) + 1)
+    if why == "preempted":
+        planner.ask("r", 0)
+    planner.take_orders()
+    assert planner.finished("r", why != "aborted", ids(len(tokens))) == (False, None)
+    orders = planner.take_orders()
+    assert not orders.saves
+    assert not orders.holds
+
+
+def test_blocks_that_vllm_does_not_keep_are_neither_pushed_nor_stored() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    holes = [*[0] * 6, *ids(400)[6:]]
+    for name, said in (("p", to_prefill("t")), ("w", None)):
+        begin(planner, Request(name, tokens, said))
+        planner.scheduled([Scheduled(name, 400)], lambda request: holes)
+    orders = planner.take_orders()
+    assert not orders.pushes
+    assert [save.place for save in orders.saves] == [2, 3, 4, 5]
+    assert planner.finished("p", True, holes) == (False, None), "a gateway asks another pair"
+    assert planner.counts["prompts_with_holes"] == 1
 
 
 def test_a_request_that_is_refused_before_it_was_asked_for_lets_go_of_its_context() -> None:

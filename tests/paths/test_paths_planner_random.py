@@ -40,7 +40,8 @@ class FakeWorker:
             self.prompts.discard(ask)
             self.unanswered.discard(ask)
         for drop in orders.drops:
-            self.contexts.remove(drop.context)
+            assert drop.context in self.contexts or drop.context.startswith("foreign")
+            self.contexts.discard(drop.context)
         assert set(orders.aborts) <= set(orders.holds)
         for fetch in orders.fetches:
             assert fetch.keys
@@ -63,8 +64,10 @@ class FakeWorker:
             assert push.request not in self.pushes, "pushed twice"
             assert len(push.keys) == -(-len(push.block_ids) // PER_FULL)
             self.pushes.add(push.request)
+        late = {save.request for save in orders.saves}
         for request in orders.holds:
-            self.pushes.remove(request)
+            assert (request in self.pushes) != (request in late)
+            self.pushes.discard(request)
         assert not orders.not_filled
 
     def _begin(self, ask: int) -> None:
@@ -115,7 +118,7 @@ class Planning(RuleBasedStateMachine):
                 whole = tokens // BLOCK_TOKENS
                 last = request.block_hashes[whole - 1] if whole else b""
                 context = context_name(f"t{number}", last, ids[whole * BLOCK_TOKENS :], tokens)
-            self.worker.contexts.add(context)
+                self.worker.contexts.add(context)
             said = {"do_remote_prefill": True, "transfer": f"t{number}", "context": context}
         life = Life(Request(f"r{number}", ids, said))
         self.lives[life.request.request_id] = life
@@ -138,7 +141,7 @@ class Planning(RuleBasedStateMachine):
         assert not found.beside or found.tokens
         assert found.beside or local + found.tokens < tokens, "nothing is left to compute"
         if fits:
-            life.ids = list(range(-(-tokens // BLOCK_TOKENS)))
+            life.ids = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
             self.planner.allocated(name, life.ids, found.tokens)
             life.computed = local + found.tokens
             life.stage = "remote" if found.beside else "running"
@@ -150,7 +153,7 @@ class Planning(RuleBasedStateMachine):
         for name, life in self.lives.items():
             if life.stage == "running" and data.draw(st.booleans()):
                 life.computed = min(life.computed + chunk, life.request.num_tokens)
-                life.ids = list(range(-(-life.computed // BLOCK_TOKENS)))
+                life.ids = list(range(1, 1 + -(-life.computed // BLOCK_TOKENS)))
                 step.append(Scheduled(name, life.computed))
                 if life.computed == life.request.num_tokens:
                     life.request.output.append(1)
@@ -163,7 +166,13 @@ class Planning(RuleBasedStateMachine):
             assert save.place <= self.saved.get(save.request, save.place), "a block was left out"
             self.saved[save.request] = max(self.saved.get(save.request, 0), save.place + 1)
             assert len(save.block_ids) == PER_FULL
-            assert len(save.before) == save.place * PER_FULL
+            assert 0 not in save.block_ids
+            if save.request in orders.holds:
+                assert not save.before
+            else:
+                assert len(save.before) == save.place * PER_FULL
+        for request in orders.holds:
+            self.saved.pop(request, None)
         self.worker.carry_out(orders)
 
     @precondition(lambda self: self.worker.unanswered)
@@ -210,12 +219,14 @@ class Planning(RuleBasedStateMachine):
         if life is None:
             return
         name = life.request.request_id
-        finished = self.planner.finished(name, well)
+        finished = self.planner.finished(name, well, life.ids)
         pushed = name in self.worker.pushes
         assert not (pushed and not finished.hold), "its blocks are being sent"
-        assert (finished.answer is not None) == (finished.hold and well)
+        assert (finished.answer is not None) == (pushed and well)
+        assert not (finished.hold and not pushed and not well), "nobody wants what is left of it"
         del self.lives[name]
-        self.saved.pop(name, None)
+        if not finished.hold:
+            self.saved.pop(name, None)
 
     @rule()
     def fail(self) -> None:

@@ -7,6 +7,7 @@ import threading
 
 from paths_rig import PATIENCE_S, MemoryStore, assert_clean, manager
 from paths_world import LAYERS, identity, keys, layers_of
+from sojourn_server.paths.handshake import digest
 from sojourn_server.paths.told import UNKNOWN_S, told_of
 
 CONTEXT = keys(*range(4))
@@ -18,6 +19,8 @@ def test_before_anything_has_moved_all_is_there_and_nothing() -> None:
         told = told_of(here, {"errors": 0})
     assert json.loads(json.dumps(told)) == told
     assert told["addresses"] == here.addresses
+    assert told["kv"] == digest(identity())
+    assert told["kv"] != digest(identity(hash_scheme="sha256/seed=1/16"))
     assert not told["addresses"][0].endswith(":0"), "the real port"
     assert (told["epoch"], told["block_s"]) == (here.epoch, UNKNOWN_S)
     assert (told["slots"], told["slots_used"], told["received_bytes"]) == (64, 0, 0)
@@ -55,8 +58,8 @@ def test_a_rate_says_what_a_block_takes_before_any_is_read() -> None:
         assert told_of(here, {})["block_s"] == BLOCK_BYTES / 4e6
 
 
-def test_a_queue_of_unknown_speed_is_told_as_0() -> None:
-    """The JSON has a number there: its bytes tell that something waits."""
+def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
+    """0 would say that nothing waits, and who hangs would be chosen first."""
     store, gate = MemoryStore(), threading.Event()
     store.fill(*CONTEXT)
     store.before = lambda what, key: assert_in_time(gate)
@@ -65,7 +68,7 @@ def test_a_queue_of_unknown_speed_is_told_as_0() -> None:
         load = here.load("l", CONTEXT)
         assert here.links()["storage read"].queued_s is None
         link = told_of(here, {})["links"]["storage read"]
-        assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": 0.0, "moved_bytes": 0}
+        assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
         gate.set()
         assert load.wait(PATIENCE_S) is not None
         load.end()

@@ -101,6 +101,54 @@ def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None
     assert not engine.scheduler.has_requests()
 
 
+def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_they_are_stored(
+    engine: Any,
+) -> None:
+    free = engine.pool.get_num_free_blocks()
+    engine.add("r", list(range(400)), max_tokens=1)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    answer(engine, planned, Reports(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    given = planned.kv_connector_metadata.orders.saves
+    assert [save.place for save in given] == list(range(6))
+    answer(engine, planned, Reports(stored={"r": 2}))  # told when vLLM has ended the request already
+    assert engine.scheduler.has_requests()
+    assert engine.pool.get_num_free_blocks() == free - 25
+    planned = engine.plan()
+    orders = planned.kv_connector_metadata.orders
+    assert orders.holds == ["r"]
+    assert [save.block_ids for save in orders.saves] == [save.block_ids for save in given]
+    answer(engine, planned)
+    assert engine.scheduler.has_requests(), "it goes on stepping while blocks are held"
+    answer(engine, engine.plan(), finished_sending={"r"})
+    assert engine.pool.get_num_free_blocks() == free
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_context_too_large_for_the_buffers_is_told_of_once(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sojourn_server.vllm import paths_connector
+
+    said: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(paths_connector, "logger", logger)
+    connector = engine.scheduler.connector
+    counts = {"too_large": 0}
+    connector._worker = SimpleNamespace(end_step=lambda: None)
+    connector._traffic = SimpleNamespace(core=SimpleNamespace(depot=SimpleNamespace(counts=counts)))
+    connector.wait_for_save()
+    assert not said
+    for counts["too_large"] in (1, 2):
+        connector.wait_for_save()
+    (line,) = said
+    assert "the longest prompts need 16" in line
+    assert "--kv-buffer-gib" in line
+    connector._worker = connector._traffic = None
+
+
 def test_an_abort_gives_the_engine_a_step_to_tell_the_worker(engine: Any) -> None:
     engine.add("r", list(range(400)))
     planned = engine.plan()

@@ -29,6 +29,7 @@ TOLD: dict[str, Any] = {
     "received_bytes": 5,
     "addresses": ["tcp:10.0.0.7:8500"],
     "epoch": "e1",
+    "kv": "5eed",
     "block_s": 0.25,
 }
 
@@ -104,6 +105,7 @@ def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None)
         "peer": "tcp:10.0.0.7:8500",
         "node": "n7",
         "epoch": "e1",
+        "kv": "5eed",
         "block_s": 0.25,
         "block_bytes": identity.block_bytes,
         "block_tokens": 64,

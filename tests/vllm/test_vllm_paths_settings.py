@@ -35,15 +35,33 @@ def good(tmp_path: Path, **changed: Any) -> dict[str, Any]:
     return {name: value for name, value in {**said, **changed}.items() if value is not None}
 
 
-def read(extra: dict[str, Any], *, block_size: int = 16, groups: int = 1, **transfer: Any) -> PathsSettings:
+def read(
+    extra: dict[str, Any],
+    *,
+    block_size: int = 16,
+    groups: int = 1,
+    spec: Any = None,
+    max_model_len: int | None = None,
+    lora: bool = False,
+    **transfer: Any,
+) -> PathsSettings:
     """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
     import torch
     from sojourn_server.lab.bare_engine import BareEngineOptions, _config
     from vllm.config import KVTransferConfig
+    from vllm.config.lora import LoRAConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    if spec is not None:
+        block_size = spec.block_size
+    spec = spec or FullAttentionSpec(
+        block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
     config = _config(BareEngineOptions(block_size=block_size), spec.page_size_bytes)
+    if max_model_len is not None:
+        config.model_config.max_model_len = max_model_len
+    if lora:
+        config.lora_config = LoRAConfig(max_lora_rank=8)
     said = {"kv_connector": "PathsConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra, **{**said, **transfer})
     kv = KVCacheConfig(
@@ -153,3 +171,85 @@ def test_tensors_that_are_not_as_expected_are_refused() -> None:
         _rows("a", kv, 5)
     with pytest.raises(SettingsError, match="KV on meta"):
         _rows("a", torch.zeros(4, device="meta"), 4)
+
+
+def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    fields: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 8, "head_size": 128, **changed}
+    return getattr(kinds, kind)(dtype=torch.bfloat16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "what"),
+    [
+        ("SlidingWindowSpec", {"sliding_window": 128}, r"another kind \(SlidingWindowSpec\)"),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "another kind"),
+        ("FullAttentionSpec", {"sliding_window": 128}, "a sliding window of 128 tokens"),
+        ("FullAttentionSpec", {"attention_chunk_size": 64}, "a chunk of 64 tokens"),
+    ],
+    ids=str,
+)
+def test_models_whose_layers_do_not_keep_all_tokens_are_refused(
+    tmp_path: Path, kind: str, changed: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path), spec=spec_of(kind, **changed))
+
+
+def test_latent_attention_is_served(tmp_path: Path) -> None:
+    assert read(good(tmp_path), spec=spec_of("MLAAttentionSpec", num_kv_heads=1)).per_full == 4
+
+
+def test_one_odd_layer_among_many_is_seen(tmp_path: Path) -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    full, windowed = spec_of("FullAttentionSpec"), spec_of("FullAttentionSpec", sliding_window=64)
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": windowed})
+    with pytest.raises(SettingsError, match="a sliding window of 64"):
+        read(good(tmp_path), spec=both)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--enable-lora"):
+        read(good(tmp_path), lora=True)
+
+
+@pytest.mark.parametrize(("amx", "packed"), [(True, "amx"), (False, "vec")])
+def test_kv_packed_for_other_instructions_is_other_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, packed: str
+) -> None:
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import CpuArchEnum
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
+    spec = spec_of("FullAttentionSpec", block_size=32)
+    settings = read(good(tmp_path), spec=spec)
+    dtype = settings.identity.kv_dtype.split("/")[0]
+    assert settings.identity.kv_dtype == f"{dtype}/{packed if dtype == 'torch.bfloat16' else 'vec'}"
+    assert dtype == "torch.bfloat16", "then it makes a difference"
+
+
+def test_on_a_device_nothing_is_said_of_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert "/" not in read(good(tmp_path)).identity.kv_dtype
+
+
+def test_it_is_known_what_buffers_the_longest_prompt_needs(tmp_path: Path) -> None:
+    settings = read(good(tmp_path), max_model_len=10 * 64)
+    assert settings.buffers_short_bytes == 0
+    settings = read(good(tmp_path), max_model_len=10 * 64 + 1)
+    assert (settings.longest_blocks, settings.buffers_short_bytes) == (11, 11 * FULL_BYTES)
+
+
+def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> None:
+    assert read(good(tmp_path)).limits.max_waiting_writes == (256 << 20) // FULL_BYTES
+    for given, blocks in ((1, 1), (3 * FULL_BYTES + 1, 3)):
+        assert read(good(tmp_path, waiting_write_bytes=given)).limits.max_waiting_writes == blocks
+    with pytest.raises(SettingsError, match="waiting_write_bytes is 0"):
+        read(good(tmp_path, waiting_write_bytes=0))

@@ -34,6 +34,15 @@ def check_rate(name: str, rate: float | None) -> None:
         )
 
 
+WAITING_WRITE_BYTES = 256 << 20
+"""Copies of blocks that wait to be stored, as long as nothing else is said."""
+
+
+def waiting_writes(max_bytes: int, block_bytes: int) -> int:
+    """As many blocks as ``max_bytes`` hold, and one at least."""
+    return max(1, max_bytes // block_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathLimits:
     """What bounds buffers and patience. Times in seconds, sizes in bytes."""
@@ -51,7 +60,7 @@ class PathLimits:
     read_width: int = 1
     """Reads from storage at a time. They begin in order all the same."""
     max_waiting_writes: int = 256
-    """Blocks waiting to be stored; more are not taken, and computed again some day."""
+    """Blocks waiting to be stored, each a copy beside the buffers; more are not taken for the moment."""
     kv_share: float = 0.01
     """Of a link that model traffic wants too, what KV gets (DualPath §5.1)."""
 

@@ -65,7 +65,7 @@ class Push(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Store a Full Block that is full after this step."""
+    """Store a Full Block that is full after this step; of a request in ``Orders.holds``, in some later."""
 
     request: str
     place: int
@@ -96,7 +96,8 @@ class Orders:
     saves: list[Save] = field(default_factory=list)
     takes: list[Take] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
-    """Finished requests whose blocks are kept until their push is over, which is to be told then."""
+    """Finished requests whose blocks are kept until their push is over, or until the store has been given
+    what ``saves`` has of them; which is to be told then."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))

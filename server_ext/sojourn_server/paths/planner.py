@@ -7,7 +7,7 @@
     first layers are here ──▶ READY            all of it is here ──▶ READY     never will be ──▶ as whole
     has blocks ── Stream ──▶ RUNNING           has blocks ── Take ──▶ TAKING ──▶ RUNNING
     last chunk of the prompt ── Push ──▶       each Full Block, when full ── Save ──▶
-    finished: held until the push is over
+    finished: held until the push is over      finished: what is left ── Save ──▶ held until that is given
 
 A request that has to wait is told so each time it is asked for, and is asked for in every step. Every ask is
 answered, by the worker's promise, so none waits for ever. Whatever fails is computed.
@@ -18,11 +18,10 @@ A request is preempted by being asked for anew: then it begins again, and what i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from .entry import WAITS, Entry, Phase, RequestView
 from .orders import Expect, Fetch, Orders, Push, Reports, Save, Stream, Take
 from .request_params import (
     WHOLE,
@@ -38,28 +37,8 @@ MAX_FETCHES = 3
 """In a row for one request. A second is needed where the device has lost, while it waited, what stood before
 what was fetched."""
 
-
-class RequestView(Protocol):
-    """A request, as far as the planner looks at it: what vLLM's has."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and output, so far."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """Chain hashes of its engine blocks that are full."""
-        ...
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+NULL_BLOCK = 0
+"""What vLLM has in a request's blocks where it keeps none, as behind a sliding window."""
 
 
 class Found(NamedTuple):
@@ -91,49 +70,6 @@ class Scheduled(NamedTuple):
     """Computed once this step is over."""
 
 
-class Phase(Enum):
-    """What a request does."""
-
-    NEW = "new"
-    FETCHING = "fetching"
-    EXPECTING = "expecting"
-    READY = "ready"
-    """What it waited for is here, and it waits for blocks."""
-    TAKING = "taking"
-    """Its blocks are being filled beside the computing."""
-    RUNNING = "running"
-
-
-WAITS = (Phase.FETCHING, Phase.EXPECTING)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """What is known of one request."""
-
-    view: RequestView
-    params: PathParams
-    context: str = ""
-    phase: Phase = Phase.NEW
-    ask: int = 0
-    """Of phases that wait or are ready."""
-    first: int = 0
-    """Full Block at which what is fetched begins."""
-    blocks: int = 0
-    """Full Blocks that are ready."""
-    is_prompt: bool = False
-    """What is ready was pushed here, and not fetched."""
-    fetches: int = 0
-    """In a row."""
-    waits_for_prompt: bool = False
-    """A context is pushed here that was not asked for yet."""
-    pushed: bool = False
-    saved: int = 0
-    """Leading Full Blocks of which nothing is to be stored any more."""
-    stored: int = 0
-    """Leading Full Blocks that were found in the store."""
-
-
 class PathPlanner:
     """Of one engine. One thread."""
 
@@ -148,7 +84,7 @@ class PathPlanner:
         self._full_tokens = block_tokens * blocks_per_full
         self._saves = saves
         self._max_saves = max_saves
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._asks: dict[int, str] = {}
         """Asks that wait for an answer, and whose they are."""
         self._last_ask = 0
@@ -177,7 +113,7 @@ class PathPlanner:
             params, wrong = WHOLE, str(error)
         if params.part is not Part.WHOLE and view.prompt_token_ids is None:
             params, wrong = WHOLE, "a prompt without tokens cannot go from engine to engine"
-        entry = self._entries[view.request_id] = _Entry(view, params)
+        entry = self._entries[view.request_id] = Entry(view, params)
         if params.part is not Part.WHOLE:
             entry.context = self._context(view, params)
         if params.part is Part.DECODE:
@@ -191,6 +127,7 @@ class PathPlanner:
         entry = self._entries.get(request_id)
         if entry is None:
             return NOTHING
+        entry.computed = 0  # it has no blocks, or not any more
         if entry.phase in WAITS:
             return LATER
         if entry.phase is Phase.READY:
@@ -252,7 +189,9 @@ class PathPlanner:
                 if not entry.pushed and tokens_after >= prompt_tokens:
                     self._push(entry, block_ids)
             elif self._saves:
-                self._save(entry, min(tokens_after, entry.view.num_tokens), block_ids)
+                entry.computed = min(tokens_after, entry.view.num_tokens)
+                entry.sure = entry.saved
+                self._save(entry, block_ids)
 
     def take_orders(self) -> Orders:
         """What the worker has to do with the step that was just planned."""
@@ -281,14 +220,19 @@ class PathPlanner:
                 saver.saved = min(saver.saved, index)
                 self.counts["saves_put_off"] += 1
 
-    def finished(self, request_id: str, well: bool) -> Finished:
-        """It has ended, and will not be asked for again; ``well``: with an answer."""
+    def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> Finished:
+        """It has ended, and will not be asked for again; ``well``: with an answer. What of it is not stored
+        yet is stored from ``block_ids``, which are held for that."""
         entry = self._entries.get(request_id)
         if entry is None:
             return Finished(False, None)
         self._forget(request_id)
         if not entry.pushed:
-            return Finished(False, None)
+            late = self._late(entry, block_ids) if well else []
+            if late:
+                self._orders.saves += late
+                self._orders.holds.append(request_id)
+            return Finished(bool(late), None)
         self._orders.holds.append(request_id)
         if not well:
             self._orders.aborts.append(request_id)
@@ -311,36 +255,36 @@ class PathPlanner:
         tail = (view.prompt_token_ids or ())[whole * self._block_tokens :]
         return context_name(params.transfer, last, tail, view.num_prompt_tokens)
 
-    def _prompt_blocks(self, entry: _Entry) -> int:
+    def _prompt_blocks(self, entry: Entry) -> int:
         return -(-entry.view.num_prompt_tokens // self._full_tokens)
 
-    def _key(self, entry: _Entry, index: int) -> bytes:
+    def _key(self, entry: Entry, index: int) -> bytes:
         return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
 
-    def _keys(self, entry: _Entry, first: int, tokens: int) -> list[bytes]:
+    def _keys(self, entry: Entry, first: int, tokens: int) -> list[bytes]:
         """Keys of the Full Blocks from ``first`` on that ``tokens`` fill."""
         hashed = len(entry.view.block_hashes) // self._per_full
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
-    def _ready_end(self, entry: _Entry) -> int:
+    def _ready_end(self, entry: Entry) -> int:
         """Tokens up to the end of what is ready."""
         if entry.is_prompt:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
 
-    def _ready_tokens(self, entry: _Entry, computed: int) -> int:
+    def _ready_tokens(self, entry: Entry, computed: int) -> int:
         """Of what is ready, the tokens behind ``computed``; below 0: there is a gap between the two."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
 
-    def _expect(self, entry: _Entry, computed: int) -> Found:
+    def _expect(self, entry: Entry, computed: int) -> Found:
         entry.waits_for_prompt = False
         expect = Expect(0, entry.params.context, entry.params.epoch)
         if entry.context != entry.params.context:
-            # It was made of other tokens, by the name that the prefill engine gave it.
+            # It was made of other tokens, by the name that the prefill engine gave it. Another request may
+            # wait for it, as of several prompts that were sent as one: where none does, its lease ends it.
             self.counts["prompts_foreign"] += 1
-            self._orders.drops.append(expect)
             return self._fetch(entry, computed)
         if entry.view.num_prompt_tokens <= computed:
             self._orders.drops.append(expect)
@@ -350,7 +294,7 @@ class PathPlanner:
         self._orders.expects.append(expect._replace(ask=entry.ask))
         return LATER
 
-    def _fetch(self, entry: _Entry, computed: int) -> Found:
+    def _fetch(self, entry: Entry, computed: int) -> Found:
         entry.phase = Phase.NEW
         if entry.fetches >= MAX_FETCHES:
             return NOTHING
@@ -375,48 +319,65 @@ class PathPlanner:
         self._orders.fetches.append(fetch)
         return LATER
 
-    def _push(self, entry: _Entry, block_ids: Callable[[str], Sequence[int]]) -> None:
+    def _push(self, entry: Entry, block_ids: Callable[[str], Sequence[int]]) -> None:
         view = entry.view
         keys = self._keys(entry, 0, view.num_prompt_tokens)
         if len(keys) < self._prompt_blocks(entry):
             keys.append(tail_key(entry.context))
         count = -(-view.num_prompt_tokens // self._block_tokens)
         ids = list(block_ids(view.request_id)[:count])
+        if NULL_BLOCK in ids:
+            self.counts["prompts_with_holes"] += 1
+            return
         params = entry.params
         self._orders.pushes.append(Push(view.request_id, entry.context, params.peer, params.epoch, keys, ids))
         self.counts["pushes"] += 1
         entry.pushed = True
 
-    def _save(self, entry: _Entry, tokens: int, block_ids: Callable[[str], Sequence[int]]) -> None:
-        per = self._per_full
+    def _save(self, entry: Entry, block_ids: Callable[[str], Sequence[int]]) -> None:
         first = max(entry.saved, entry.stored)
-        full = min(tokens // self._full_tokens, len(entry.view.block_hashes) // per, first + self._max_saves)
-        if full <= first:
+        end = min(self._full(entry), first + self._max_saves)
+        if end <= first:
             return
         ids = list(block_ids(entry.view.request_id))
-        for place in range(first, min(full, len(ids) // per)):
-            start = place * per
-            save = Save(
-                request=entry.view.request_id,
-                place=place,
-                key=self._key(entry, place),
-                parent=self._key(entry, place - 1) if place else b"",
-                block_ids=ids[start : start + per],
-                before=ids[:start],
-            )
-            self._orders.saves.append(save)
+        for place in range(first, min(end, len(ids) // self._per_full)):
+            start = place * self._per_full
+            if NULL_BLOCK not in ids[start : start + self._per_full]:
+                self._orders.saves.append(self._save_of(entry, place, ids, ids[:start]))
             entry.saved = place + 1
 
-    def _open(self, entry: _Entry, phase: Phase) -> None:
+    def _late(self, entry: Entry, ids: Sequence[int]) -> list[Save]:
+        """What is not known to be stored of a request that has ended."""
+        first = max(min(entry.sure, entry.saved), entry.stored)
+        end = min(self._full(entry), len(ids) // self._per_full)
+        saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
+        return [save for save in saves if NULL_BLOCK not in save.block_ids]
+
+    def _full(self, entry: Entry) -> int:
+        """Full Blocks of it that are full once the last planned step is over."""
+        return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
+
+    def _save_of(self, entry: Entry, place: int, ids: Sequence[int], before: list[int]) -> Save:
+        start = place * self._per_full
+        return Save(
+            request=entry.view.request_id,
+            place=place,
+            key=self._key(entry, place),
+            parent=self._key(entry, place - 1) if place else b"",
+            block_ids=list(ids[start : start + self._per_full]),
+            before=before,
+        )
+
+    def _open(self, entry: Entry, phase: Phase) -> None:
         self._last_ask += 1
         entry.ask, entry.phase, entry.blocks = self._last_ask, phase, 0
         self._asks[entry.ask] = entry.view.request_id
 
-    def _answered(self, ask: int) -> _Entry | None:
+    def _answered(self, ask: int) -> Entry | None:
         request_id = self._asks.pop(ask, None)
         return None if request_id is None else self._entries[request_id]
 
-    def _ready(self, entry: _Entry, blocks: int) -> None:
+    def _ready(self, entry: Entry, blocks: int) -> None:
         entry.phase, entry.blocks = Phase.READY, blocks
         if blocks:
             return
@@ -424,7 +385,7 @@ class PathPlanner:
         if not entry.is_prompt:
             entry.fetches = MAX_FETCHES  # the store has been asked, and would say so again
 
-    def _end(self, entry: _Entry) -> None:
+    def _end(self, entry: Entry) -> None:
         """What it asked for is not wanted any more."""
         if entry.ask and not self._take_back(entry.ask):
             self._orders.ends.append(entry.ask)
@@ -445,7 +406,7 @@ class PathPlanner:
                 return True
         return False
 
-    def _close(self, entry: _Entry) -> None:
+    def _close(self, entry: Entry) -> None:
         self._asks.pop(entry.ask, None)
         entry.ask = 0
 
@@ -456,7 +417,7 @@ class PathPlanner:
         self._end(entry)
         self._drop(entry)
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: Entry) -> None:
         """Let go of a context that it will not ask for."""
         if entry.waits_for_prompt:
             self._orders.drops.append(Expect(0, entry.params.context, entry.params.epoch))

@@ -6,8 +6,8 @@
     end_step         copies of this step are made; what became full is given to the store
     take_*           what has come of it all
 
-Every method is called by the thread that runs the model. Beside it works one thread for looking into the
-store, which waits for disks, one that gathers what is pushed, and one that fills blocks of requests that do
+Every method is called by the thread that runs the model. Beside it work two threads for looking into the
+store, which wait for disks, one that gathers what is pushed, and one that fills blocks of requests that do
 not compute yet. None of the methods raises, unless ``strict``: an error ends what it was about, and that is
 computed.
 """
@@ -28,6 +28,7 @@ from .face import Push as PushHandle
 from .fetching import Fetching
 from .kv_blocks import KvBlocks
 from .orders import Orders, Reports
+from .saving import LOOK_KEYS, Saving
 from .step_times import StepTimes
 
 STUCK_S = 30.0
@@ -81,12 +82,14 @@ class PathWorker:
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
         layerwise: bool = True,
+        patience_s: float = STUCK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``leading`` says how many leading blocks the store has, and waits for it. ``slots`` are the Full
         Blocks that fit the buffers. ``log`` is told of errors of ours; ``strict`` raises them, for tests.
         ``layerwise`` false: a request computes when all layers of what it loads are here, so that it can be
-        measured what layer by layer brings. It may be changed at any time."""
+        measured what layer by layer brings. It may be changed at any time. ``patience_s`` is how long the
+        store may take to answer for a few blocks, and how long it may take nothing of what is held for it."""
         self.counts: Counter[str] = Counter()
         self.times = StepTimes()
         """Of all steps so far."""
@@ -99,9 +102,14 @@ class PathWorker:
         self._strict = strict
         self._clock = clock
         self._lock = threading.Lock()
-        """Over what other threads change: ``_fetchings``, ``_looking``, ``_taken``, ``_not_filled``."""
+        """Over what other threads change: ``_fetchings``, ``_looking``, ``_look_began_s``, ``_store_hangs``,
+        ``_taken``, ``_not_filled``."""
         self._looking: dict[int, float] = {}
         """Asks that wait for the store to be looked into, and until when."""
+        self._look_began_s: float | None = None
+        """When the store was last asked for something that it has not answered."""
+        self._store_hangs = False
+        """It has not for so long that nobody is to wait for it."""
         self._fetchings: dict[int, Fetching] = {}
         self._unready: set[int] = set()
         """Asks whose fetch has not been answered."""
@@ -114,7 +122,6 @@ class PathWorker:
         self._step_pushes: list[_Push] = []
         self._pushes: dict[str, _Push] = {}
         self._held: set[str] = set()
-        self._saves: list[orders.Save] = []
         self._takes: list[orders.Take] = []
         self._bad: set[int] = set()
         """Blocks of this step that were not filled."""
@@ -124,6 +131,11 @@ class PathWorker:
         self._look_lane = Lane("paths-look")
         self._give_lane = Lane("paths-give")
         self._take_lane = Lane("paths-take")
+        self._patience_s = patience_s
+        self._saving = Saving(
+            traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
+            log=log,
+        )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------
 
@@ -131,7 +143,8 @@ class PathWorker:
         """Before the forward pass, if there is one."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
-        self._saves, self._takes = step.saves, step.takes
+        self._takes = step.takes
+        self._saving.begin_step(step.saves, step.holds)
         self._bad.update(step.not_filled)
         for ask in step.ends:
             self._do("end an ask", self._end, ask)
@@ -141,9 +154,15 @@ class PathWorker:
             if request in self._pushes:
                 self._do("end a push", self._pushes[request].spoil)
         for fetch in step.fetches:
-            self._unready.add(fetch.ask)
             with self._lock:
-                self._looking[fetch.ask] = self._clock() + STUCK_S
+                hangs = self._store_hangs
+                if not hangs:
+                    self._looking[fetch.ask] = self._clock() + STUCK_S
+            if hangs:
+                self._reports.ready[fetch.ask] = 0
+                self.counts["looks_given_up"] += 1
+                continue
+            self._unready.add(fetch.ask)
             self._look_lane.give(lambda fetch=fetch: self._look(fetch))  # type: ignore[misc]
         for expect in step.expects:
             self._unsure.add(expect.ask)
@@ -204,16 +223,12 @@ class PathWorker:
         for stream in self._streams:
             if stream.fetching is not None:
                 self._do("let go of blocks", stream.fetching.end)
-        refused: set[str] = set()
-        for save in self._saves:
-            if save.request not in refused and not self._do("store a block", self._save, save):
-                refused.add(save.request)
-                self._reports.stored[save.request] = save.place
+        self._reports.stored.update(self._saving.end_step(self._bad))
         for take in self._takes:
             prompt = self._prompts.pop(take.ask, None)
             self._unsure.discard(take.ask)
             self._take_lane.give(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
-        self._streams, self._step_pushes, self._saves, self._takes = [], [], [], []
+        self._streams, self._step_pushes, self._takes = [], [], []
         if self._step_times:
             times, self._step_times = self._step_times, StepTimes()
             self.times.add(times)
@@ -224,7 +239,9 @@ class PathWorker:
     def take_sent(self) -> set[str]:
         """Requests that are held, and need not be any more."""
         sent = {
-            request for request in self._held if request not in self._pushes or self._pushes[request].over
+            request
+            for request in self._held
+            if (request not in self._pushes or self._pushes[request].over) and request not in self._saving
         }
         for request in sent:
             self._held.discard(request)
@@ -251,7 +268,10 @@ class PathWorker:
         with self._lock:
             looked = [(ask, self._fetchings[ask]) for ask in self._unready if ask in self._fetchings]
             now_s = self._clock()
-            hung = [ask for ask, deadline_s in self._looking.items() if deadline_s <= now_s]
+            began_s = self._look_began_s
+            if began_s is not None and now_s - began_s >= self._patience_s:
+                self._store_hangs = True  # whoever stands behind that look would wait as long
+            hung = [ask for ask, end_s in self._looking.items() if self._store_hangs or end_s <= now_s]
             for ask in hung:
                 del self._looking[ask]
         for ask in hung:  # what it finds is let go of when it comes back, if ever
@@ -281,12 +301,13 @@ class PathWorker:
         """Asks, pushes and holds that have not been ended, here or in other threads."""
         with self._lock:
             found = len(self._looking) + len(self._fetchings) + len(self._taken)
-        return found + len(self._prompts) + len(self._pushes) + len(self._held)
+        return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
         """The engine ends."""
         for lane in (self._look_lane, self._give_lane, self._take_lane):
             lane.close()
+        self._saving.close()
 
     # -- asks -------------------------------------------------------------------------
 
@@ -294,9 +315,12 @@ class PathWorker:
         """In its own thread: see what the store has, and have it brought here."""
         stored = 0
         try:
-            stored = min(self._leading(fetch.keys), self._slots)
+            stored = self._stored(fetch)
         except Exception as error:
             self._log("look into the store", error)
+        finally:
+            with self._lock:
+                self._look_began_s, self._store_hangs = None, False
         with self._lock:
             if fetch.ask not in self._looking:  # nobody waits for it any more
                 return 0
@@ -312,6 +336,22 @@ class PathWorker:
         if not wanted:
             fetching.end()
         return 0
+
+    def _stored(self, fetch: orders.Fetch) -> int:
+        """Leading blocks that the store has, of as many as fit the buffers."""
+        stored = 0
+        keys = fetch.keys[: self._slots]
+        for at in range(0, len(keys), LOOK_KEYS):
+            with self._lock:
+                if fetch.ask not in self._looking:
+                    break
+                self._look_began_s = self._clock()
+            some = keys[at : at + LOOK_KEYS]
+            here = self._leading(some)
+            stored += here
+            if here < len(some):
+                break
+        return stored
 
     def _expect(self, expect: orders.Expect) -> None:
         try:
@@ -402,19 +442,6 @@ class PathWorker:
             self._failed("send a layer", error)
             self._do("end a push", push.spoil)
             return 0
-
-    # -- the store ----------------------------------------------------------------------
-
-    def _save(self, save: orders.Save) -> bool:
-        """Whether it is stored, will be, or need not be."""
-        if not self._bad.isdisjoint(save.before) or not self._bad.isdisjoint(save.block_ids):
-            return False
-        if not self._leading([save.key]):
-            content = self._kv.gather_full(save.block_ids)
-            if not self._traffic.store(save.request, save.key, save.parent, content):
-                return False
-            self.counts["blocks_given_to_store"] += 1
-        return True
 
     # -- errors -------------------------------------------------------------------------
 

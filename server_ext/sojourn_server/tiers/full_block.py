@@ -98,6 +98,7 @@ class KvIdentity:
     model: str
     """Name and revision of the weights, or their fingerprint; and whatever else changes KV."""
     kv_dtype: str
+    """And the order in which a block is packed, where that depends on the machine."""
     block_tokens: int
     """Tokens of one Full Block: one engine block or several."""
     block_bytes: int

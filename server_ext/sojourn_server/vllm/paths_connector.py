@@ -7,6 +7,7 @@ nothing is decided here. It needs no scheduler of ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from ..tiers.store import Store
 
 logger = init_logger("vllm.sojourn")
+
+GIB = 1 << 30
 
 ANSWERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """How a request ends that has an answer."""
@@ -81,6 +84,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: PathWorker | None = None
         self._traffic: TrafficManager | None = None
         self._store: Store | None = None
+        self._said_too_large = False
         if role is KVConnectorRole.SCHEDULER:
             self.planner = PathPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -166,7 +170,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         try:
-            return self.planner.finished(request.request_id, request.status.name in ANSWERED)
+            return self.planner.finished(request.request_id, request.status.name in ANSWERED, block_ids)
         except Exception as error:
             self.failed(error)
             return False, None
@@ -225,6 +229,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             slots=settings.limits.slots,
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
+            patience_s=settings.limits.patience_s,
         )
         logger.info(
             "sojourn: peers reach this engine at %s; buffers for %d Full Blocks of %d tokens and %d bytes; "
@@ -232,6 +237,14 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ", ".join(self._traffic.addresses), settings.limits.slots, settings.identity.block_tokens,
             kv.block_bytes, settings.store,
         )  # fmt: skip
+        needed = settings.buffers_short_bytes
+        if needed:
+            logger.warning(
+                "sojourn: the longest prompt has %d Full Blocks and the buffers hold %d: longer ones are "
+                "computed on the decode engine as well. For all of them give --kv-buffer-gib %.1f "
+                "(buffer_bytes %d)",
+                settings.longest_blocks, settings.limits.slots, math.ceil(needed / GIB * 10) / 10, needed,
+            )  # fmt: skip
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass writes anything."""
@@ -258,6 +271,8 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The forward pass is over, or there was none."""
         if self._worker is not None:
             self._worker.end_step()
+            if self._traffic is not None and not self._said_too_large:
+                self._say_too_large(self._traffic.core.depot.counts["too_large"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests that were held and need not be any more, and those that have got their KV."""
@@ -278,6 +293,17 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """How long steps stood still for KV since the last call, for vLLM's log."""
         times = self._worker.take_times() if self._worker is not None else None
         return PathsStats.of(times) if times else None
+
+    def _say_too_large(self, contexts: int) -> None:
+        """The first time that there are some."""
+        if contexts:
+            self._said_too_large = True
+            logger.warning(
+                "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
+                "computed again; the longest prompts need %d. Give more by --kv-buffer-gib. Said once; "
+                "too_large among the counts of paths in /sojourn/v1/stats has how many there were",
+                self.settings.limits.slots, self.settings.identity.block_bytes, self.settings.longest_blocks,
+            )  # fmt: skip
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PathsStats:

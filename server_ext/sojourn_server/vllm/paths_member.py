@@ -63,6 +63,7 @@ class PathsMember:
             "node": settings.node,
             "epoch": told["epoch"],
             "block_s": told["block_s"],
+            "kv": told["kv"],
             "block_bytes": settings.identity.block_bytes,
             "block_tokens": settings.identity.block_tokens,
         }

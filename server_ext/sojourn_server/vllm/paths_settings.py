@@ -13,6 +13,7 @@ block_tokens         of a Full Block, 64 where it is left out
 save                 false: store nothing
 read_width, patience_s, lease_s
                      as in ``PathLimits``
+waiting_write_bytes  memory for copies of blocks that wait to be stored, beside buffer_bytes; 256 MiB
 role                 "prefill" or "decode": what a gateway sends this engine; left out: it is told to none
 node                 the machine whose storage link this engine uses; left out: the host's name
 """
@@ -25,19 +26,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..launch.machine_memory import read_memory
-from ..paths.limits import LinkRates, PathLimits
+from ..paths.limits import WAITING_WRITE_BYTES, LinkRates, PathLimits, waiting_writes
 from ..paths.transport import TransportMissing, check_address
 from ..tiers.full_block import KvIdentity
 from ..tiers.shared_store import SharedStore
 from ..tiers.store import FULL_BLOCK_TOKENS, Store, blocks_per_full
 from ..tiers.store_folder import is_name
 from ..tiers.vllm_fs import VllmFsLayout, VllmFsStore
-from .kv_words import dtype_words, hash_words, model_words
+from .kv_words import dtype_words, hash_words, model_words, specs_of
 from .settings import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _EXPECTED = {"store": "a directory", "listen": "unix:PATH or tcp:HOST:PORT", "node": "a machine's name"}
 LAYOUTS = ("sojourn", "vllm-fs")
@@ -45,7 +46,7 @@ ROLES = ("prefill", "decode")
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _KNOWN = (
     "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
-    "save", "read_width", "patience_s", "lease_s", "role", "node",
+    "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node",
 )  # fmt: skip
 
 
@@ -70,6 +71,8 @@ class PathsSettings:
     rates: LinkRates
     fs_layout: VllmFsLayout | None
     """Of vLLM's folder, where that is the store."""
+    longest_blocks: int
+    """Full Blocks of the longest prompt that the engine takes."""
     role: str | None
     """Of ``ROLES``; ``None``: it is in no pair that a gateway makes."""
     node: str
@@ -94,7 +97,9 @@ class PathsSettings:
         sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors]
         page = group.kv_cache_spec.page_size_bytes
         engine_bytes = sum(sizes) // kv_cache_config.num_blocks if sizes else page * layers
-        identity = _identity(vllm_config, full_tokens, engine_bytes * per_full, layers, block_tokens)
+        block_bytes = engine_bytes * per_full
+        kv_dtype = dtype_words(vllm_config, group.kv_cache_spec)
+        identity = _identity(vllm_config, kv_dtype, full_tokens, block_bytes, layers, block_tokens)
         layout = given.get("store_layout", LAYOUTS[0])
         if layout not in LAYOUTS:
             raise SettingsError(f"store_layout is {layout!r}; expected {' or '.join(LAYOUTS)}")
@@ -139,9 +144,16 @@ class PathsSettings:
             limits=_limits(given, identity, with_tensors=bool(sizes)),
             rates=_rates(given),
             fs_layout=fs_layout,
+            longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
             role=role,
             node=_text(given, "node") if "node" in given else socket.gethostname(),
         )
+
+    @property
+    def buffers_short_bytes(self) -> int:
+        """What ``buffer_bytes`` had to be at least for the longest prompt; 0: it is enough."""
+        short = self.limits.slots < self.longest_blocks
+        return self.longest_blocks * self.identity.block_bytes if short else 0
 
     def open_store(self) -> Store:
         """Raises ``TierError`` where it is another model's, or another process's."""
@@ -159,6 +171,21 @@ def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         raise SettingsError(
             f"this model has {groups} groups of KV caches, as for sliding windows or state-space layers; the "
             "paths serve models with one"
+        )
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    for each in specs_of(spec):
+        keeps_less = _keeps_less(each)
+        if keeps_less:
+            raise SettingsError(
+                f"this model's layers keep KV of {keeps_less}; the paths serve models whose layers keep that "
+                "of all tokens"
+            )
+    if vllm_config.lora_config is not None:
+        # An adapter's KV is told by its name alone, in the blocks' hashes: behind it may be other weights on
+        # the other engine, or tomorrow.
+        raise SettingsError(
+            "adapters are served (--enable-lora), whose KV is told apart by their names and not by their "
+            "weights; the paths serve engines without"
         )
     workers = vllm_config.parallel_config.world_size
     if workers != 1:
@@ -189,14 +216,32 @@ def _check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         )
 
 
+def _keeps_less(spec: KVCacheSpec) -> str:
+    """Of what a layer keeps KV where that is not all tokens, in words; empty: of all."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return f"another kind ({type(spec).__name__})"
+    if spec.sliding_window is not None:
+        return f"a sliding window of {spec.sliding_window} tokens"
+    if spec.attention_chunk_size is not None:
+        return f"a chunk of {spec.attention_chunk_size} tokens"
+    return ""
+
+
 def _identity(
-    vllm_config: VllmConfig, full_tokens: int, block_bytes: int, layers: int, block_tokens: int
+    vllm_config: VllmConfig,
+    kv_dtype: str,
+    full_tokens: int,
+    block_bytes: int,
+    layers: int,
+    block_tokens: int,
 ) -> KvIdentity:
     import vllm
 
     return KvIdentity(
         model=model_words(vllm_config),
-        kv_dtype=dtype_words(vllm_config),
+        kv_dtype=kv_dtype,
         block_tokens=full_tokens,
         block_bytes=block_bytes,
         layers=layers,
@@ -246,6 +291,8 @@ def _limits(given: dict[str, Any], identity: KvIdentity, with_tensors: bool) -> 
         bounds["beat_s"] = bounds["patience_s"] / 4
     if "read_width" in given:
         bounds["read_width"] = _whole(given, "read_width")
+    waiting_bytes = _whole(given, "waiting_write_bytes", WAITING_WRITE_BYTES)
+    bounds["max_waiting_writes"] = waiting_writes(waiting_bytes, identity.block_bytes)
     try:
         return PathLimits(slots=slots, **bounds)
     except ValueError as error:

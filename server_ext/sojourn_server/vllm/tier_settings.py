@@ -116,7 +116,7 @@ class TierSettings:
             disk_name=name,
             max_stage_wait_s=float(wait_s),
             model=model_words(vllm_config),
-            kv_dtype=dtype_words(vllm_config),
+            kv_dtype=dtype_words(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec),
             hash_scheme=hash_words(vllm_config, block_tokens),
         )
 

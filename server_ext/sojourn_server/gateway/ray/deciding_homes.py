@@ -80,9 +80,7 @@ class DecidingHomes(Deciding):
         if known is None or known.sent_s is None:
             return None
         assert known.replica_id is not None
-        return facts.Send(
-            request_id, known.replica_id, known.reason, known.moved_from, known.left_because
-        )
+        return facts.Send(request_id, known.replica_id, known.reason, known.moved_from, known.left_because)
 
     def need(self, engines: int) -> Need:
         fleet = self.core.fleet
