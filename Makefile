@@ -9,7 +9,7 @@
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
 # PIP_EXTRA_INDEX_URL=...     where pip finds CPU builds of PyTorch, where the default index has none
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
-# WORKERS=4                   processes that test runs in, beside those of tox (default: 2); a file stays in one
+# WORKERS=4                   processes that test runs in (default: 2); a file of tests stays in one of them
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: setup demo test .tests-here .tests-in-tox fast frameworks check clean
+.PHONY: setup demo test fast frameworks check clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -44,22 +44,15 @@ demo: setup
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Filling tox's environments is waiting for the network, and many tests wait for something too: tox runs beside
-# the tests of .venv, and says at its end what it has said. (Two jobs of make and not a job of the shell's, which
-# would not hear of Ctrl-C.)
+# Filling tox's environments is waiting for the network: that is done beside the tests. If it fails, the
+# second tox tries again and says why.
 test: setup
 ifeq ($(TESTS),)
-	$(MAKE) --no-print-directory --jobs=2 .tests-here .tests-in-tox
+	$(BIN)/tox run --notest >/dev/null 2>&1 & $(PYTEST); passed=$$?; wait; exit $$passed
+	$(BIN)/tox run
 else
 	$(PYTEST) $(TESTS)
 endif
-
-.tests-here:
-	$(PYTEST)
-
-.tests-in-tox:
-	@mkdir -p .tox
-	$(BIN)/tox run >.tox/said.log 2>&1; passed=$$?; cat .tox/said.log; exit $$passed
 
 frameworks: setup
 	$(BIN)/tox run -- $(or $(TESTS),tests/frameworks)

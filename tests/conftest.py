@@ -51,8 +51,10 @@ LONG = (
 
 ONE_ENGINE = {
     "tests/frameworks/test_frameworks_examples.py": "tests/frameworks/test_frameworks_engine.py",
+    "tests/gateway/ray/test_pairs_on_ray.py": "tests/gateway/ray/test_on_ray.py",
 }
-"""Files whose tests go to the process that has another file's: both want one engine, which starts once."""
+"""Files whose tests go to the process that has another file's: both want one engine or cluster, which starts
+once."""
 
 
 @pytest.hookimpl(optionalhook=True)

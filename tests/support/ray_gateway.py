@@ -123,11 +123,23 @@ class RayGateway:
                 return int(one.pid)
         raise AssertionError(f"nobody listens at {port}")
 
+    def cluster_address(self) -> str:
+        """Of its cluster; left to itself Ray takes any that runs on this machine."""
+        for one in self.tree():
+            try:
+                told = [word for word in one.cmdline() if word.startswith("--gcs-address=")]
+            except psutil.Error:
+                continue
+            if told:
+                return str(told[0].partition("=")[2])
+        raise AssertionError("no process of Ray's tells an address")
+
     def run(self, script: Path, *arguments: str) -> str:
         """A script as a driver on the cluster, which is told the file first; what it prints last."""
         done = subprocess.run(
             [sys.executable, str(script), str(self.config_path), *arguments],
-            env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S * 2,
+            env={**self.environment, "RAY_ADDRESS": self.cluster_address()},
+            capture_output=True, text=True, timeout=DEADLINE_S * 2,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip().splitlines()[-1]

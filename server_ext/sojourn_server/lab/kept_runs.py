@@ -18,7 +18,7 @@ from .lives import RunLog
 from .run import RunSpec
 
 _ROOMS = (
-    "engine", "gateway", "lab", "launch", "learned", "metrics", "policy", "program", "tiers", "traces",
+    "engine", "gateway", "lab", "launch", "learned", "metrics", "paths", "policy", "program", "tiers", "traces",
     "vllm",
 )  # fmt: skip
 """What a run depends on."""
