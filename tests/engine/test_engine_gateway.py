@@ -144,8 +144,8 @@ def test_programs_of_a_drained_engine_take_their_kv_along(
     servers: list[EngineServer], tmp_path: Path
 ) -> None:
     run = Run()
-    flags = ("--admin-key", "root")
-    with GatewayProcess([server.url for server in servers], tmp_path / "gateway.log", *flags) as gateway:
+    urls, log = [server.url for server in servers], tmp_path / "gateway.log"
+    with GatewayProcess(urls, log, "--admin-key", "root", patient=True) as gateway:
         asyncio.run(take_turns(gateway.url, run, range(2)))
         assert len({replicas[0] for replicas in run.replicas.values()}) == 2, (
             "idle engines share new programs"

@@ -13,19 +13,28 @@ from types import TracebackType
 
 import httpx
 
+_PATIENT = """
+import runpy
+from sojourn_server.gateway.http import moving
+moving.LEAST_WAIT_S = moving.MOST_WAIT_S
+runpy.run_module("sojourn_server.cli", run_name="__main__")
+"""
+
 
 class GatewayProcess:
     """Context manager: started, waited for until it knows all engines, stopped."""
 
-    def __init__(self, urls: list[str], log_path: Path, *flags: str) -> None:
+    def __init__(self, urls: list[str], log_path: Path, *flags: str, patient: bool = False) -> None:
+        """``patient``: for a moving program's KV it waits as long as it ever does, however little that saves:
+        beside other tests a disk may take longer than computing a short context anew."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.log_path = log_path
         self._engines = len(urls)
         self._command = [
-            sys.executable, "-m", "sojourn_server.cli", "gateway", "--engines", ",".join(urls),
-            "--port", str(self.port), *flags,
+            sys.executable, *(("-c", _PATIENT) if patient else ("-m", "sojourn_server.cli")),
+            "gateway", "--engines", ",".join(urls), "--port", str(self.port), *flags,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

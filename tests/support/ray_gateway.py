@@ -138,7 +138,8 @@ class RayGateway:
         """A script as a driver on the cluster, which is told the file first; what it prints last."""
         done = subprocess.run(
             [sys.executable, str(script), str(self.config_path), *arguments],
-            env={**self.environment, "RAY_ADDRESS": self.cluster_address()},
+            # To an address that it is given Ray shows its token only if it is told to.
+            env={**self.environment, "RAY_ADDRESS": self.cluster_address(), "RAY_AUTH_MODE": "token"},
             capture_output=True, text=True, timeout=DEADLINE_S * 2,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
