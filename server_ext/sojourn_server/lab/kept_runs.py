@@ -18,8 +18,8 @@ from .lives import RunLog
 from .run import RunSpec
 
 _ROOMS = (
-    "engine", "gateway", "lab", "launch", "learned", "metrics", "paths", "policy", "program", "tiers", "traces",
-    "vllm",
+    "engine", "gateway", "lab", "launch", "learned", "metrics", "paths", "policy", "program", "tiers",
+    "traces", "vllm",
 )  # fmt: skip
 """What a run depends on."""
 
