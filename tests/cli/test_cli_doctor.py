@@ -121,6 +121,15 @@ def test_what_is_below_the_device_is_told(told, ok, said):
     assert bool(check.next_step) == (ok is False)
 
 
+def test_an_engine_of_a_pair_has_its_kv_stored():
+    paths = {"role": "decode", "peer": "tcp:10.0.0.7:8500", "node": "n7"}
+    server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "tiers": None, "paths": paths}))
+    check = server.examine()["tiers"]
+    assert check.ok
+    assert "decode engine of a pair at node n7" in check.detail
+    assert "computed again" not in check.detail
+
+
 def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
     assert "tiers" not in Server().examine()
 

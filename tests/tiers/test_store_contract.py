@@ -13,7 +13,7 @@ from faulty_files import BLOCK_BYTES, FILE_BYTES, WRITES, FailAt, FaultyFiles, b
 from sojourn_server.tiers.disk_store import BlockMissing, DiskStore, Outcome, StoreError
 from sojourn_server.tiers.full_block import HEADER_BYTES, BlockCorrupt, Flaw
 from sojourn_server.tiers.shared_store import SharedStore
-from sojourn_server.tiers.store import Store, blocks_per_full, full_block_keys
+from sojourn_server.tiers.store import Store, blocks_per_full
 from sojourn_server.tiers.vllm_fs import VllmFsLayout, VllmFsStore
 
 KEYS = [key(number) for number in range(12)]
@@ -310,12 +310,6 @@ def test_a_full_store_never_exceeds_its_budget_whoever_writes(tmp_path: Path) ->
 
 
 # -- Full Blocks of engine blocks --------------------------------------------------------------
-
-
-def test_the_key_of_a_full_block_is_that_of_its_last_engine_block() -> None:
-    assert full_block_keys(KEYS[:10], 16, 64) == [KEYS[3], KEYS[7]]
-    assert full_block_keys(KEYS[:3], 16, 64) == []
-    assert full_block_keys(KEYS[:2], 64, 64) == KEYS[:2]
 
 
 @pytest.mark.parametrize(("engine", "full"), [(48, 64), (128, 64), (0, 64), (-1, 64)])

@@ -338,7 +338,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
             "start these with sojourn serve, or look into their logs",
         )
     if "tiers" in document:  # an older server does not say
-        yield _tiers_check(document["tiers"])
+        yield _tiers_check(document["tiers"], document.get("paths"))
     try:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
@@ -353,7 +353,12 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("events", True, "accepted")
 
 
-def _tiers_check(told: Any) -> Check:
+def _tiers_check(told: Any, paths: Any) -> Check:
+    if told is None and isinstance(paths, dict):
+        where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
+        return Check(
+            "tiers", True, f"KV is stored and read by a {where}, reached at {paths.get('peer', '?')}"
+        )
     if not isinstance(told, dict):
         nothing = "nothing below the device: KV that it loses is computed again"
         return Check("tiers", None, nothing if told is None else f"not understood: {told!r}")

@@ -53,15 +53,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-def full_block_keys(engine_keys: Sequence[bytes], engine_block_tokens: int, block_tokens: int) -> list[bytes]:
-    """Keys of the Full Blocks that are complete, from the chain hashes of a request's engine blocks.
-
-    Raises ``ValueError`` where a Full Block is not a whole number of engine blocks.
-    """
-    per = blocks_per_full(engine_block_tokens, block_tokens)
-    return list(engine_keys[per - 1 :: per])
-
-
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
     """Engine blocks of one Full Block. Raises ``ValueError`` where that is no whole number, or none."""
     if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:

@@ -51,8 +51,8 @@ class PrefillGroup:
     """
 
     __slots__ = (
-        "attention_max_s", "attention_mean_s", "busy", "busy_s", "cost", "devices", "last_attention_s",
-        "layerwise", "planned", "quota", "steps", "tokens", "tokens_at_most",
+        "busy", "busy_s", "cost", "devices", "last_attention_s", "layerwise", "planned",
+        "quota", "steps", "tokens", "tokens_at_most",
     )  # fmt: skip
 
     def __init__(
@@ -73,9 +73,6 @@ class PrefillGroup:
         self.steps = 0
         self.tokens = 0
         self.busy_s = 0.0
-        self.attention_max_s = 0.0
-        """Of all steps; with ``attention_mean_s`` it tells how evenly devices are loaded."""
-        self.attention_mean_s = 0.0
         self.last_attention_s = 0.0, 0.0
         """Of the step under way, or the last: the longest, and the mean."""
 
@@ -118,8 +115,6 @@ class PrefillGroup:
         self.steps += 1
         self.tokens += tokens
         self.busy_s += step_s
-        self.attention_max_s += longest
-        self.attention_mean_s += total / len(self.devices)
         self.last_attention_s = longest, total / len(self.devices)
         return step_s
 
