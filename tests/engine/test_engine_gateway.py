@@ -191,7 +191,9 @@ def test_an_engine_killed_in_the_middle_fails_nobody(servers: list[EngineServer]
     assert set(run.broken.values()) == {dead}
     assert run.finished == PROGRAMS, log[-3000:]
     at_first = run.at_home()
-    assert min(at_first[dead], at_first[other]) >= PROGRAMS // 4, "both had programs"
+    assert min(at_first[dead], at_first[other]) >= PROGRAMS // 4, (
+        f"both had programs: {at_first}\n{log[-3000:]}"
+    )
     assert share_that_stayed(run, other) >= 0.95
     moved = [replicas for replicas in run.replicas.values() if replicas[0] == dead]
     assert all(replicas[-1] == other for replicas in moved)

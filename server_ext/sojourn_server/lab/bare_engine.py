@@ -6,6 +6,7 @@ outside the lab, the tests and the benchmarks imports this.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -242,7 +243,8 @@ def _scheduler_class(options: BareEngineOptions, clock: Callable[[], float]) -> 
 def _config(options: BareEngineOptions, page_bytes: int) -> VllmConfig:
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
     config = VllmConfig(
-        model_config=_model_config(options.max_model_len),
+        # The engine's own: whoever changes it changes no other engine of the process.
+        model_config=copy.copy(_model_config(options.max_model_len)),
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
