@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, engines
 from gateway_world import World, lines, until, world
 from sojourn_server.gateway.core import facts
-from sojourn_server.gateway.http import relay
+from sojourn_server.gateway.http import exchange
 from sojourn_server.gateway.http.apis import Api
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -180,7 +180,7 @@ class Client:
 async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay, "SILENT_S", 0.05)
+    monkeypatch.setattr(exchange, "SILENT_S", 0.05)
     fake = Stalling()
     await fake.start()
     async with world([fake], poll_s=3600) as it:
@@ -208,12 +208,12 @@ async def test_a_client_that_is_slow_to_take_is_no_engine_that_is_silent(
             return later(delay_s, call, *args, **more)
 
         monkeypatch.setattr(loop, "call_later", call_later)
-        monkeypatch.setattr(relay, "SILENT_S", 0.0)
+        monkeypatch.setattr(exchange, "SILENT_S", 0.0)
         client = Client(it, fake.name, "http.response.body")
         running = asyncio.ensure_future(client.run())
         await client.blocks.wait()
         await asyncio.wait_for(looks.wait(), 30.0)
-        monkeypatch.setattr(relay, "SILENT_S", 60.0)
+        monkeypatch.setattr(exchange, "SILENT_S", 60.0)
         fake.goes_on.set()
         client.takes.set()
         await running
