@@ -124,8 +124,9 @@ async def play(
 
 
 async def answered(run: Run, answers: int) -> None:
-    """Until the programs have so many answers, or have finished."""
-    while run.answers < answers and not run.over:
+    """Until the programs have so many answers and one each, or have finished. (Of two engines one may be much
+    the slower, and who has no answer yet is at home nowhere.)"""
+    while (run.answers < answers or len(run.replicas) < PROGRAMS) and not run.over:
         await asyncio.sleep(0.01)
 
 
