@@ -36,6 +36,7 @@ else:
 LONG = (
     "test_engine_paths.py",
     "test_engine_gateway_ray.py",
+    "test_engine_pairs_ray.py",
     "test_engine_tokens.py",
     "test_engine_gateway.py",
     "test_routes_engine.py",
