@@ -117,6 +117,7 @@ class FakeEngine:
                 Route("/sojourn/v1/capabilities", self._capabilities),
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
+                Route("/sojourn/v1/decisions", self._decisions),
                 Route("/sojourn/v1/programs", self._programs),
                 Route("/sojourn/v1/programs/{name:path}/persist", self._persist, methods=["POST"]),
                 Route("/sojourn/v1/programs/{name:path}", self._program),
@@ -155,6 +156,12 @@ class FakeEngine:
         return JSONResponse(
             {"name": "sojourn", "wire": [1], "policy": "x", "engine": engine, "engines": 1, "tiers": tiers}
         )
+
+    async def _decisions(self, request: Request) -> Response:
+        lines = "application/x-ndjson"
+        if request.query_params.get("format") == "ndjson" or lines in request.headers.get("accept", ""):
+            return Response(b"{}\n", media_type=lines)
+        return JSONResponse({"decisions": [{}]})
 
     async def _take_events(self, request: Request) -> Response:
         if not self._allowed(request):

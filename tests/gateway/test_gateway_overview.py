@@ -20,13 +20,14 @@ class Odd(FakeEngine):
     """Told to, it answers in its own way when asked what it speaks, or not at all."""
 
     says: bytes | None = None
+    status = 200
     mute = False
 
     async def _capabilities(self, request: Request) -> Response:
         if self.mute:
             await asyncio.sleep(3600)
         if self.says is not None:
-            return Response(self.says, media_type="application/json")
+            return Response(self.says, self.status, media_type="application/json")
         return await super()._capabilities(request)
 
 
@@ -58,6 +59,18 @@ async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
             odd.says = says
             told = await it.get(PATH)
             assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])
+    finally:
+        await odd.kill()
+
+
+async def test_an_engine_without_the_plugin_is_not_silent() -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.says, odd.status = b'{"detail": "Not Found"}', 404
+            told = await it.get(PATH)
+            assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
     finally:
         await odd.kill()
 
@@ -136,13 +149,18 @@ async def test_the_doctor_names_replicas_without_the_plugin() -> None:
     await odd.start()
     try:
         async with engines(1) as fakes, world([odd, *fakes]) as it:
-            odd.says = b"{}"
+            odd.says, odd.status = b"{}", 404
             checks = await examined(it.url)
             assert checks["plugin"].ok is True
             check = checks["plugin of each replica"]
             assert check.ok is False
             assert odd.url in check.detail
             assert "sojourn serve" in check.next_step
+            odd.status = 200
+            check = (await examined(it.url))["answer of each replica"]
+            assert check.ok is False
+            assert odd.url in check.detail
+            assert "logs" in check.next_step
     finally:
         await odd.kill()
 

@@ -59,6 +59,12 @@ async def test_decisions_are_one_replicas_and_say_whose() -> None:
         url = f"{it.url}/sojourn/v1/decisions?replica={fakes[1].name}"
         async with it.http.get(url) as answer:
             assert answer.headers["X-Sojourn-Replica"] == fakes[1].name
+            assert answer.content_type == "application/json"
+        lines = "application/x-ndjson"
+        async with it.http.get(f"{url}&format=ndjson") as answer:
+            assert answer.content_type == lines
+        async with it.http.get(url, headers={"Accept": lines}) as answer:
+            assert answer.content_type == lines
     async with (
         engines(1) as fakes,
         world(fakes) as it,

@@ -330,12 +330,19 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use one release on both ends",
     )
-    if silent := _texts(document.get("silent")):  # a gateway's engines
+    if stock := _texts(document.get("stock")):  # a gateway's engines
         yield Check(
             "plugin of each replica",
             False,
-            f"{', '.join(silent)}: no answer from it",
-            "start these with sojourn serve, or look into their logs",
+            f"{', '.join(stock)}: without the plugin",
+            "start these with sojourn serve; until then no KV is kept there",
+        )
+    if silent := _texts(document.get("silent")):
+        yield Check(
+            "answer of each replica",
+            False,
+            f"{', '.join(silent)}: no answer, or not sojourn's",
+            "look into their logs",
         )
     if "tiers" in document:  # an older server does not say
         yield _tiers_check(document["tiers"], document.get("paths"))

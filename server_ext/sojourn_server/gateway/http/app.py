@@ -241,7 +241,7 @@ class Gateway:
         found = await self._overview.first("/v1/models", self._shown(request))
         if found is None:
             raise Failure(503, "no engine answers", "try again soon", {"Retry-After": "2"})
-        return Response(found[1], media_type="application/json")
+        return Response(found.body, media_type="application/json")
 
     async def _anywhere(self, request: Request) -> Response:
         """What any engine can answer."""
@@ -302,8 +302,8 @@ class Gateway:
             if place.replica is not None:
                 path = f"{PREFIX}/programs/{_quoted(self.news.names.of(place.tenant, program_id))}"
                 told = await self._overview.one(place.replica, path, self._shown(request))
-            engine = msgspec.json.decode(told[1]) if told is not None and told[0] == 200 else None
-            if isinstance(engine, dict):
+            engine = told.document if told is not None else None
+            if engine is not None:
                 shows_all = request.state.tenant is None
                 engine = self.news.names.answer(place.tenant, engine, shows_all=shows_all)
             return _json({**msgspec.to_builtins(place), "engine": engine})
@@ -319,12 +319,19 @@ class Gateway:
         found = await self._overview.first(path, self._shown(request))
         if found is None:
             raise Failure(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
-        return Response(found[1], media_type="application/json")
+        return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
         self._only_admin(request)
-        engines, silent = await self._overview.ask(f"{PREFIX}/stats", self._shown(request))
-        return _json({"replicas": await self.decider.replicas(), "engines": engines, "silent": silent})
+        told = await self._overview.ask(f"{PREFIX}/stats", self._shown(request))
+        return _json(
+            {
+                "replicas": await self.decider.replicas(),
+                "engines": told.documents,
+                "stock": told.stock,
+                "silent": told.silent,
+            }
+        )
 
     async def _decisions(self, request: Request) -> Response:
         self._only_admin(request)
@@ -341,11 +348,17 @@ class Gateway:
             f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
         )
         path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
-        found = await self._overview.one(replica.replica_id, path, self._shown(request))
+        accept = request.headers.get("accept")
+        found = await self._overview.one(
+            replica.replica_id,
+            path,
+            self._shown(request),
+            headers={"Accept": accept} if accept is not None else None,
+        )
         if found is None:
             raise Failure(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
         told_by = {REPLICA: replica.replica_id}
-        return Response(found[1], found[0], told_by, media_type="application/json")
+        return Response(found.body, found.status, told_by, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
         since = _number(request, "since", 0, 0, 2**63 - 1)
