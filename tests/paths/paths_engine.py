@@ -128,6 +128,7 @@ class ToyEngine:
         *,
         blocks: int = 400,
         chunk: int = 10_000,
+        max_running: int = 1000,
         limits: dict[str, Any] | None = None,
         rates: dict[str, Any] | None = None,
         **planner: Any,
@@ -147,6 +148,7 @@ class ToyEngine:
         self.blocks = blocks
         self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
+        self.max_running = max_running
         self.jobs: dict[str, Job] = {}
         self.done: dict[str, Job] = {}
         self.received: set[str] = set()
@@ -231,7 +233,7 @@ class ToyEngine:
                 if not job.computed:
                     self._release(job)
                 job.computed = min(job.computed, job.request.num_tokens - 1)
-            if job.status is Status.WAITING and not self._admit(job):
+            if job.status is Status.WAITING and (self._is_full or not self._admit(job)):
                 continue
             if job.status is not Status.RUNNING:
                 continue
@@ -243,6 +245,13 @@ class ToyEngine:
                 job.ids.append(self.free.pop())
             step.append((job, count))
         return step
+
+    @property
+    def _is_full(self) -> bool:
+        """So many have blocks that nobody further is asked about."""
+        return sum(job.status in (Status.RUNNING, Status.REMOTE) for job in self.jobs.values()) >= (
+            self.max_running
+        )
 
     def _admit(self, job: Job) -> bool:
         """Whether it is to be looked at further."""

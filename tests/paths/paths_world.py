@@ -137,6 +137,8 @@ class World:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._ends: dict[tuple[str, int], tuple[str, int]] = {}
         """A connection's end → its other end."""
+        self._unsent: dict[tuple[str, int], list[int | None]] = {}
+        """Items that a full socket does not take, by the end that says them."""
         self._epochs = count(1)
 
     def engine(self, name: str, **options: Any) -> Engine:
@@ -178,12 +180,12 @@ class World:
         """What the shell would do. Its answers come a moment later, as they do from threads and sockets."""
         for action in engine.core.take_actions():
             if isinstance(action, Dial):
-                self._soon(lambda action=action: self._dial(engine, action.address))  # type: ignore[misc]
+                self._soon(lambda action=action: self._dial(engine, action))  # type: ignore[misc]
             elif isinstance(action, Send):
                 self._soon(lambda action=action: self._send(engine, action))  # type: ignore[misc]
             elif isinstance(action, HangUp):
                 end = engine.name, action.conn
-                self._soon(lambda end=end: self._hang_up(*end))  # type: ignore[misc]
+                self._soon(lambda end=end: self._hang_up_when_all_is_out(*end))  # type: ignore[misc]
             elif isinstance(action, ReadBlock):
                 self._soon(lambda action=action: self._read(engine, action))  # type: ignore[misc]
             else:
@@ -198,17 +200,17 @@ class World:
             what(*arguments, now=self.now)
             self.carry_out(engine)
 
-    def _dial(self, engine: Engine, address: str) -> None:
-        peer = self.engines.get(address)
+    def _dial(self, engine: Engine, dial: Dial) -> None:
+        peer = self.engines.get(dial.address)
         if peer is None:
-            self._act(engine, engine.core.undialable, address, "connection refused")
+            self._act(engine, engine.core.undialable, dial, "connection refused")
             return
         if not engine.alive:
             return
-        here, there = (engine.name, next(self._numbers)), (address, next(self._numbers))
+        here, there = (engine.name, next(self._numbers)), (dial.address, next(self._numbers))
         self._ends[here], self._ends[there] = there, here
         self._act(peer, peer.core.accepted, there[1])
-        self._act(engine, engine.core.dialled, address, here[1])
+        self._act(engine, engine.core.dialled, dial, here[1])
 
     def _send(self, engine: Engine, action: Send) -> None:
         there = self._ends.get((engine.name, action.conn))
@@ -220,6 +222,7 @@ class World:
             message = decode(head[12:])
             self.messages.append((engine.name, there[0], message))
             if there[0] in self.deaf:
+                self._does_not_get_out(engine, action)
                 return
             if self.cut(engine.name, there[0], message):
                 self.kill(there[0])
@@ -228,6 +231,24 @@ class World:
                 self._act(peer, peer.core.received, there[1], message, memoryview(payload))
         if action.item is not None:
             self._act(engine, engine.core.sent, action.item)
+
+    def _does_not_get_out(self, engine: Engine, action: Send) -> None:
+        """The first that is not taken within patience ends the connection, and nothing before that does."""
+        end = engine.name, action.conn
+        if end not in self._unsent:
+            patience_s = engine.core.depot.limits.patience_s
+            at = self.now + patience_s, next(self._numbers)
+            heapq.heappush(self._agenda, (*at, lambda: self._stalled(engine, action.conn)))
+        self._unsent.setdefault(end, []).append(action.item)
+
+    def _stalled(self, engine: Engine, conn: int) -> None:
+        if (engine.name, conn) in self._ends:
+            self._act(engine, engine.core.stalled, conn)
+            self._hang_up(engine.name, conn)
+
+    def _hang_up_when_all_is_out(self, name: str, conn: int) -> None:
+        if (name, conn) not in self._unsent:  # else it is never out, and ends with patience
+            self._hang_up(name, conn)
 
     def _hang_up(self, name: str, conn: int) -> None:
         there = self._ends.pop((name, conn), None)
@@ -238,6 +259,9 @@ class World:
             engine = self.engines.get(end)
             if engine is not None:
                 self._act(engine, engine.core.lost, number, "the connection has ended")
+                for item in self._unsent.pop((end, number), []):
+                    if item is not None:
+                        self._act(engine, engine.core.sent, item)
 
     def _read(self, engine: Engine, action: ReadBlock) -> None:
         self.reads.append((engine.name, action.key))

@@ -195,21 +195,70 @@ def test_a_push_whose_engine_is_slow_is_no_stall_before_somebody_waits_for_it() 
     assert_clean(here, there)
 
 
-def test_a_peer_whose_socket_is_full_is_hung_up_on() -> None:
+@pytest.mark.parametrize(
+    ("aborts", "why"), [(False, "the peer takes nothing"), (True, "the engine has given it up")]
+)
+def test_a_peer_whose_socket_is_full_is_hung_up_on(aborts: bool, why: str) -> None:
+    """``test_paths_manager_stalled`` has it with a real socket, which is what ends it."""
     world = World()
     here, _ = world.engine("p"), world.engine("d")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
     world.deaf.add("d")
     here.give("t", CONTEXT)
-    world.run(5.0, until=lambda: here.over(PushOver, "t") is not None)
+    if aborts:
+        here.do(here.core.abort_push, "t")
+    world.run(PATIENCE_S - 0.1)
     # What was on its way is out of memory's reach only when the socket says so.
     assert here.over(PushOver, "t") is None
-    for item in list(here.core.depot.compute._in_flight):
-        here.do(here.core.sent, item)
-    assert here.over(PushOver, "t") == PushOver("t", False, "the peer takes nothing")
+    world.run(0.2)
+    assert here.over(PushOver, "t") == PushOver("t", False, why)
     world.run(1.0)
     assert_clean(here)
+
+
+def test_peers_whose_sockets_are_full_keep_the_others_from_nothing() -> None:
+    """Together they could take every place on the link for as long as patience lasts, which is as long as
+    the peer that is well waits without hearing of anything."""
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    hung = ["x", "y", "z"]
+    for name in hung:
+        world.engine(name)
+        here.offer(f"to {name}", name, CONTEXT)
+    here.offer("t", "d", CONTEXT)
+    world.run(1.0)
+    world.deaf.update(hung)
+    for name in hung:
+        here.give(f"to {name}", CONTEXT)
+    there.do(there.core.expect, "t")
+    here.give("t", CONTEXT)
+    world.run(PATIENCE_S / 2)
+    assert here.over(PushOver, "t") == PushOver("t", True)
+    assert [here.over(PushOver, f"to {name}") for name in hung] == [None] * 3
+    assert there.prompt("t") == [content(one) for one in CONTEXT]
+    world.run(PATIENCE_S)
+    for name in hung:
+        assert here.over(PushOver, f"to {name}") == PushOver(f"to {name}", False, "the peer takes nothing")
+    assert here.core.depot.counts["stalls"] == 3
+    assert_clean(here, there)
+
+
+def test_a_peer_that_takes_nothing_of_what_it_had_read_here_is_cut_off() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d", rates={"storage_read": 1000.0})
+    world.put(*CONTEXT)
+    here.load("t", CONTEXT, address="d")
+    world.run(0.1)
+    world.deaf.add("p")
+    world.run(5.0)
+    assert here.over(LoadOver, "t").good == 0
+    assert there.core.depot.counts["stalls"] == 1
+    assert there.core.peers.conns() == []
+    assert there.core.depot.compute.in_flight == 0
+    here.do(here.core.end_load, "t")
+    there.do(there.core.end_prompt, "t")
+    assert_clean(here, there)
 
 
 # -- the store ---------------------------------------------------------------------------------

@@ -58,6 +58,77 @@ def test_limits_that_cannot_be_kept_are_refused(changed: dict[str, Any], what: s
         Link("x", width=0)
 
 
+def test_no_peer_takes_the_whole_width_and_order_is_kept_among_the_others() -> None:
+    link = Link("x", width=4, peer_width=2)
+    for number, peer in enumerate([1, 1, 1, 1, 2, 3, 2, 2, 3]):
+        link.put(f"{peer} {number}", 1, None, 0.0, peer=peer)
+    taken = list(link.take(0.0))
+    assert [item.peer for item in taken] == [1, 1, 2, 3]
+    # Peer 1 takes nothing; the next turn is still not its own, though it came first.
+    for item, then in [(taken[2], [2]), (taken[3], [2]), ([], [])]:
+        if item:
+            link.over(item.number, 0.0)
+            assert link.finished(0.0) == [item]
+        assert [item.peer for item in link.take(0.0)] == then
+    link.over(taken[0].number, 0.0)
+    assert [item.request for item in link.finished(0.0)] == ["1 0"]
+    assert [item.request for item in link.take(0.0)] == ["1 2"]
+
+
+def test_what_is_late_takes_no_place_of_the_width() -> None:
+    link = Link("x", width=2, peer_width=1, late_s=0.5)
+    for peer in range(5):
+        link.put(f"{peer}", 1, None, 0.0, peer=peer)
+    assert [item.peer for item in link.take(0.0)] == [0, 1]
+    assert list(link.take(0.4)) == []
+    later = list(link.take(0.5))
+    assert [item.peer for item in later] == [2, 3]
+    link.over(later[0].number, 0.6)
+    link.finished(0.6)
+    assert [item.peer for item in link.take(0.6)] == [4]
+    # To a peer that hangs no more goes, late or not.
+    link.put("again", 1, None, 0.6, peer=0)
+    assert list(link.take(10.0)) == []
+    link.over(1, 10.0)
+    assert [item.request for item in link.finished(10.0)] == ["0"]
+    assert [item.request for item in link.take(10.0)] == ["again"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([MODEL, KV]), st.integers(0, 2)), max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_all_is_moved_once_in_order_within_a_peer(
+    puts: list[tuple[int, TrafficClass, int]], width: int, peer_width: int, data: st.DataObject
+) -> None:
+    link = Link("x", width=width, peer_width=peer_width)
+    numbers = [
+        link.put(f"{peer} {request}", 1, None, 0.0, traffic_class, peer=peer)
+        for peer, traffic_class, request in puts
+    ]
+    begun: list[Item] = []
+    flying: list[Item] = []
+    while True:
+        flying += (new := list(link.take(0.0)))
+        begun += new
+        assert len(flying) <= width
+        assert all(sum(item.peer == peer for item in flying) <= peer_width for peer in range(4))
+        if not flying:
+            break
+        item = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
+        link.over(item.number, 0.0)
+        assert link.finished(0.0) == [item]
+    assert sorted(item.number for item in begun) == numbers
+    for request in {item.request for item in begun}:
+        for each in TrafficClass:
+            mine = [item.number for item in begun if (item.request, item.traffic_class) == (request, each)]
+            assert mine == sorted(mine)
+        link.close(request)
+    assert (link.requests, link.waiting, link.in_flight) == (0, 0, 0)
+
+
 def test_a_rate_paces_bytes_by_its_own_clock() -> None:
     link = Link("x", 100.0)
     for size in (50, 100, 25):

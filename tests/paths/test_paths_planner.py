@@ -218,6 +218,70 @@ def test_of_prompts_sent_as_one_the_one_whose_context_came_has_it() -> None:
     assert not orders.drops
 
 
+def test_a_context_is_wanted_from_the_moment_when_its_request_is_in_the_queue() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    answer = answer_of(tokens)
+    begin(planner, Request("r", tokens, answer))
+    assert planner.has_orders, "a step is made for it"
+    orders = planner.take_orders()
+    assert orders.wants == [answer["context"]]
+    assert not orders.expects
+    planner.ask("r", 0)
+    orders = planner.take_orders()
+    assert [expect.context for expect in orders.expects] == [answer["context"]]
+    assert not orders.wants
+
+
+@pytest.mark.parametrize("how", ["aborted", "abandoned", "here already"])
+def test_a_context_that_was_wanted_and_will_not_be_asked_for_is_let_go_of(how: str) -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    answer = answer_of(tokens)
+    begin(planner, Request("r", tokens, answer))
+    planner.take_orders()
+    if how == "aborted":
+        planner.finished("r", False)
+    elif how == "abandoned":
+        planner.abandon()
+    else:
+        assert planner.ask("r", 400) == NOTHING
+    assert planner.take_orders().drops == [Expect(0, answer["context"], None)]
+
+
+def test_a_context_that_two_requests_want_is_let_go_of_by_the_last() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    answer = answer_of(tokens)
+    for name in "ab":
+        begin(planner, Request(name, tokens, answer))
+    begin(planner, Request("refused", [0], answer))
+    assert planner.take_orders().wants == [answer["context"]]
+    planner.finished("a", False)
+    planner.finished("refused", False)
+    assert not planner.take_orders().drops
+    planner.finished("b", False)
+    assert planner.take_orders().drops == [Expect(0, answer["context"], None)]
+
+
+def test_a_context_that_is_wanted_again_in_the_same_step_is_not_let_go_of() -> None:
+    planner = make()
+    tokens = prompt(1, 400)
+    answer = answer_of(tokens)
+    begin(planner, Request("a", tokens, answer))
+    planner.take_orders()
+    planner.finished("a", False)
+    begin(planner, Request("b", tokens, answer))
+    orders = planner.take_orders()
+    assert (orders.wants, orders.drops) == ([answer["context"]], [])
+
+
+def test_nothing_is_wanted_for_a_prompt_of_other_tokens() -> None:
+    planner = make()
+    begin(planner, Request("r", prompt(2, 400), answer_of(prompt(1, 400))))
+    assert not planner.take_orders().wants
+
+
 def decode(planner: PathPlanner, tokens: list[int], **said: Any) -> Request:
     """A request whose prompt is here and whose last token has been computed."""
     request = begin(planner, Request("r", tokens, {**answer_of(tokens), **said}))

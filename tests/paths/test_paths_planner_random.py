@@ -29,11 +29,17 @@ class FakeWorker:
     pushes: set[str] = field(default_factory=set)
     contexts: set[str] = field(default_factory=set)
     """Of pushes to here that nobody has expected or dropped."""
+    wanted: set[str] = field(default_factory=set)
+    """Of those, for requests in the queue."""
     takes: list[str] = field(default_factory=list)
     asks: set[int] = field(default_factory=set)
     """All there ever were."""
 
     def carry_out(self, orders: Orders) -> None:
+        for context in orders.wants:
+            assert context in self.contexts, "nobody will ask for it"
+            assert context not in self.wanted
+            self.wanted.add(context)
         for ask in orders.ends:
             assert ask in self.fetches or ask in self.prompts, "an ask was ended twice, or never was"
             self.fetches.pop(ask, None)
@@ -42,6 +48,7 @@ class FakeWorker:
         for drop in orders.drops:
             assert drop.context in self.contexts or drop.context.startswith("foreign")
             self.contexts.discard(drop.context)
+            self.wanted.discard(drop.context)
         assert set(orders.aborts) <= set(orders.holds)
         for fetch in orders.fetches:
             assert fetch.keys
@@ -51,6 +58,7 @@ class FakeWorker:
             self._begin(expect.ask)
             self.prompts.add(expect.ask)
             self.contexts.remove(expect.context)
+            self.wanted.remove(expect.context)
         for stream in orders.streams:
             blocks = self.fetches.pop(stream.ask)
             assert 0 <= stream.skip < stream.skip + len(stream.block_ids) <= blocks * PER_FULL
@@ -264,6 +272,7 @@ class Planning(RuleBasedStateMachine):
         assert not self.worker.prompts
         assert not self.worker.pushes
         assert not self.worker.contexts
+        assert not self.worker.wanted
 
 
 Planning.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -20,12 +20,15 @@ REQUEST = st.fixed_dictionaries(
         "pause": st.sampled_from([0.0, 0.01, 0.3, 2.0]),
         "gives_up": st.none() | st.sampled_from([0.0, 0.05, 0.5, 3.0]),
         "expects": st.booleans(),
+        "wants": st.booleans(),
+        "or_here": st.booleans(),
     }
 )
 
 
 def _request(context: tuple[int, int], *, cut: float = 0.0, pause: float = 0.0) -> dict[str, Any]:
-    return {"context": context, "cut": cut, "pause": pause, "gives_up": None, "expects": False}
+    said = {"gives_up": None, "expects": False, "wants": False, "or_here": False}
+    return {"context": context, "cut": cut, "pause": pause, **said}
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -76,7 +79,10 @@ def test_whatever_happens(
         if "p" in world.engines and mine:
             asked[name] = here.load(name, mine), len(mine)
         if "p" in world.engines and theirs:
-            asked[push] = here.load(push, theirs, address="d", total=len(whole)), len(theirs)
+            peer = {"address": "d", "total": len(whole), "or_here": request["or_here"]}
+            asked[push] = here.load(push, theirs, **peer), len(theirs)
+        if request["wants"] and "d" in world.engines:
+            there.do(there.core.want, [push])
         world.run(request["pause"])
         if request["gives_up"] is not None and "p" in world.engines:
             world.run(request["gives_up"])

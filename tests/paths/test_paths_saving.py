@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -173,6 +174,46 @@ def test_blocks_are_held_no_longer_than_patience_for_a_store_that(
     assert worker.take_sent() == {"r"}
     assert worker.counts["saves_given_up"] == 3
     assert worker.open_things == 0
+
+
+def test_while_a_look_hangs_requests_that_end_leave_nothing_behind(make: Make, now: list[float]) -> None:
+    books, gate = Books(room=0), Gate(shut=True)
+    worker = make(books, gate)
+    step(worker, Orders(saves=saves(3, "first"), holds=["first"]))
+    assert gate.reached.wait(SOON_S)
+    for number in range(200):
+        now[0] += PATIENCE_S / 4
+        name = f"r{number}"
+        step(worker, Orders(saves=saves(20, name), holds=[name]))
+        worker.take_sent()
+    now[0] += PATIENCE_S
+    step(worker)
+    worker.take_sent()
+    assert worker.open_things == 0
+    lane = worker._saving._lane._work
+    assert lane.qsize() < 10, "looks do not pile up behind one that hangs"
+    gc.collect()
+    kept = [each for each in gc.get_objects() if isinstance(each, Save) and each.request != "r"]
+    assert not kept, "what was given up is not kept for the store to come back"
+
+
+def test_what_ends_while_a_look_hangs_is_given_to_be_stored_without_one(make: Make, now: list[float]) -> None:
+    books, gate = Books(), Gate(shut=True)
+    worker = make(books, gate)
+    worker.begin_step(Orders(saves=saves(2, "running")))
+    assert gate.reached.wait(SOON_S)
+    worker.end_step()
+    given = len(books.stored)
+    now[0] += PATIENCE_S
+    step(worker, Orders(saves=saves(3, "r"), holds=["r"]))
+    assert worker.take_sent() == {"r"}
+    assert [key for key, _, _ in books.stored[given:]] == [b"k0", b"k1", b"k2"]
+    gate.open.set()
+    steps(worker, lambda: not worker._saving._looks)
+    gate.have.add(b"k0")
+    step(worker, Orders(saves=saves(2, "later"), holds=["later"]))
+    steps(worker, lambda: worker.take_sent() == {"later"})
+    assert [key for key, _, _ in books.stored[given + 3 :]] == [b"k1"], "once it answers it is asked again"
 
 
 def test_an_error_while_blocks_are_held_does_not_hold_them_for_ever(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,46 @@ def test_a_context_that_nobody_comes_for_is_let_go_of(make: Make) -> None:
     run(lambda: "r" in p.done, p, d)
     d.add(Request("r", [0], job.answer))
     d.abort("r")
+    settle(p, d)
+
+
+QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "beat_s": 0.1}
+
+
+def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
+    """D runs one request, and another whose context is here whole waits longer than a lease."""
+    long, tokens = prompt(1, 100), prompt(2, 400)
+    running = d.add(Request("long", long), max_tokens=100_000)
+    run(lambda: bool(running.request.output), d)
+    first = p.add(Request("r", tokens, to_prefill("t", d.address)))
+    run(lambda: "r" in p.done, p, d)
+    job = d.add(Request("r", tokens, first.answer), max_tokens=3)
+    end_s = time.monotonic() + 2.5 * QUEUE["lease_s"]
+    run(lambda: time.monotonic() > end_s, p, d)
+    assert not job.ids
+    return job, tokens
+
+
+def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_all_the_same(
+    make: Make,
+) -> None:
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
+    job, tokens = queue(p, d)
+    d.abort("long")
+    settle(p, d)
+    assert job.request.output == expected(tokens, 3)
+    assert job.prefilled == 1
+    assert d.planner.counts["prompts_whole"] == 1
+
+
+def test_a_request_that_leaves_the_queue_lets_go_of_its_context_at_once(make: Make) -> None:
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
+    queue(p, d)
+    assert d.manager.core.depot.buffers.used == 7
+    d.abort("r")
+    d.step()
+    assert d.manager.core.depot.buffers.used == 0
+    d.abort("long")
     settle(p, d)
 
 

@@ -9,9 +9,11 @@ from .wire import Message
 
 
 class Dial(NamedTuple):
-    """Connect to a peer; answered by ``dialled`` or ``undialable``."""
+    """Connect to a peer; answered by ``dialled`` or ``undialable``, perhaps after it has been given up."""
 
     address: str
+    number: int
+    """No other dial of this engine has it."""
 
 
 class Send(NamedTuple):
@@ -24,7 +26,7 @@ class Send(NamedTuple):
 
 
 class HangUp(NamedTuple):
-    """End a connection once what was said before is out."""
+    """End a connection once what was said before is out, or ``patience_s`` later."""
 
     conn: int
 

@@ -73,7 +73,8 @@ class Buffers:
         self._reserved = 0
         """Slots promised to leases for blocks they have yet to name."""
         self.released = 0
-        """Leases that have ended so far, however: those who wait see by it that it goes on."""
+        """Granted leases that have ended so far, however: those who wait see by it that it goes on. One that
+        only waited has given nothing back."""
         self.most_used = 0
         self._changes = 0
         self._refused_at = -1
@@ -181,9 +182,9 @@ class Buffers:
         lease = self._leases.pop(name, None)
         if lease is None:
             return []
-        self.released += 1
         self._changes += 1
         if lease.granted:
+            self.released += 1
             self._reserved -= lease.extra
         else:
             self._line.remove(name)

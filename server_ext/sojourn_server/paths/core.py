@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..tiers.full_block import KvIdentity
-from .actions import Action, Event, HangUp, Send, Stored, WriteBlock
+from .actions import Action, Dial, Event, HangUp, Send, Stored, WriteBlock
 from .depot import Depot
 from .limits import LinkRates, PathLimits
 from .link import Link
@@ -23,7 +23,6 @@ from .loads import Loads, Peer
 from .peers import HANDSHAKE, Peers
 from .prompt import Chunk as StreamedChunk
 from .prompts import Prompts
-from .pushes import Chunk as PushedChunk
 from .pushes import Pushes
 from .traffic_class import TrafficClass
 from .wire import Abort, Complete, Data, Failed, Message, Need, Offer, Progress, Read
@@ -137,6 +136,11 @@ class TrafficCore:
         self._settle(now)
         return True
 
+    def want(self, transfers: Sequence[str], now: float) -> None:
+        """Requests in the engine's own queue will expect these, the first first. To be said again within
+        ``lease_s``, until each is expected or ended."""
+        self.prompts.want(transfers, now)
+
     def prompt_blocks(self, transfer: str) -> list[memoryview]:
         """The blocks of a context that is complete, until ``end_prompt``. Raises ``ValueError``."""
         return self.prompts.blocks(transfer)
@@ -165,12 +169,12 @@ class TrafficCore:
 
     # -- what comes in --------------------------------------------------------------
 
-    def dialled(self, address: str, conn: int, now: float) -> None:
-        self.peers.dialled(address, conn, now)
+    def dialled(self, dial: Dial, conn: int, now: float) -> None:
+        self.peers.dialled(dial, conn, now)
         self._settle(now)
 
-    def undialable(self, address: str, why: str, now: float) -> None:
-        self.peers.undialable(address, why, now)
+    def undialable(self, dial: Dial, why: str, now: float) -> None:
+        self.peers.undialable(dial, why, now)
         self._settle(now)
 
     def accepted(self, conn: int, now: float) -> None:
@@ -210,6 +214,11 @@ class TrafficCore:
         self.depot.counts["hung_up"] += 1
         self.depot.actions.append(HangUp(conn))
         self.lost(conn, why, now)
+
+    def stalled(self, conn: int, now: float) -> None:
+        """The peer has taken nothing of what it is sent for ``patience_s``; its connection is closed."""
+        self.depot.counts["stalls"] += 1
+        self.lost(conn, "the peer takes nothing", now)
 
     def lost(self, conn: int, why: str, now: float) -> None:
         """A connection has ended."""
@@ -275,6 +284,7 @@ class TrafficCore:
             or len(self.loads)
             or len(self.pushes)
             or len(self.prompts)
+            or self.prompts.wanted
             or depot.buffers.leases
             or any(link.in_flight or link.waiting for link in (depot.reads, depot.writes, depot.compute))
         )
@@ -334,13 +344,6 @@ class TrafficCore:
         self.peers.tick(now)
         depot.give_up_stuck_reads(now)
         self._give_up_writes(now)
-        for conn in {
-            action_conn
-            for item in depot.compute.stuck(now, depot.limits.patience_s)
-            if (action_conn := _conn_of(item.work)) is not None
-        }:
-            depot.counts["stalls"] += 1
-            self.hang_up(conn, "the peer takes nothing", now)
         self.loads.tick(now)
         self.pushes.tick(now)
         self.prompts.tick(now)
@@ -404,9 +407,3 @@ class TrafficCore:
             else:
                 self.pushes.finished(item, now)
         return bool(written or sent or depot.reads.moved_bytes > moved)
-
-
-def _conn_of(work: StreamedChunk | PushedChunk) -> int | None:
-    if isinstance(work, PushedChunk):
-        return work.push.conn
-    return work.prompt.read.conn if work.prompt.read is not None else None

@@ -87,7 +87,15 @@ class Depot:
         self.buffers = Buffers(limits.slots, limits.lease_s)
         self.reads = Link("storage read", rates.storage_read, width=limits.read_width, kv_share=share)
         self.writes = Link("storage write", rates.storage_write, kv_share=share)
-        self.compute = Link("compute network", rates.compute, width=send_width, kv_share=share, sends=True)
+        self.compute = Link(
+            "compute network",
+            rates.compute,
+            width=send_width,
+            kv_share=share,
+            sends=True,
+            peer_width=max(1, send_width // 2),
+            late_s=limits.patience_s / 4,
+        )
         self.actions: list[Action] = []
         self.events: list[Event] = []
         self.counts: Counter[str] = Counter()

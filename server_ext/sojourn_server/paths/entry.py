@@ -79,3 +79,8 @@ class Entry:
     taken."""
     computed: int = 0
     """Tokens of it whose KV is in its blocks when the last planned step is over."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """The context that it was told of is of other tokens than its own."""
+        return self.context != self.params.context

@@ -89,6 +89,10 @@ class Traffic(Protocol):
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> Prompt: ...
 
+    def want(self, transfers: Sequence[str]) -> None:
+        """Requests in the engine's queue will expect these; to be said again within a lease."""
+        ...
+
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
         """False: too many wait already."""
         ...

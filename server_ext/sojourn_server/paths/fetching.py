@@ -1,8 +1,9 @@
 """One context's blocks on their way into the buffers: a part read here, a part read by the peer.
 
 What storage has is cut in two by the share that the router chose, the first part for this side (DualPath
-reads a request by one of the two; both is its future work). Where the peer fails before anything was counted
-on, the rest is read here.
+reads a request by one of the two; both is its future work). Where the peer fails before a layer of its part
+is here, that part is read here, in the same buffers: nothing is asked for while a half is held. Later, what
+came is gone on with.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ class Fetching:
         self._traffic = traffic
         self._fetch = fetch
         self._name = f"{fetch.context}#{fetch.ask}"
-        self._wanted = 0
 
     def begin(self, stored: int) -> None:
         """Have its first ``stored`` blocks brought: those that are in the store."""
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
-        self._wanted = stored
         self._begin(0, stored - theirs)
         if self.blocks == stored - theirs:
             self._begin(stored - theirs, stored, by_peer=True)
@@ -67,10 +66,6 @@ class Fetching:
         """How many leading blocks can be streamed now; ``None``: wait. From storage a block comes whole, so
         that its layers come all at once; from the peer the first layer is enough, if ``layerwise``."""
         self._claim()
-        theirs = self.pieces[-1] if self.pieces else None
-        if theirs is not None and theirs.by_peer and self._failed(theirs):
-            theirs.count = theirs.good
-            self._begin(theirs.first + theirs.count, self._wanted)
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_here
             if piece.load.outcome is None and not streams:
@@ -117,6 +112,7 @@ class Fetching:
                 transfer=fetch.context,
                 total=max(fetch.total, len(keys)),
                 epoch=fetch.epoch,
+                or_here=True,
             )
         try:
             load = self._traffic.load(f"{self._name}.{len(self.pieces)}", keys, peer=peer)
@@ -125,10 +121,6 @@ class Fetching:
                 self._begin(first, end)
             return
         self.pieces.append(Piece(load, first, load.blocks_asked, by_peer))
-
-    def _failed(self, piece: Piece) -> bool:
-        """What it lacks is all that is lacking: it is not of no use already, behind another gap."""
-        return piece.good < piece.count and self.blocks == piece.first + piece.good
 
     def _claim(self) -> None:
         """Nobody takes back what has come."""

@@ -43,6 +43,10 @@ def waiting_writes(max_bytes: int, block_bytes: int) -> int:
     return max(1, max_bytes // block_bytes)
 
 
+PEER_KEYS = 1 << 17
+"""Keys of one peer's contexts, where buffers are small: as many as its largest message has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathLimits:
     """What bounds buffers and patience. Times in seconds, sizes in bytes."""
@@ -56,16 +60,22 @@ class PathLimits:
     lease_s: float = 30.0
     """Buffers whose holder shows no sign of life for so long are given back by themselves."""
     chunk_bytes: int = 1 << 20
-    """Largest payload of one message; at least one Layer Block goes in any."""
+    """Largest payload of one message; at least one Layer Block goes in any. A peer's larger than this, than a
+    Layer Block and than 1 MiB are not read: give all engines the same."""
     read_width: int = 1
     """Reads from storage at a time. They begin in order all the same."""
     max_waiting_writes: int = 256
     """Blocks waiting to be stored, each a copy beside the buffers; more are not taken for the moment."""
     kv_share: float = 0.01
     """Of a link that model traffic wants too, what KV gets (DualPath §5.1)."""
+    queue_share: float = 0.75
+    """Of the slots, what contexts may keep whose requests wait in this engine's queue while others wait for
+    buffers; the first of them stays in any case."""
+    peer_contexts: int = 1024
+    """Contexts that one peer may have here at a time; all peers together four times as many."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "chunk_bytes", "read_width"):
+        for name in ("slots", "chunk_bytes", "read_width", "peer_contexts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("patience_s", "beat_s", "lease_s"):
@@ -80,3 +90,11 @@ class PathLimits:
             raise ValueError(f"lease_s {self.lease_s} must be above patience_s {self.patience_s}")
         if self.max_waiting_writes < 0:
             raise ValueError(f"max_waiting_writes must not be negative, not {self.max_waiting_writes}")
+        if not 0 <= self.queue_share <= 1:
+            raise ValueError(f"queue_share is a part of the slots, 0 to 1, not {self.queue_share}")
+
+    @property
+    def peer_keys(self) -> int:
+        """Keys that the contexts of one peer may have here at a time, those of all that wait in line for
+        buffers among them; all peers together four times as many."""
+        return max(PEER_KEYS, 16 * self.slots)

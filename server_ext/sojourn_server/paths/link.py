@@ -40,6 +40,7 @@ class Item:
     work: Any
     traffic_class: TrafficClass
     put_s: float
+    peer: int | None = None
     began_s: float = 0.0
     until_s: float = 0.0
     """Not finished before, by the rate."""
@@ -49,10 +50,14 @@ class Item:
     """Its I/O has come back, well or not."""
 
 
+_Line = tuple[TrafficClass, int | None]
+"""What of one class goes to one peer."""
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     number: int
-    items: dict[TrafficClass, deque[Item]] = field(default_factory=dict)
+    items: dict[_Line, deque[Item]] = field(default_factory=dict)
     is_closed: bool = False
 
 
@@ -67,10 +72,14 @@ class Link:
         width: int = 1,
         kv_share: float = 0.01,
         sends: bool = False,
+        peer_width: int | None = None,
+        late_s: float = float("inf"),
     ) -> None:
         """``rate`` in bytes a second, ``None``: as fast as it goes. Raises ``ValueError`` for 0 or less.
 
-        ``sends``: what begins is at its other end at once, so that with a rate it has to begin late.
+        ``sends``: what begins is at its other end at once, so that with a rate it has to begin late. No more
+        than ``peer_width`` are under way to one peer, and what has not come back ``late_s`` after it should
+        have is not counted in ``width``: whoever takes nothing keeps nobody else waiting.
         """
         check_rate(name, rate)
         if width < 1:
@@ -78,12 +87,14 @@ class Link:
         self.name = name
         self.rate = rate
         self._width = width
+        self._peer_width = peer_width or width
+        self._late_s = late_s
         self._sends = sends and rate is not None
         self._share = LaneShare(kv_share)
         self._numbers = 0
         self._requests: dict[str, _Request] = {}
-        self._lines: dict[TrafficClass, list[tuple[int, str]]] = {each: [] for each in TrafficClass}
-        """Heaps of requests that may have something waiting, by class."""
+        self._lines: dict[_Line, list[tuple[int, str]]] = {}
+        """Heaps of requests that may have something waiting."""
         self._waiting: dict[int, Item] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, Item] = {}
@@ -101,27 +112,30 @@ class Link:
         work: Any,
         now: float,
         traffic_class: TrafficClass = TrafficClass.KV,
+        peer: int | None = None,
     ) -> int:
-        """Line something up for a request, whose place is that of its first item; returns its number."""
+        """Line something up for a request, whose place is that of its first item; returns its number.
+        ``peer``: to whom it is sent."""
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be moved")
         self._numbers += 1
-        item = Item(self._numbers, request, nbytes, work, traffic_class, now)
+        item = Item(self._numbers, request, nbytes, work, traffic_class, now, peer)
         of = self._requests.get(request)
         if of is None:
             of = self._requests[request] = _Request(self._numbers)
         of.is_closed = False
-        line = of.items.setdefault(traffic_class, deque())
-        if not line:
-            heapq.heappush(self._lines[traffic_class], (of.number, request))
-        line.append(item)
+        line = traffic_class, peer
+        items = of.items.setdefault(line, deque())
+        if not items:
+            heapq.heappush(self._lines.setdefault(line, []), (of.number, request))
+        items.append(item)
         self._waiting[item.number] = item
         self._waiting_bytes += nbytes
         return item.number
 
     def take(self, now: float) -> Iterator[Item]:
         """What may begin now; each must come back by ``over``."""
-        while len(self._in_flight) < self._width and (item := self._next()) is not None:
+        while self._under_way(now) < self._width and (item := self._next()) is not None:
             start_s = max(self._busy_until_s, item.put_s, now - MAX_LAG_S)
             item.until_s = start_s + item.nbytes / self.rate if self.rate else now
             self._busy_until_s = item.until_s
@@ -160,7 +174,7 @@ class Link:
         return [
             item
             for item in self._in_flight.values()
-            if not item.is_over and not item.is_held and now - max(item.began_s, item.until_s) >= patience_s
+            if not item.is_over and not item.is_held and self._hangs_s(item, now) >= patience_s
         ]
 
     def in_line(self) -> list[Item]:
@@ -176,7 +190,7 @@ class Link:
         item = self._waiting.get(number)
         if item is None:
             return False
-        self._requests[item.request].items[item.traffic_class].remove(item)
+        self._requests[item.request].items[item.traffic_class, item.peer].remove(item)
         self._leave_line(item)
         self._forget_if_done(item.request)
         return True
@@ -223,7 +237,7 @@ class Link:
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
-        return max(now - max(item.began_s, item.until_s) for item in stuck)
+        return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
         """How long it takes for so many bytes, by its rate, else by the newest items; ``None``: not known."""
@@ -250,20 +264,47 @@ class Link:
         if not heads:
             return None
         item = heads[self._share.take({each: head.nbytes for each, head in heads.items()})]
-        self._requests[item.request].items[item.traffic_class].popleft()
+        self._requests[item.request].items[item.traffic_class, item.peer].popleft()
         self._leave_line(item)
         self._forget_if_done(item.request)
         return item
 
     def _head(self, traffic_class: TrafficClass) -> Item | None:
-        line = self._lines[traffic_class]
-        while line:
-            number, request = line[0]
+        """The first of a class that may go to its peer now."""
+        found: tuple[int, Item] | None = None
+        for line in [line for line in self._lines if line[0] is traffic_class]:
+            first = self._first(line)
+            if first is None or (found is not None and found[0] <= first[0]):
+                continue
+            if line[1] is None or self._under_way_to(line[1]) < self._peer_width:
+                found = first
+        return found[1] if found is not None else None
+
+    def _first(self, line: _Line) -> tuple[int, Item] | None:
+        """The first of a line and the place of its request; forgets a line in which nothing waits."""
+        heap = self._lines[line]
+        while heap:
+            number, request = heap[0]
             of = self._requests.get(request)
-            if of is not None and of.number == number and of.items.get(traffic_class):
-                return of.items[traffic_class][0]
-            heapq.heappop(line)
+            if of is not None and of.number == number and (items := of.items.get(line)):
+                return number, items[0]
+            heapq.heappop(heap)
+        del self._lines[line]
         return None
+
+    def _under_way(self, now: float) -> int:
+        """Items in flight, without those that are late."""
+        return sum(
+            item.is_over or self._hangs_s(item, now) < self._late_s for item in self._in_flight.values()
+        )
+
+    def _under_way_to(self, peer: int) -> int:
+        return sum(item.peer == peer for item in self._in_flight.values())
+
+    @staticmethod
+    def _hangs_s(item: Item, now: float) -> float:
+        """For how long an item should have come back."""
+        return now - max(item.began_s, item.until_s)
 
     def _leave_line(self, item: Item) -> None:
         del self._waiting[item.number]

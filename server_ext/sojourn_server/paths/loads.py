@@ -3,7 +3,9 @@
     waiting ── lease ──▶ filling ── all are there, or as many as will come ──▶ over ── taken ──▶ gone
 
 A load ends well with as many *leading* blocks as came: what lies behind a gap is of no use. A block that is
-on its way for another load is waited for and not read again.
+on its way for another load is waited for and not read again. What a peer does not bring may be read here
+instead, in the buffers that are held for it: asked for anew it would stand at the end of the line, behind
+others who hold half of what they need as well.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class Peer:
     """Blocks that the transfer will have in all."""
     epoch: str | None = None
     """Whom the router meant: a peer that has started anew since is another one."""
+    or_here: bool = False
+    """What it does not bring is read from storage here, unless a layer of all of it has come: from then on
+    a step may stand still for it."""
 
 
 class Fetch:
@@ -148,6 +153,8 @@ class Load:
         self._loads = loads
         self._peer = peer
         self._class = traffic_class
+        self._instead: set[int] = set()
+        """Indices of slots that are read here because the peer did not bring them."""
         self._places: dict[int, int] = {}
         """Index of a slot → the place of its block."""
         self._layers = 0
@@ -183,6 +190,8 @@ class Load:
         place = self._places[slot.index]
         if slot.filler is not None and not slot.bad:
             return  # another who holds it sees to it
+        if self._read_instead(slot, now):
+            return
         self.why = why
         self.good = place
         for each in self.slots[place:]:
@@ -208,6 +217,18 @@ class Load:
             slot.filler = fetch
         self._loads.begin_fetch(fetch, now)
 
+    def _read_instead(self, slot: Slot, now: float) -> bool:
+        """Whether a slot that the peer left empty is filled from storage, once."""
+        depot = self._loads.depot
+        if self._peer is None or not self._peer.or_here or self._layers:
+            return False
+        if slot.bad or slot.index in self._instead:
+            return False
+        self._instead.add(slot.index)
+        depot.counts["blocks_read_instead"] += 1
+        depot.read(self.id, slot, now, self._class)
+        return True
+
     def _count_lacking(self) -> None:
         layers = self._loads.depot.layers
         self._lacking = [sum(slot.filled <= layer for slot in self.slots) for layer in range(layers)]
@@ -231,7 +252,7 @@ class Loads:
         self._loads: dict[str, Load] = {}
         self._fetches: dict[str, Fetch] = {}
         """By transfer."""
-        self._done = -1
+        self._done = self._line = -1
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._fetches)
@@ -346,8 +367,7 @@ class Loads:
 
     def told(self, conn: int, transfer: str, done: int, now: float) -> None:
         fetch = self._fetches.get(transfer)
-        if fetch is not None and fetch.conn == conn:
-            fetch.watch.told(done, now)
+        if fetch is not None and fetch.conn == conn and fetch.watch.told(done, now):
             self.renew(fetch.load, now)
 
     def open_on(self, conn: int) -> list[str]:
@@ -364,12 +384,15 @@ class Loads:
                 fetch.fail(0, why, now)
 
     def tick(self, now: float) -> None:
-        done = self.depot.done(now)
-        if done > self._done:  # whoever waits in a line here has not been forgotten
-            self._done = done
-            for load in self._loads.values():
-                if load.state is not LoadState.OVER:
-                    self.depot.buffers.renew(load.name, now)
+        # Whoever waits in a line here has not been forgotten: for storage, while anything goes on, and for
+        # buffers, while those who have them get their blocks or give them back.
+        buffers = self.depot.buffers
+        done, line = self.depot.done(now), self.depot.reads.moved(now) + buffers.released
+        for load in self._loads.values():
+            filling = load.state is LoadState.FILLING and done > self._done
+            if filling or (load.state is LoadState.WAITING and line > self._line):
+                buffers.renew(load.name, now)
+        self._done, self._line = max(done, self._done), max(line, self._line)
         for fetch in list(self._fetches.values()):
             if fetch.conn is not None and fetch.watch.stalled(now):
                 self.depot.counts["stalls"] += 1

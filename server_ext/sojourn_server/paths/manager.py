@@ -32,33 +32,28 @@ from .actions import (
     Stored,
     WriteBlock,
 )
+from .connection import Connection
 from .core import LinkState, TrafficCore
 from .handles import Handle, LoadHandle, PromptHandle, PushHandle
 from .limits import LinkRates, PathLimits
 from .loads import Peer
 from .traffic_class import TrafficClass
 from .transport import Listener, Stream, Transport, TransportMissing, built_in, transport_for
-from .wire import HEAD_BYTES, WireError, decode, decode_head, encode
+from .wire import HEAD_BYTES, Data, WireError, decode, decode_head
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
+LAST_WORDS_S = 1.0
+"""For what was to be said when the engine closes."""
 MAX_GREETING_BYTES = 64 << 10
 """Of a message before it is known who speaks; no payload belongs to any."""
-MAX_CONNECTIONS = 1024
+LEAST_PAYLOAD_BYTES = 1 << 20
+"""Of a peer that has been let in, so much is read at once though nothing that is sent here is as large."""
+MAX_CONNECTIONS = 256
 MAX_STRANGERS = 64
 """Connections whose other end has not said yet who it is."""
 _GONE = (OSError, EOFError)
 """How a connection ends that somebody else has ended."""
-
-
-class _Connection:
-    """One connection, as the loop sees it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.line: asyncio.Queue[Send | None] = asyncio.Queue()
-        """What is to be said; ``None``: nothing more, hang up."""
-        self.tasks: list[asyncio.Task[None]] = []
 
 
 class TrafficManager:
@@ -87,6 +82,10 @@ class TrafficManager:
         """Where peers dial."""
         self.core = TrafficCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
+        self._patience_s = limits.patience_s
+        self._max_payload_bytes = max(
+            limits.chunk_bytes, self.core.depot.memory.layer_bytes, LEAST_PAYLOAD_BYTES
+        )
         self._store = store
         self._on_stored = on_stored
         self._clock = clock
@@ -97,7 +96,7 @@ class TrafficManager:
         self._woken = False
         self._closing = False
         self._failed: BaseException | None = None
-        self._conns: dict[int, _Connection] = {}
+        self._conns: dict[int, Connection] = {}
         self._numbers = 0
         self._listeners: list[Listener] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -164,6 +163,11 @@ class TrafficManager:
             handle.outcome = PromptOver(transfer, False, "this engine has started anew since it was pushed")
             self.forget(handle)
         return handle
+
+    def want(self, transfers: Sequence[str]) -> None:
+        """Requests in the engine's queue will expect these, the first first; to be said again within a
+        lease, until each is expected."""
+        self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
         """Have a block stored; its content stays unchanged until ``on_stored``. False: too many wait already.
@@ -288,10 +292,14 @@ class TrafficManager:
                 await listener.close()
             conns = list(self._conns.values())
             for conn in conns:
-                conn.line.put_nowait(None)
+                conn.finish()
             tasks = [task for conn in conns for task in conn.tasks]
-            if tasks:  # what was said last is said
-                await asyncio.wait(tasks, timeout=1.0)
+            if tasks:  # what was said last is said, to who takes it
+                await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+            for number in list(self._conns):
+                self._drop(number, "the engine is closing")
+            if tasks:
+                await asyncio.wait(tasks, timeout=LAST_WORDS_S)
 
     def _carry_out(self) -> None:
         """In the loop: everything that the core wants done."""
@@ -315,18 +323,30 @@ class TrafficManager:
     def _carry_out_one(self, action: Send | Dial | HangUp) -> None:
         assert self._loop is not None
         if isinstance(action, Send):
-            conn = self._conns.get(action.conn)
-            if conn is not None:
-                conn.line.put_nowait(action)
-            elif action.item is not None:
+            if not self._say(action) and action.item is not None:
                 self.do(self.core.sent, action.item)
         elif isinstance(action, Dial):
-            task = self._loop.create_task(self._dial(action.address))
+            task = self._loop.create_task(self._dial(action))
             task.add_done_callback(_raise_in_loop)
         else:
             conn = self._conns.get(action.conn)
             if conn is not None:
-                conn.line.put_nowait(None)
+                conn.finish()
+                self._loop.call_later(self._patience_s, self._drop, action.conn, "hung up on")
+
+    def _say(self, action: Send) -> bool:
+        """Whether it is in the line of a connection; where there is no room for it that is cut off."""
+        conn = self._conns.get(action.conn)
+        if conn is None:
+            return False
+        try:
+            if conn.say(action):
+                return True
+        except WireError as error:
+            self._drop(action.conn, str(error))
+        else:
+            self._stalled(action.conn)
+        return False
 
     def _tick(self) -> None:
         self._timer = None
@@ -370,15 +390,15 @@ class TrafficManager:
 
     # -- connections ------------------------------------------------------------------
 
-    async def _dial(self, address: str) -> None:
+    async def _dial(self, dial: Dial) -> None:
         try:
-            transport, rest = transport_for(address, self._transports)
+            transport, rest = transport_for(dial.address, self._transports)
             stream = await transport.dial(rest)
         except (*_GONE, ValueError, TransportMissing) as error:
-            self.do(self.core.undialable, address, str(error))
+            self.do(self.core.undialable, dial, str(error))
             return
         number = self._take_in(stream)
-        self.do(self.core.dialled, address, number)
+        self.do(self.core.dialled, dial, number)
 
     async def _accepted(self, stream: Stream) -> None:
         with self.changed:
@@ -395,16 +415,21 @@ class TrafficManager:
         assert self._loop is not None
         self._numbers += 1
         number = self._numbers
-        conn = self._conns[number] = _Connection(stream)
+        conn = self._conns[number] = Connection(
+            stream,
+            self._patience_s,
+            lambda item: self.do(self.core.sent, item),
+            lambda: self._stalled(number),
+        )
         conn.tasks = [
             self._loop.create_task(self._listen_to(number, conn)),
-            self._loop.create_task(self._say(number, conn)),
+            self._loop.create_task(self._talk_to(number, conn)),
         ]
         for task in conn.tasks:
             task.add_done_callback(_raise_in_loop)
         return number
 
-    async def _listen_to(self, number: int, conn: _Connection) -> None:
+    async def _listen_to(self, number: int, conn: Connection) -> None:
         why = "the connection has ended"
         try:
             while number in self._conns:
@@ -412,7 +437,14 @@ class TrafficManager:
                 greets = not self.core.peers.is_ready(number)
                 if greets and (head.payload_bytes or head.message_bytes > MAX_GREETING_BYTES):
                     raise WireError("so much is not said before it is known who speaks")
+                if head.payload_bytes > self._max_payload_bytes:
+                    raise WireError(
+                        f"a payload of {head.payload_bytes} bytes is too long, expected at most "
+                        f"{self._max_payload_bytes}; give all engines the same chunk_bytes"
+                    )
                 message = decode(await conn.stream.read(head.message_bytes))
+                if head.payload_bytes and not isinstance(message, Data):
+                    raise WireError(f"{type(message).__name__} has no payload")
                 payload = await conn.stream.read(head.payload_bytes) if head.payload_bytes else b""
                 self.do(self.core.received, number, message, memoryview(payload))
         except _GONE as error:
@@ -423,19 +455,20 @@ class TrafficManager:
                 self.core.depot.counts["not_understood"] += 1
         self._drop(number, why)
 
-    async def _say(self, number: int, conn: _Connection) -> None:
+    async def _talk_to(self, number: int, conn: Connection) -> None:
         why = "the connection has ended"
         try:
-            while (action := await conn.line.get()) is not None:
-                payload_bytes = sum(part.nbytes for part in action.payload)
-                try:
-                    await conn.stream.write([encode(action.message, payload_bytes), *action.payload])
-                finally:
-                    if action.item is not None:
-                        self.do(self.core.sent, action.item)
-        except (*_GONE, WireError) as error:
+            await conn.talk()
+        except _GONE as error:
             why = str(error) or why
         self._drop(number, why)
+
+    def _stalled(self, number: int) -> None:
+        """A peer takes nothing. What is open with it ends for that reason, then its connection."""
+        if number not in self._conns:
+            return
+        self.do(self.core.stalled, number)
+        self._drop(number, "the peer takes nothing")
 
     def _drop(self, number: int, why: str) -> None:
         """A connection is over: its other task ends by that, and what was to be said never will be."""
@@ -443,12 +476,8 @@ class TrafficManager:
         if conn is None:
             return
         conn.stream.close()
-        unsaid = []
-        while not conn.line.empty():
-            action = conn.line.get_nowait()
-            if action is not None and action.item is not None:
-                unsaid.append(action.item)
-        conn.line.put_nowait(None)
+        unsaid = conn.unsaid()
+        conn.finish()
         self.do(self.core.lost, number, why)
         for item in unsaid:
             self.do(self.core.sent, item)

@@ -83,6 +83,9 @@ class Orders:
 
     ends: list[int] = field(default_factory=list)
     """Asks that nobody waits for any more."""
+    wants: list[str] = field(default_factory=list)
+    """Contexts that requests in the engine's queue will ask for: kept until one of ``expects`` or ``drops``
+    has them, which each of them comes to, or until the engine takes no step for a lease."""
     drops: list[Expect] = field(default_factory=list)
     """Contexts that are pushed here and will not be asked for."""
     aborts: list[str] = field(default_factory=list)

@@ -52,6 +52,8 @@ class _Conn:
 
 @dataclass(slots=True, eq=False)
 class _Address:
+    dial: Dial
+    """The answer to an earlier one has come too late."""
     watch: Watch
     conn: int | None = None
     callers: list[Caller] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Peers:
         self._depot = depot
         self._conns: dict[int, _Conn] = {}
         self._addresses: dict[str, _Address] = {}
+        self._dials = 0
         self.refusals: dict[str, str] = {}
         """Why there is no KV between us and a peer, by its name or address: the first time."""
 
@@ -85,24 +88,28 @@ class Peers:
                 caller.reached(known.conn, conn.epoch, now)
                 return
         if known is None:
-            known = self._addresses[address] = _Address(Watch(self._depot.limits.patience_s, now))
-            self._depot.actions.append(Dial(address))
+            self._dials += 1
+            dial = Dial(address, self._dials)
+            known = self._addresses[address] = _Address(dial, Watch(self._depot.limits.patience_s, now))
+            self._depot.actions.append(dial)
         known.callers.append(caller)
 
-    def dialled(self, address: str, conn: int, now: float) -> None:
+    def dialled(self, dial: Dial, conn: int, now: float) -> None:
         """The connection that was asked for is there."""
-        known = self._addresses.get(address)
-        if known is None:  # it took too long
+        known = self._addresses.get(dial.address)
+        if known is None or known.dial != dial:  # it took too long
             self._depot.actions.append(HangUp(conn))
             return
         known.conn = conn
-        self._conns[conn] = _Conn(Stage.DIALLED, Watch(self._depot.limits.patience_s, now), address)
+        self._conns[conn] = _Conn(Stage.DIALLED, Watch(self._depot.limits.patience_s, now), dial.address)
         hello = Hello(name=self.name, epoch=self.epoch, kv=told(self._depot.identity))
         self._depot.actions.append(Send(conn, hello))
 
-    def undialable(self, address: str, why: str, now: float) -> None:
+    def undialable(self, dial: Dial, why: str, now: float) -> None:
         """There is no connection to be had."""
-        self._give_up(address, f"cannot reach {address}: {why}", now)
+        known = self._addresses.get(dial.address)
+        if known is not None and known.dial == dial:
+            self._give_up(dial.address, f"cannot reach {dial.address}: {why}", now)
 
     def accepted(self, conn: int, now: float) -> None:
         """Somebody has dialled us."""

@@ -2,6 +2,7 @@
 
     prefill, or whole                          decode
     ────────────────                           ──────
+                                               in the queue: its context is wanted
     asked ── Fetch ──▶ FETCHING                asked ── Expect ──▶ EXPECTING
       wait, without KV blocks                    wait, without KV blocks
     first layers are here ──▶ READY            all of it is here ──▶ READY     never will be ──▶ as whole
@@ -88,6 +89,8 @@ class PathPlanner:
         self._asks: dict[int, str] = {}
         """Asks that wait for an answer, and whose they are."""
         self._last_ask = 0
+        self._wants: Counter[str] = Counter()
+        """Contexts that requests want and have not asked for yet, and how many do."""
         self._orders = Orders()
 
     def __len__(self) -> int:
@@ -119,6 +122,13 @@ class PathPlanner:
         if params.part is Part.DECODE:
             entry.stored = entry.saved = params.stored
             entry.waits_for_prompt = True
+            if not entry.is_foreign:
+                # vLLM may come to it only much later: until then somebody has to say that it is not left.
+                if not self._wants[params.context]:
+                    orders = self._orders
+                    orders.drops = [drop for drop in orders.drops if drop.context != params.context]
+                    orders.wants.append(params.context)
+                self._wants[params.context] += 1
         self.counts["unreadable" if wrong else params.part.value] += 1
         return wrong
 
@@ -279,19 +289,19 @@ class PathPlanner:
         return max(0, self._ready_end(entry) - computed)
 
     def _expect(self, entry: Entry, computed: int) -> Found:
-        entry.waits_for_prompt = False
-        expect = Expect(0, entry.params.context, entry.params.epoch)
-        if entry.context != entry.params.context:
+        if entry.is_foreign:
+            entry.waits_for_prompt = False
             # It was made of other tokens, by the name that the prefill engine gave it. Another request may
             # wait for it, as of several prompts that were sent as one: where none does, its lease ends it.
             self.counts["prompts_foreign"] += 1
             return self._fetch(entry, computed)
         if entry.view.num_prompt_tokens <= computed:
-            self._orders.drops.append(expect)
+            self._drop(entry)
             return NOTHING
+        self._wants_no_more(entry)
         self._open(entry, Phase.EXPECTING)
         entry.first, entry.is_prompt = 0, True
-        self._orders.expects.append(expect._replace(ask=entry.ask))
+        self._orders.expects.append(Expect(entry.ask, entry.params.context, entry.params.epoch))
         return LATER
 
     def _fetch(self, entry: Entry, computed: int) -> Found:
@@ -402,7 +412,7 @@ class PathPlanner:
         for expect in orders.expects:
             if expect.ask == ask:
                 orders.expects.remove(expect)
-                orders.drops.append(expect._replace(ask=0))
+                self._order_drop(expect)
                 return True
         return False
 
@@ -420,5 +430,18 @@ class PathPlanner:
     def _drop(self, entry: Entry) -> None:
         """Let go of a context that it will not ask for."""
         if entry.waits_for_prompt:
-            self._orders.drops.append(Expect(0, entry.params.context, entry.params.epoch))
+            self._wants_no_more(entry)
+            self._order_drop(Expect(0, entry.params.context, entry.params.epoch))
+
+    def _order_drop(self, expect: Expect) -> None:
+        if not self._wants[expect.context]:  # else another request in the queue sees to it
+            self._orders.drops.append(expect._replace(ask=0))
+
+    def _wants_no_more(self, entry: Entry) -> None:
+        """It asks, or never will."""
         entry.waits_for_prompt = False
+        if not entry.is_foreign:
+            context = entry.params.context
+            self._wants[context] -= 1
+            if not self._wants[context]:
+                del self._wants[context]

@@ -29,6 +29,7 @@ class Gathering(Protocol):
     def say(self, conn: int | None, message: Answer) -> None: ...
     def tell(self, prompt: Prompt) -> None: ...
     def let_go(self, prompt: Prompt, now: float) -> None: ...
+    def remember(self, prompt: Prompt, why: str) -> None: ...
 
 
 class ReadState(Enum):
@@ -93,12 +94,15 @@ class Prompt:
         self.claimed = False
         self.rests_since_s: float | None = None
         """Since when nothing is to be done for it here: it is whole, or nobody is left who would go on."""
+        self.moved_s = now
+        """When something of it last came, or it got its turn."""
         self.watch = Watch(prompts.depot.limits.patience_s, now)
         self._prompts = prompts
 
     # -- as a holder ----------------------------------------------------------------
 
     def granted(self, now: float) -> None:
+        self.moved_s = now
         if self.read is not None:
             self._begin_reading(self.read, now)
         if self.offer is not None and self.state is PromptState.GATHERING:
@@ -108,6 +112,7 @@ class Prompt:
         depot = self._prompts.depot
         depot.buffers.renew(self.name, now)
         self.watch.seen(now)
+        self.moved_s = now
         if slot.filled < depot.layers:
             return
         if self.read is not None:
@@ -132,10 +137,12 @@ class Prompt:
             self._prompts.depot.drop(self.name, slot, now)
 
     def lapsed(self, now: float) -> bool:
+        why = "the lease on its buffers has expired"
         if not self.claimed:
-            self.fail("the lease on its buffers has expired", now, tell=True)
+            self._prompts.remember(self, why)
+            self.fail(why, now, tell=True)
             if self.state is PromptState.COMPLETE and self.expected:
-                self.state, self.why = PromptState.FAILED, "the lease on its buffers has expired"
+                self.state, self.why = PromptState.FAILED, why
                 self._prompts.tell(self)
             self._prompts.let_go(self, now)
         return not self.claimed
@@ -190,7 +197,7 @@ class Prompt:
                 size = len(part) * depot.memory.layer_bytes
                 for slot in part:
                     depot.buffers.pin(slot)
-                number = depot.compute.put(self.name, size, chunk, now, read.traffic_class)
+                number = depot.compute.put(self.name, size, chunk, now, read.traffic_class, peer=read.conn)
                 read.in_line[number] = chunk
         if not read.in_line:
             read.state = ReadState.DONE
@@ -200,6 +207,7 @@ class Prompt:
 
     def take_offer(self, offer: OfferHalf, now: float) -> None:
         self.offer = offer
+        self.moved_s = now
         if self._prompts.depot.buffers.granted(self.name):
             self._begin_taking(offer, now)
 
@@ -301,9 +309,13 @@ class Prompt:
         return gathering and self.offer is None and self.read is not None and self.read.conn is None
 
     @property
+    def waits_for_room(self) -> bool:
+        return self.leased and not self._prompts.depot.buffers.granted(self.name)
+
+    @property
     def waits_here(self) -> bool:
         """For buffers, or for this engine's own links."""
-        if self.leased and not self._prompts.depot.buffers.granted(self.name):
+        if self.waits_for_room:
             return True
         return self.read is not None and self.read.state is not ReadState.DONE
 

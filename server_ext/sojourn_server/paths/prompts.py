@@ -2,7 +2,12 @@
 
 The engine says that it expects a transfer before or after anything has come of it, takes its blocks when all
 are there, and lets go of it. While it waits, what counts is progress: of an answer that never comes it learns
-soon. ``prompt`` says how one is gathered.
+soon. Before, while the request is in its queue, the engine says that it wants the transfer: then what is
+whole stays as long as that is said again. ``prompt`` says how one is gathered.
+
+Who wants buffers that others have gets them in this order: what nobody has asked for; of what requests in the
+queue want, the last, as far as it is more than their share. Nobody else yields: whoever has nothing yet loses
+nothing but his patience.
 """
 
 from __future__ import annotations
@@ -17,9 +22,15 @@ from .link import Item
 from .prompt import Answer, Chunk, OfferHalf, Prompt, PromptState, ReadHalf, ReadState
 from .wire import Abort, Complete, Data, Failed, Offer, Read
 
-MOST_EVICTED = 4096
-"""Transfers of which it is remembered that their buffers were given to others."""
+MOST_GONE = 4096
+"""Transfers of which it is remembered that their buffers were given back before anybody asked for them."""
 EVICTED = "nobody had asked for it, and others waited for its buffers"
+CROWDED_OUT = "its request was among the last in the queue, and others waited for its buffers"
+ALL_PEERS = 4
+"""All peers together may have so many times here what one may."""
+SILENT_LEASES = 4
+"""So many times ``lease_s`` a peer may take to give something of a context that has its buffers, however
+often it says that it lives. A step may be long; one that hangs does not end."""
 
 
 class Prompts:
@@ -28,10 +39,18 @@ class Prompts:
     def __init__(self, depot: Depot) -> None:
         self.depot = depot
         self._prompts: dict[str, Prompt] = {}
-        self._evicted: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        """Transfers that are not here any more, and why."""
+        self._wanted: dict[str, float] = {}
+        """Transfers that requests in the queue will expect, in that order, and until when that holds."""
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def wanted(self) -> int:
+        """Transfers that requests in the engine's queue are known to want."""
+        return len(self._wanted)
 
     # -- what the engine asks for ---------------------------------------------------
 
@@ -44,12 +63,22 @@ class Prompts:
             raise ValueError(f"transfer {transfer!r} is expected already")
         prompt.expected = True
         prompt.watch.seen(now)
-        if transfer in self._evicted:  # it is told at once: nothing comes of it
-            del self._evicted[transfer]
-            prompt.state, prompt.why = PromptState.FAILED, EVICTED
+        self._wanted.pop(transfer, None)
+        if transfer in self._gone:  # it is told at once: nothing comes of it
+            prompt.state, prompt.why = PromptState.FAILED, self._gone.pop(transfer)
         self.depot.buffers.renew(prompt.name, now)
         if prompt.state is not PromptState.GATHERING:
             self._event(prompt)
+
+    def want(self, transfers: Sequence[str], now: float) -> None:
+        """They will be expected. Said again, that holds for another ``lease_s``."""
+        for transfer in transfers:
+            prompt = self._prompts.get(transfer)
+            if prompt is not None and prompt.expected:
+                continue
+            self._wanted[transfer] = now + self.depot.limits.lease_s
+            if prompt is not None and prompt.state is PromptState.COMPLETE:
+                self.depot.buffers.renew(prompt.name, now)
 
     def blocks(self, transfer: str) -> list[memoryview]:
         """The blocks of a context that is complete, in the order in which they were offered; nobody else gets
@@ -65,6 +94,7 @@ class Prompts:
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
         """It was taken, or is not wanted any more: peers are told ``why`` then. Nothing for what is gone."""
+        self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
             return
@@ -80,6 +110,7 @@ class Prompts:
             prompt.fail(why, now, tell=True)
             if not prompt.claimed:
                 self.forget(prompt.transfer, now)
+        self._wanted.clear()
 
     # -- what peers ask for ---------------------------------------------------------
 
@@ -95,7 +126,11 @@ class Prompts:
             why = "no blocks, or one of them twice"
             self.say(conn, Failed(transfer=message.transfer, index=0, reason=why))
             return
-        self._evicted.pop(message.transfer, None)
+        refused = self._refusal(conn, message.transfer, len(keys))
+        if refused:
+            self.say(conn, Failed(transfer=message.transfer, index=0, reason=refused))
+            return
+        self._gone.pop(message.transfer, None)
         prompt = prompt or Prompt(self, message.transfer, now)
         prompt.read = ReadHalf(conn, keys, message.traffic_class)
         self._prompts[message.transfer] = prompt
@@ -118,12 +153,18 @@ class Prompts:
         if prompt is not None and prompt.state is not PromptState.GATHERING:
             self.say(conn, Abort(transfer=message.transfer, reason=prompt.why))
             return
+        refused = self._refusal(conn, message.transfer, len(keys))
+        if refused:
+            self.say(conn, Abort(transfer=message.transfer, reason=refused))
+            if prompt is not None and prompt.conns() <= {conn}:
+                prompt.fail(refused, now, tell=False)
+            return
         if prompt is not None and prompt.leased:
             prompt.watch.seen(now)
             prompt.take_offer(half, now)
             return
         if prompt is None:
-            self._evicted.pop(message.transfer, None)
+            self._gone.pop(message.transfer, None)
             prompt = self._prompts[message.transfer] = Prompt(self, message.transfer, now)
             self.depot.counts["prompts"] += 1
         prompt.offer = half
@@ -148,9 +189,12 @@ class Prompts:
         prompt.fail(message.reason, now, tell=False)
 
     def told(self, conn: int, transfer: str, done: int, now: float) -> None:
+        """A peer says that it goes on. Who waits for room is kept in line by what is done, not by words; who
+        has its buffers keeps them, while it gives something now and then, for ``SILENT_LEASES``."""
         prompt = self._prompts.get(transfer)
-        if prompt is not None and conn in prompt.conns() and not prompt.claimed:
-            prompt.watch.told(done, now)
+        if prompt is None or conn not in prompt.conns() or prompt.claimed:
+            return
+        if prompt.watch.told(done, now) or not prompt.waits_for_room:
             self.depot.buffers.renew(prompt.name, now)
 
     def open_on(self, conn: int) -> list[str]:
@@ -180,11 +224,20 @@ class Prompts:
 
     def tick(self, now: float) -> None:
         done = self.depot.done(now)
+        silent_s = SILENT_LEASES * self.depot.limits.lease_s
+        for transfer in [each for each, until_s in self._wanted.items() if until_s <= now]:
+            del self._wanted[transfer]
         for prompt in list(self._prompts.values()):
             if prompt.state is not PromptState.GATHERING:
                 continue
             if prompt.waits_here and prompt.watch.told(done, now, by="here"):
                 self.depot.buffers.renew(prompt.name, now)
+                prompt.moved_s = now
+            if prompt.leased and not prompt.waits_for_room and now - prompt.moved_s >= silent_s:
+                self.depot.counts["stalls"] += 1
+                self.remember(prompt, "its peer gave nothing of it")
+                prompt.fail("its peer gave nothing of it", now, tell=True)
+                continue
             if prompt.expected and prompt.watch.stalled(now):
                 self.depot.counts["stalls"] += 1
                 prompt.fail("nothing comes of it", now, tell=True)
@@ -234,16 +287,73 @@ class Prompts:
             for prompt in self._prompts.values()
             if prompt.is_left and prompt.rests_since_s is not None and now - prompt.rests_since_s >= least_s
         ]
-        for _, prompt in sorted(left, key=lambda each: each[0]):
+        unwanted = [each for each in left if not self._is_wanted(each[1])]
+        for _, prompt in sorted(unwanted, key=lambda each: each[0]):
+            self._evict(prompt, EVICTED, now)
             if not depot.buffers.waiting:
                 return
-            depot.counts["prompts_evicted"] += 1
-            self._evicted[prompt.transfer] = None
-            if len(self._evicted) > MOST_EVICTED:
-                self._evicted.popitem(last=False)
-            prompt.fail(EVICTED, now, tell=True)
-            self.let_go(prompt, now)
-            depot.grant(now)
+        if len(unwanted) < len(left):
+            for prompt in self._beyond_share({prompt.transfer for _, prompt in left}):
+                self._evict(prompt, CROWDED_OUT, now)
+                if not depot.buffers.waiting:
+                    return
+
+    def _is_wanted(self, prompt: Prompt) -> bool:
+        """By a request in the queue, which can take it as it is."""
+        return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
+
+    def _beyond_share(self, rest: set[str]) -> list[Prompt]:
+        """Of those at ``rest`` that requests in the queue want, what is more than their share, the last of
+        the queue first: were it the first, all would be given up just before their turn."""
+        most = self.depot.limits.queue_share * self.depot.limits.slots
+        slots: set[int] = set()
+        found: list[Prompt] = []
+        for transfer in self._wanted:
+            prompt = self._prompts.get(transfer)
+            if prompt is None or prompt.offer is None or not self._is_wanted(prompt) or transfer not in rest:
+                continue
+            is_first = not slots
+            slots.update(slot.index for slot in prompt.offer.slots)
+            if len(slots) > most and not is_first:
+                found.append(prompt)
+        return found[::-1]
+
+    def _evict(self, prompt: Prompt, why: str, now: float) -> None:
+        self.depot.counts["prompts_evicted"] += 1
+        self.remember(prompt, why)
+        prompt.fail(why, now, tell=True)
+        self.let_go(prompt, now)
+        self.depot.grant(now)
+
+    def remember(self, prompt: Prompt, why: str) -> None:
+        """It goes before anybody has asked for it: who does yet is told at once."""
+        if prompt.expected:
+            return
+        self._gone[prompt.transfer] = why
+        if len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
+
+    def _refusal(self, conn: int, transfer: str, keys: int) -> str:
+        """Why a peer's next context is not taken in; empty: it is."""
+        limits = self.depot.limits
+        contexts = {True: 0, False: 0}
+        held = {True: keys, False: 0}
+        """By whether they are this peer's; what a peer has left behind is its lease's."""
+        for prompt in self._prompts.values():
+            halves = [half for half in (prompt.read, prompt.offer) if half is not None]
+            for half in halves:
+                held[half.conn == conn] += len(half.keys)
+            if halves and prompt.transfer != transfer:
+                contexts[conn in prompt.conns()] += 1
+        if contexts[True] < limits.peer_contexts and held[True] <= limits.peer_keys:
+            most_contexts, most_keys = ALL_PEERS * limits.peer_contexts, ALL_PEERS * limits.peer_keys
+            if sum(contexts.values()) < most_contexts and sum(held.values()) <= most_keys:
+                return ""
+            who = "all peers together"
+        else:
+            who, most_contexts, most_keys = "one peer", limits.peer_contexts, limits.peer_keys
+        self.depot.counts["contexts_refused"] += 1
+        return f"{who} may have {most_contexts} contexts of {most_keys} keys here at a time, and no more"
 
     def let_go(self, prompt: Prompt, now: float) -> None:
         """Its buffers are others'; it stays known as long as its engine has not ended it."""

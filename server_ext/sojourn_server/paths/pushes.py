@@ -114,7 +114,9 @@ class Push:
             part = indices[start : start + per]
             chunk = Chunk(self, layer, part)
             self.in_line.add(
-                depot.compute.put(f"push {self.transfer}", len(part) * size, chunk, now, self._class)
+                depot.compute.put(
+                    f"push {self.transfer}", len(part) * size, chunk, now, self._class, peer=self.conn
+                )
             )
 
     def message(self, chunk: Chunk) -> Data:

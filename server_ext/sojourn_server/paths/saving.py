@@ -2,7 +2,8 @@
 
 What the store has already need not be copied. That is found out beside the forward pass, in a thread of its
 own, since a store may not answer: a block of which nothing is known when the step ends is copied and given,
-and whoever writes it sees whether it is there. Blocks of a request that has ended are held for what of it is
+and whoever writes it sees whether it is there. Where a look has hung for as long as patience lasts no other
+is begun before it returns. Blocks of a request that has ended are held for what of it is
 left, so many a step, until it is given or the store takes nothing for as long as patience lasts.
 """
 
@@ -63,12 +64,15 @@ class Saving:
         self._attempt = attempt
         self._log = log
         self._lock = threading.Lock()
-        """Over ``_known``, ``_looks`` and what is known of late ones, which the lane writes."""
+        """Over ``_known``, ``_looks``, ``_look_began_s`` and what is known of late ones, which the lane
+        writes."""
         self._saves: list[Save] = []
         self._known: set[bytes] = set()
         """Of this step's blocks those that the store was seen to have."""
         self._looks = 0
         """That the lane was given and has not come back from."""
+        self._look_began_s: float | None = None
+        """When the store was last asked for something that it has not answered."""
         self._late: dict[str, _Late] = {}
         self._moved_s = clock()
         """When something of the late ones last went on."""
@@ -106,8 +110,14 @@ class Saving:
                 self._moved_s = self._clock()
             made = self._late[request] = _Late(deque(left))
             with self._lock:
-                self._looks += 1
-            self._lane.give(lambda made=made: self._look_late(made))  # type: ignore[misc]
+                began_s = self._look_began_s
+                hangs = began_s is not None and self._clock() - began_s >= self._patience_s
+                self._looks += not hangs
+            if hangs:
+                made.stored = 0
+                self._counts["looks_given_up"] += 1
+            else:
+                self._lane.give(lambda made=made: self._look_late(made))  # type: ignore[misc]
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy what this step filled, but for what hangs on ``bad`` blocks. Of each request of which
@@ -174,6 +184,7 @@ class Saving:
         for late in self._late.values():
             late.wanted = False
             self._counts["saves_given_up"] += len(late.saves)
+            late.saves, late.content = deque(), None  # a look that hangs still has it
         self._late.clear()
 
     def _look(self, keys: Sequence[bytes], known: set[bytes]) -> int:
@@ -182,23 +193,23 @@ class Saving:
             for key in keys:
                 if known is not self._known:  # its step is over
                     break
-                if self._leading([key]):
+                if self._ask([key]):
                     with self._lock:
                         known.add(key)
         except Exception as error:
             self._log("look into the store", error)
-        with self._lock:
-            self._looks -= 1
+        self._looked()
         return 0
 
     def _look_late(self, late: _Late) -> int:
         """In its own thread."""
         stored = 0
-        keys = [save.key for save in late.saves]  # nobody takes from them before this is over
+        # Nobody takes from them before this is over; who gives up puts others in their place.
+        keys = [save.key for save in late.saves]
         try:
             for at in range(0, len(keys), LOOK_KEYS):
                 some = keys[at : at + LOOK_KEYS]
-                here = self._leading(some) if late.wanted else 0
+                here = self._ask(some) if late.wanted else 0
                 stored += here
                 self._moved_s = self._clock()
                 if here < len(some):
@@ -207,5 +218,16 @@ class Saving:
             self._log("look into the store", error)
         with self._lock:
             late.stored = stored
-            self._looks -= 1
+        self._looked()
         return 0
+
+    def _ask(self, keys: Sequence[bytes]) -> int:
+        """In the lane's thread: how many leading blocks the store has."""
+        with self._lock:
+            self._look_began_s = self._clock()
+        return self._leading(keys)
+
+    def _looked(self) -> None:
+        with self._lock:
+            self._looks -= 1
+            self._look_began_s = None

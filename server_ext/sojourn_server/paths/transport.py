@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-_READ_AHEAD_BYTES = 4 << 20
+_READ_AHEAD_BYTES = 256 << 10
+"""Of each peer, twice as much lies in a buffer at most before anybody reads it."""
 _MAX_UNIX_PATH = 107
 """What fits ``struct sockaddr_un``."""
 
@@ -32,7 +33,10 @@ class Stream(Protocol):
         """Send, one after the other; returns when their memory may be used again. Raises ``OSError``."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End it at once, from the loop: a write that is under way ends too, well or not, and reads no memory
+        any more. Again: nothing happens."""
+        ...
 
 
 class Listener(Protocol):

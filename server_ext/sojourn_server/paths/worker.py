@@ -34,6 +34,9 @@ from .step_times import StepTimes
 STUCK_S = 30.0
 """The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
 
+WANTS_S = 0.5
+"""How often it is said again what requests in the queue want: well within a lease."""
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -116,6 +119,9 @@ class PathWorker:
         self._prompts: dict[int, Prompt] = {}
         self._unsure: set[int] = set()
         """Asks whose context is waited for."""
+        self._wanted: dict[str, None] = {}
+        """Contexts that requests in the queue will ask for, in that order."""
+        self._wants_said_s = float("-inf")
         self._taken: set[str] = set()
         self._not_filled: set[int] = set()
         self._streams: list[_Stream] = []
@@ -148,6 +154,7 @@ class PathWorker:
         self._bad.update(step.not_filled)
         for ask in step.ends:
             self._do("end an ask", self._end, ask)
+        self._wanted.update(dict.fromkeys(step.wants))
         for drop in step.drops:
             self._do("let go of a context", self._drop, drop)
         for request in step.aborts:
@@ -167,6 +174,7 @@ class PathWorker:
         for expect in step.expects:
             self._unsure.add(expect.ask)
             self._do("expect a context", self._expect, expect)
+        self._do("keep contexts", self._say_wants, bool(step.wants))
         for order in step.streams:
             with self._lock:
                 fetching = self._fetchings.pop(order.ask, None)
@@ -301,6 +309,7 @@ class PathWorker:
         """Asks, pushes and holds that have not been ended, here or in other threads."""
         with self._lock:
             found = len(self._looking) + len(self._fetchings) + len(self._taken)
+        found += len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
@@ -353,7 +362,15 @@ class PathWorker:
                 break
         return stored
 
+    def _say_wants(self, more: bool) -> None:
+        """While the engine takes steps its queue is served: what is in it is not left."""
+        now_s = self._clock()
+        if self._wanted and (more or now_s - self._wants_said_s >= WANTS_S):
+            self._wants_said_s = now_s
+            self._traffic.want(list(self._wanted))
+
     def _expect(self, expect: orders.Expect) -> None:
+        self._wanted.pop(expect.context, None)
         try:
             self._prompts[expect.ask] = self._traffic.expect(expect.context, epoch=expect.epoch)
         except ValueError:  # another request waits for it
@@ -372,6 +389,7 @@ class PathWorker:
             return 0
 
     def _drop(self, drop: orders.Expect) -> None:
+        self._wanted.pop(drop.context, None)
         try:
             self._traffic.expect(drop.context, epoch=drop.epoch).end()
         except ValueError:  # another request waits for it, and sees to it
