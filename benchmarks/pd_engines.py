@@ -141,6 +141,7 @@ def serve_args(name: str, role: Role, settings: EngineSettings, folder: Path, pe
         "store_bytes": 1 << 36,
         "buffer_bytes": settings.buffer_bytes,
         "save": role in settings.storing,
+        "keep_on_reset": True,  # what is forgotten between two runs is on the device alone
         # A machine with other work may hold threads up for a while; nothing fails of that here.
         "patience_s": 10.0,
     }

@@ -192,6 +192,7 @@ def pair(loud_model: str, alone: Any, tmp_path_factory: pytest.TempPathFactory) 
                 "store_bytes": 64 * MIB,
                 "buffer_bytes": 16 * MIB,
                 "patience_s": 4.0,
+                "keep_on_reset": True,  # to forget what is on the device
             },
         )
 

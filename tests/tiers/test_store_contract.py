@@ -280,6 +280,66 @@ def test_who_follows_whom_outlives_the_process(tmp_path: Path) -> None:
     again.close()
 
 
+def test_who_reads_does_not_wait_until_a_full_store_knows_who_follows_whom(tmp_path: Path) -> None:
+    """After a restart the first block for which there is no room has all headers read."""
+    before = shared(tmp_path, blocks=4)
+    for number in range(4):
+        put(before, KEYS[number], KEYS[number - 1] if number else b"")
+    before.close()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stand(name: str, path: Path) -> None:
+        if name == "open" and path.stem == KEYS[3].hex() and threading.current_thread() is writer:
+            reached.set()
+            go_on.wait(10)
+
+    store = shared(tmp_path, blocks=4, files=FaultyFiles(stand))
+    outcomes: list[Outcome] = []
+    writer = threading.Thread(target=lambda: outcomes.append(put(store, KEYS[4])))
+    readers_done = threading.Event()
+
+    def read() -> None:
+        get(store, KEYS[0])
+        get(store, KEYS[1])
+        assert store.leading(KEYS[:4]) == 4
+        readers_done.set()
+
+    writer.start()
+    assert reached.wait(10)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert readers_done.wait(5), "it waits for the writer"
+    finally:
+        go_on.set()
+        writer.join()
+        reader.join()
+    assert outcomes == [Outcome.STORED]
+    assert [store._has(key) for key in KEYS[:5]] == [True, True, True, False, True]
+
+
+def test_what_happens_while_a_full_store_learns_counts(tmp_path: Path) -> None:
+    before = shared(tmp_path, blocks=4)
+    for number in range(4):  # contexts of one block each, the first the longest unused
+        put(before, KEYS[number])
+    before.close()
+    went_by: list[str] = []
+
+    def meanwhile(name: str, path: Path) -> None:
+        if name == "open" and path.stem == KEYS[3].hex() and not went_by:
+            went_by.append("so")
+            assert get(store, KEYS[0]) == payload(KEYS[0])
+            the_file(tmp_path, KEYS[1]).unlink()
+            with pytest.raises(BlockMissing):
+                get(store, KEYS[1])
+
+    store = shared(tmp_path, blocks=4, files=FaultyFiles(meanwhile))
+    assert [put(store, KEYS[number]) for number in (4, 5)] == [Outcome.STORED] * 2
+    assert went_by
+    assert [store._has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
+    assert store.counts["evicted"] == 1
+
+
 def test_a_header_that_cannot_be_read_makes_a_block_of_no_context(tmp_path: Path) -> None:
     store = shared(tmp_path, blocks=3)
     put_context(store, 0, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,3 +196,124 @@ def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
     worker.shutdown()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["vLLM's cache alone", "connectors too"])
+def test_after_a_reset_nothing_is_read_stored_or_pushed_until_a_restart(engine: Any, told: bool) -> None:
+    """New weights are the usual reason: KV of the old ones is in the store under the same name."""
+    connector = engine.scheduler.connector
+    assert connector.member.is_over is False
+    assert engine.scheduler.reset_prefix_cache(reset_connector=told)
+    assert connector.has_pending_push_work(), "the worker has to hear of it"
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.stop
+    answer(engine, planned)
+    assert connector.member.is_over
+    engine.add("r", list(range(400)), max_tokens=20)
+    pushed = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    expected = {"do_remote_prefill": True, "transfer": "t", "context": "c", "stored": 0}
+    for name, params in (("p", pushed), ("d", expected)):
+        request = engine.add(name, list(range(400)), max_tokens=1)
+        request.kv_transfer_params = params
+        connector.on_new_request(request)
+    for _ in range(30):
+        planned = engine.plan()
+        assert not planned.kv_connector_metadata.stop, "said once"
+        assert not planned.kv_connector_metadata.orders
+        answer(engine, planned)
+    assert not engine.scheduler.has_requests()
+    assert not connector.planner.open_asks
+
+
+def test_what_waits_for_a_hit_when_the_cache_is_reset_is_computed(engine: Any) -> None:
+    engine.add("waits", list(range(400)), max_tokens=2)
+    engine.add("is here", list(range(400, 800)), max_tokens=2)
+    planned = engine.plan()
+    first, second = planned.kv_connector_metadata.orders.fetches
+    answer(engine, planned, Reports(ready={second.ask: 5}))
+    assert engine.scheduler.reset_prefix_cache()
+    planned = engine.plan()
+    assert planned.num_scheduled_tokens == {"waits": 400, "is here": 400}
+    orders = planned.kv_connector_metadata.orders
+    assert sorted(orders.ends) == [first.ask, second.ask]
+    assert (orders.streams, orders.saves, orders.fetches) == ([], [], [])
+    while engine.scheduler.has_requests():
+        answer(engine, planned)
+        planned = engine.plan()
+        assert not planned.kv_connector_metadata.orders.saves
+
+
+def test_what_runs_when_the_cache_is_reset_stores_nothing_more_and_tells_nobody(engine: Any) -> None:
+    """vLLM resets nothing while blocks are held, and tells connectors all the same."""
+    connector = engine.scheduler.connector
+    request = engine.add("r", list(range(400)), max_tokens=1)
+    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    connector.on_new_request(request)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.orders.fetches
+    answer(engine, planned, Reports(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.orders.pushes
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    answer(engine, planned)
+    planned = engine.plan()
+    orders = planned.kv_connector_metadata.orders
+    assert (orders.holds, orders.aborts, orders.saves) == (["r"], ["r"], [])
+    assert planned.kv_connector_metadata.stop
+    answer(engine, planned, finished_sending={"r"})
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_reset_before_a_measurement_can_leave_the_store_in_use(engine: Any) -> None:
+    connector = engine.scheduler.connector
+    connector.settings = dataclasses.replace(connector.settings, keep_on_reset=True)
+    connector._pool = None
+    connector.bind_gpu_block_pool(engine.pool)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("r", list(range(400)), max_tokens=2)
+    assert engine.plan().kv_connector_metadata.orders.fetches
+    connector.reset_cache()
+    assert engine.plan().kv_connector_metadata.stop
+
+
+def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: Any, tmp_path: Path) -> None:
+    import torch
+    from sojourn_server.paths.orders import Orders, Push, Save
+    from sojourn_server.vllm.paths_connector import StepOrders
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    half = engine.scheduler.connector
+    worker = PathsConnector(half._vllm_config, KVConnectorRole.WORKER, half._kv_cache_config)
+    rows = worker.settings.identity.block_bytes // worker.settings.per_full
+    layers = worker.settings.identity.layers
+    worker.register_kv_caches(
+        {
+            f"l{at}": torch.zeros(worker.settings.blocks, rows // layers, dtype=torch.uint8)
+            for at in range(layers)
+        }
+    )
+    try:
+        assert worker.told() is not None
+        keys, ids = [b"k" * 32], list(range(1, 5))
+        step = Orders(pushes=[Push("r", "c", "unix:/nobody", None, keys, ids)])
+        worker.handle_preemptions(StepOrders(step))
+        worker.wait_for_save()
+        worker.handle_preemptions(StepOrders(Orders(holds=["r"], aborts=["r"]), stop=True))
+        worker.wait_for_save()
+        assert worker.told() is None
+        assert worker._closing is not None
+        worker._closing.join(10)
+        assert not worker._closing.is_alive()
+        sent: set[str] = set()
+        for _ in range(100):
+            worker.handle_preemptions(StepOrders())
+            worker.wait_for_save()
+            sent |= worker.get_finished(set())[0] or set()
+        assert sent == {"r"}, "its blocks are free again"
+        late = Save(request="s", place=0, key=keys[0], parent=b"", block_ids=ids, before=[])
+        worker.handle_preemptions(StepOrders(Orders(saves=[late])))
+        worker.wait_for_save()
+        assert not list((tmp_path / "store").glob("**/*.kv"))
+    finally:
+        worker.shutdown()

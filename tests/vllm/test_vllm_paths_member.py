@@ -123,6 +123,15 @@ def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None)
 
 
 @pytest.mark.parametrize("policy", [None, "observe"])
+def test_after_a_reset_it_is_a_member_of_no_pair(make_core: Any, policy: str | None) -> None:
+    core = make_core(policy)
+    assert core.ask("capabilities")["paths"]
+    assert core.scheduler.reset_prefix_cache()
+    core.scheduler.connector.has_pending_push_work()  # asked before each step
+    assert core.ask("capabilities")["paths"] is None
+
+
+@pytest.mark.parametrize("policy", [None, "observe"])
 def test_metrics_are_drained_by_what_they_have_grown(make_core: Any, policy: str | None) -> None:
     core = make_core(policy)
     drained = core.ask("drain_metrics")

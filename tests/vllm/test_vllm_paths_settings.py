@@ -43,6 +43,7 @@ def read(
     spec: Any = None,
     max_model_len: int | None = None,
     lora: bool = False,
+    model: str | None = None,
     **transfer: Any,
 ) -> PathsSettings:
     """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
@@ -60,6 +61,8 @@ def read(
     config = _config(BareEngineOptions(block_size=block_size), spec.page_size_bytes)
     if max_model_len is not None:
         config.model_config.max_model_len = max_model_len
+    if model is not None:
+        config.model_config.model = model
     if lora:
         config.lora_config = LoRAConfig(max_lora_rank=8)
     said = {"kv_connector": "PathsConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -89,6 +92,35 @@ def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
     assert (settings.role, settings.node) == (None, socket.gethostname())
     settings = read(good(tmp_path, role="decode", node="n7"))
     assert (settings.role, settings.node) == ("decode", "n7")
+
+
+def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    found = []
+    for node, commit in (("a", "1" * 40), ("b", "2" * 40)):
+        folder = tmp_path / node / "models--org--name"
+        snapshot = folder / "snapshots" / commit
+        for each in (snapshot, folder / "refs", folder / "blobs"):
+            each.mkdir(parents=True)
+        (folder / "blobs/w").write_bytes(b"weights")
+        (snapshot / "model.safetensors").symlink_to("../../blobs/w")
+        (folder / "refs/main").write_text(commit)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
+        found.append(read(good(tmp_path), model="org/name").identity.model)
+    assert [words.split()[0] for words in found] == [f"org/name@{'1' * 40}", f"org/name@{'2' * 40}"]
+
+
+def test_a_model_that_may_be_another_one_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SettingsError, match=r"no snapshot of org/name.*--revision and a full commit"):
+        read(good(tmp_path), model="org/name")
 
 
 def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:

@@ -87,10 +87,14 @@ class Lineage:
                 return key
         return None
 
+    def tidy(self) -> None:
+        """Have ``take_end`` pass over nothing the next time, however much was added before."""
+        self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
+        heapq.heapify(self._ends)
+
     def _note_end(self, short: bytes) -> None:
         if short not in self._keys or self._children[short]:
             return
         if len(self._ends) > _MOST_STALE * len(self._keys) + 64:
-            self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
-            heapq.heapify(self._ends)
+            self.tidy()
         heapq.heappush(self._ends, (self._used[short], short))

@@ -47,6 +47,10 @@ class SharedStore:
         """Filled when room is first needed: until then nobody needs to know, and the files know."""
         self._new: dict[bytes, bytes] = {}
         """Parents of what was stored before that, so that those files need not be read."""
+        self._learning = threading.Lock()
+        """Held, without the other, while files are read for it: a big store takes seconds."""
+        self._meanwhile: list[Callable[[Lineage], object]] | None = None
+        """What happened since that began."""
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -128,8 +132,8 @@ class SharedStore:
         outcome = Outcome.FULL
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
+        lineage = self._learn()
         with self._lock:
-            lineage = self._learn()
             lineage.add(key, parent or None)
         while outcome is Outcome.FULL:
             with self._lock:
@@ -149,34 +153,51 @@ class SharedStore:
         return outcome
 
     def _learn(self) -> Lineage:
-        """The lineage, made from the files' headers when it is first needed; under the lock."""
-        if self._lineage is None:
+        """The lineage, made from the files' headers when it is first needed; who reads waits for none."""
+        with self._learning:
+            with self._lock:
+                if self._lineage is not None:
+                    return self._lineage
+                known, self._meanwhile = dict(self._new), []
             lineage = Lineage()
-            keys = self._own.keys()  # the longest unused first
-            for key in keys:
-                parent = self._new[key] if key in self._new else self._own.parent_of(key)
-                lineage.add(key, parent or None)
-            self._lineage = lineage
-            self._new.clear()
-        return self._lineage
+            try:
+                keys = self._own.keys()  # the longest unused first
+                for key in keys:
+                    parent = known[key] if key in known else self._own.parent_of(key)
+                    lineage.add(key, parent or None)
+                lineage.tidy()
+            except BaseException:
+                with self._lock:
+                    self._meanwhile = None
+                raise
+            with self._lock:
+                for happened in self._meanwhile or ():
+                    happened(lineage)
+                self._lineage, self._meanwhile = lineage, None
+                self._new.clear()
+            return lineage
 
     def _note(self, key: bytes, parent: bytes) -> None:
         with self._lock:
-            if self._lineage is not None:
-                self._lineage.add(key, parent or None)
-            elif parent:
+            if self._lineage is None and parent:
                 self._new[key] = parent
+            self._tell(lambda lineage: lineage.add(key, parent or None))
 
     def _touch(self, key: bytes) -> None:
         with self._lock:
-            if self._lineage is not None:
-                self._lineage.touch(key)
+            self._tell(lambda lineage: lineage.touch(key))
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._new.pop(key, None)
-            if self._lineage is not None:
-                self._lineage.remove(key)
+            self._tell(lambda lineage: lineage.remove(key))
+
+    def _tell(self, what: Callable[[Lineage], object]) -> None:
+        """Now, or once it has been made; under the lock. Nobody needs to know before it is begun."""
+        if self._lineage is not None:
+            what(self._lineage)
+        elif self._meanwhile is not None:
+            self._meanwhile.append(what)
 
     def _beside(self) -> Siblings:
         with self._lock:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..launch.weights import fingerprint
+from ..launch.weights import UnknownWeights, fingerprint
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -14,13 +15,40 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
-def model_words(vllm_config: VllmConfig) -> str:
-    """Weights, shape and how they were loaded: random weights by their seed."""
+def model_words(vllm_config: VllmConfig, *, sure: bool = True) -> str:
+    """Weights, shape and how they were loaded: random weights by their seed.
+
+    For KV that outlives the engine, or that others read: raises ``SettingsError`` where other weights may
+    go by the same words. Not where it need not be ``sure``.
+    """
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
     load = vllm_config.load_config.load_format
     how = f"{model.quantization} {f'{load} seed={model.seed}' if load == 'dummy' else load}"
-    return f"{fingerprint(model.model, model.revision)} {model.dtype} {shape} {how}"
+    try:
+        weights = _weights_words(vllm_config)
+    except UnknownWeights as error:
+        if sure and load != "dummy":
+            raise SettingsError(f"KV that others read, or later starts: {error}") from None
+        weights = f"{model.model}@{model.revision}"
+    return f"{weights} {model.dtype} {shape} {how}"
+
+
+def _weights_words(vllm_config: VllmConfig) -> str:
+    """Once they are loaded. Raises ``UnknownWeights``."""
+    import psutil  # type: ignore[import-untyped]
+    from huggingface_hub import constants
+    from vllm import envs
+
+    model, folder = vllm_config.model_config, vllm_config.load_config.download_dir
+    if model.model_weights:
+        raise UnknownWeights(
+            f"which weights are at {model.model_weights} may change; give the path of a copy on a disk"
+        )
+    # What somebody else downloads meanwhile is not what this process has read.
+    cache = None if envs.VLLM_USE_MODELSCOPE else Path(folder or constants.HF_HUB_CACHE)
+    since_s = psutil.Process().create_time()
+    return fingerprint(model.model, model.revision, cache=cache, since_s=since_s)
 
 
 def dtype_words(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:

@@ -8,6 +8,7 @@ nothing is decided here. It needs no scheduler of ours.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -46,6 +48,9 @@ logger = init_logger("vllm.sojourn")
 
 GIB = 1 << 30
 
+CLOSE_S = 10.0
+"""Seconds in which traffic that was ended has to be over."""
+
 ANSWERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """How a request ends that has an answer."""
 
@@ -55,6 +60,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """What goes to the worker with a step."""
 
     orders: Orders = field(default_factory=Orders)
+    stop: bool = False
+    """End the traffic: the engine's weights may be others than at its start."""
 
 
 @dataclass
@@ -85,6 +92,13 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._traffic: TrafficManager | None = None
         self._store: Store | None = None
         self._said_too_large = False
+        self._closing: threading.Thread | None = None
+        self._off = False
+        """The cache was reset: nothing is asked for any more."""
+        self._stop_said = False
+        self._pool: BlockPool | None = None
+        """vLLM's, where its resets count; and what it was made with: a reset puts another there."""
+        self._cached: object = None
         if role is KVConnectorRole.SCHEDULER:
             self.planner = PathPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -101,8 +115,15 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- beside the scheduler -----------------------------------------------------
     # vLLM calls these where an error would end the engine.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The scheduler's: a reset of it alone is told to no connector."""
+        if not self.settings.keep_on_reset:
+            self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
+
     def on_new_request(self, request: Request) -> None:
         """It is in the queue from now on."""
+        if self._is_off():
+            return
         try:
             self._requests[request.request_id] = request
             wrong = self.planner.arrived(request)
@@ -115,7 +136,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be had from elsewhere; ``None``: they are being read, or pushed here."""
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
         try:
             found = self.planner.ask(request.request_id, num_computed_tokens)
@@ -142,6 +163,8 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         """The orders of the step just planned."""
+        if self._is_off():
+            return self._last_orders()
         try:
             # What it asks for beside a request's blocks is small; those are looked up only where needed.
             state = scheduler_output.kv_connector_block_state
@@ -170,7 +193,8 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request.request_id, None)
         self._promised.pop(request.request_id, None)
         try:
-            return self.planner.finished(request.request_id, request.status.name in ANSWERED, block_ids)
+            well = request.status.name in ANSWERED and not self._is_off()
+            return self.planner.finished(request.request_id, well, block_ids)
         except Exception as error:
             self.failed(error)
             return False, None
@@ -183,11 +207,43 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Orders wait for a step, though no request does."""
-        return self.planner.has_orders
+        return self.planner.has_orders or (self._is_off() and not self._stop_said)
 
     def reset_cache(self) -> bool:
-        """The store is others' too: what is in it stays, and vLLM is told so."""
-        return False
+        """Nothing that was computed so far is to be found by this engine any more, nor what it computes by
+        others: of what weights that is, is not known. What is in the store is others' too, and stays."""
+        self._turn_off()
+        return True
+
+    def _is_off(self) -> bool:
+        pool = self._pool
+        if not self._off and pool is not None and pool.cached_block_hash_to_block is not self._cached:
+            self._turn_off()
+        return self._off
+
+    def _turn_off(self) -> None:
+        """Until the engine is started again. Steps are planned one at a time, so what was ordered is done."""
+        if self._off:
+            return
+        self._off = self.member.is_over = True
+        self._pool = self._cached = None
+        logger.error(
+            "sojourn: the cache was reset, for which new weights are the usual reason: until it is started "
+            "again this engine computes, reads and writes no KV in %s, and takes and sends none",
+            self.settings.store,
+        )
+        try:
+            self.planner.abandon()
+        except Exception as error:
+            self.failed(error)
+
+    def _last_orders(self) -> StepOrders:
+        """Only what lets go of things, and fills what is promised."""
+        orders = self.planner.take_orders()
+        orders.wants, orders.fetches, orders.expects = [], [], []
+        orders.pushes, orders.saves = [], []
+        stop, self._stop_said = not self._stop_said, True
+        return StepOrders(orders, stop)
 
     def failed(self, error: Exception) -> None:
         """An error of ours: nothing more is asked for. Raises it where ``strict``."""
@@ -249,6 +305,12 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
+        if kv_connector_metadata.stop and self._traffic is not None and self._closing is None:
+            # It waits for its threads, which a store that hangs may hold.
+            self._closing = threading.Thread(
+                target=self._traffic.close, name="sojourn-paths-end", daemon=True
+            )
+            self._closing.start()
         if self._worker is not None:
             self._worker.begin_step(kv_connector_metadata.orders)
 
@@ -314,7 +376,7 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """How the traffic goes, for who asks over HTTP; ``None``: it has not begun, or is over."""
         from ..paths.told import told_of
 
-        if self._traffic is None or self._worker is None:
+        if self._traffic is None or self._worker is None or self._closing is not None:
             return None
         told = told_of(self._traffic, self._worker.counts)
         return {**told, "addresses": [reachable(address) for address in told["addresses"]]}
@@ -324,6 +386,8 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        if self._closing is not None:
+            self._closing.join(CLOSE_S)
         if self._traffic is not None:
             self._traffic.close()
         if self._store is not None:

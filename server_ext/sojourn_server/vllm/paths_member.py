@@ -38,6 +38,8 @@ class PathsMember:
         self._requests = requests
         self._told: dict[str, Any] | None = None
         self._failed = False
+        self.is_over = False
+        """It is in no pair any more."""
         self.alone: MemberAlone | None = None
         """Answers where the scheduler is vLLM's own, once it was asked."""
 
@@ -53,9 +55,9 @@ class PathsMember:
             self._told, self._failed = told, False
 
     def capabilities(self) -> dict[str, Any] | None:
-        """``None``: nothing has been heard of the worker, or the engine has no role in a pair."""
+        """``None``: nothing has been heard of the worker, or the engine has no role in a pair, or not now."""
         settings, told = self._settings, self._told
-        if told is None or settings.role is None:
+        if told is None or settings.role is None or self.is_over:
             return None
         return {
             "role": settings.role,

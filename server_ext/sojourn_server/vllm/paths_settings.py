@@ -16,6 +16,8 @@ read_width, patience_s, lease_s
 waiting_write_bytes  memory for copies of blocks that wait to be stored, beside buffer_bytes; 256 MiB
 role                 "prefill" or "decode": what a gateway sends this engine; left out: it is told to none
 node                 the machine whose storage link this engine uses; left out: the host's name
+keep_on_reset        true: a reset of vLLM's own prefix cache, as before a measurement, is no sign of new
+                     weights; only one that names connectors (reset_external) ends the traffic
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _KNOWN = (
     "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
     "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node",
+    "keep_on_reset",
 )  # fmt: skip
 
 
@@ -76,6 +79,7 @@ class PathsSettings:
     role: str | None
     """Of ``ROLES``; ``None``: it is in no pair that a gateway makes."""
     node: str
+    keep_on_reset: bool
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PathsSettings:
@@ -147,6 +151,7 @@ class PathsSettings:
             longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
             role=role,
             node=_text(given, "node") if "node" in given else socket.gethostname(),
+            keep_on_reset=_flag(given, "keep_on_reset", False),
         )
 
     @property

@@ -115,7 +115,7 @@ class TierSettings:
             disk_bytes=disk_bytes,
             disk_name=name,
             max_stage_wait_s=float(wait_s),
-            model=model_words(vllm_config),
+            model=model_words(vllm_config, sure=disk is not None),
             kv_dtype=dtype_words(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec),
             hash_scheme=hash_words(vllm_config, block_tokens),
         )
