@@ -6,8 +6,8 @@ A prefill and a decode engine with the model ``smol`` in 32-bit floats. The deco
 stored context and sends it over a compute network of ``--megabytes-s`` to the prefill engine, which computes
 what is new. Layerwise it begins when the first layer is here; serially, by a switch inside the connector that
 is for this alone, when all are. The two take turns, ``--rounds`` times, with the same prompts; both have to
-say what an engine says that computes everything. *Prefilled* is when the prefill engine has answered, at the
-client. Run it while nothing else runs.
+say what the same pair says of each before anything is stored, when it computes all of it. *Prefilled* is when
+the prefill engine has answered, at the client. Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
         f"stored tokens, {streamed:.0f} MB, that the decode side reads and sends at "
         f"{options.megabytes_s:g} MB/s, and {options.new_tokens:,} new ones that the prefill engine computes "
         f"on {options.threads} threads. Medians of {options.rounds} rounds of {options.prompts} prompts, "
-        f"seed {options.seed}. Both ways say what an engine says that computes everything.\n\n"
+        f"seed {options.seed}. Both ways say the tokens that the same pair says of each prompt before "
+        "anything is stored, when it computes all of it.\n\n"
         f"{marked(HEAD, map(cells, rows))}\n\n"
         "*Layers came in* is from the first one's arrival to the last one's; *waited* and *copied* are what "
         "computing stood still for meanwhile, *stood still* both over the first.\n\n"

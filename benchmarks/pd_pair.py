@@ -5,11 +5,12 @@
 
 Prefill and decode engines of vLLM on this machine's CPU, whose storage links are as slow as ``--megabytes-s``
 makes them, so that reading is what takes time; the model has the shape of ``tiny`` and weights that make each
-token hang on all before it. First every request is computed by a pair and its KV stored: what it says then is
-what it has to say in every arm, or the run fails. Then all are sent at once, on their two legs as the gateway
-sends them, and who reads is chosen by the gateway's core with one policy an arm; and one longer request
-alone. Devices forget everything between arms, and no block is stored that was not before, so that all arms
-do the same. Arms take turns, ``--rounds`` times; figures are medians. Run it while nothing else runs.
+token hang on all before it. First every request is computed by a pair that finds nothing stored, and its KV
+stored: what it says then is what it has to say in every arm, or the run fails. Then all are sent at once, on
+their two legs as the gateway sends them, and who reads is chosen by the gateway's core with one policy an
+arm, by its own books; and one longer request alone. Devices forget everything between arms, and no block is
+stored that was not before, so that all arms do the same. Arms take turns, ``--rounds`` times; figures are
+medians. Run it while nothing else runs.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Bench:
         self.told = told
         self.cases = cases(options)
         self.expected: dict[str, Answered] = {}
-        """Of each question, what was said when all of it was computed."""
+        """Of each question, what a pair said that found nothing of it stored, and computed all."""
         self._transfers = itertools.count()
 
     async def fill(self, http: httpx.AsyncClient) -> None:
@@ -312,7 +313,10 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
         f"{options.append_tokens} new ones, and one alone of {options.alone_tokens:,}; "
         f"{options.output_tokens} tokens of output. Medians of {options.rounds} rounds, "
         f"each with {RUNS['alone']} of the one alone, seed {options.seed}. "
-        "All arms say the same tokens, those of an engine that computes everything; logprobs differ by "
+        "Who reads is chosen by the gateway's core with its own books alone: it is told exactly what is "
+        "stored, and is not told what waits for the links, as a gateway is that polls engines. "
+        "All arms say the tokens that the same pairs say of the same prompts before anything is stored, when "
+        "all of each is computed; logprobs differ from those by "
         f"{max(row['most_off'] for row in rows):.0e} at most.\n\n"
         f"![read bytes over time]({name}.svg)\n\n"
         f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"

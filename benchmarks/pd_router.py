@@ -1,4 +1,8 @@
-"""The gateway's core in place of a gateway: who computes, who writes and, by any policy, who reads."""
+"""The gateway's core in place of a gateway: who computes, who writes and, by any policy, who reads.
+
+It decides by its own books alone. A gateway polls engines for what waits for their links as well; here nobody
+tells of queues (``NicTold``), and how much of a prompt is stored is told exactly, not learnt of answers.
+"""
 
 from __future__ import annotations
 

@@ -75,6 +75,89 @@ def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
     assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
 
 
+@pytest.mark.parametrize("answered", [False, None])
+def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool | None) -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFilled()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(facts.Prefilled("a", "p1"), 1.5)
+    it.take(facts.Ended("a", 0, "d1", answered=answered), 2.0)
+    assert it.stored_tokens("t", "p") == 0
+    assert not it.programs
+    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+    it.take(facts.Ended("b", 36, "d1"), 4.0)
+    it.take(asked("c", 6600, "p"), 5.0)
+    it.take(facts.Ended("c", 0, "d1", answered=answered), 6.0)
+    assert it.stored_tokens("t", "p") == 6500
+    assert it.programs["t", "p"].turns == 1
+
+
+def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
+    it = core("p1", "d1")
+    it.take(seen("d1", max_running=1), 0.5)
+    it.take(seen("d2", max_running=2), 0.5)
+    # In tokens d2 has more from the second on.
+    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900), ("c", 100))]
+    assert [one.replica_id for one in sent] == ["d1", "d2", "d2"]
+    it.take(facts.Prefilled("a", "p1"), 2.0)
+    assert it.take(asked("d", 100), 2.0) == []  # it waits here, not in an engine's queue
+    assert it.waiting == 1
+    done = sent[0]
+    assert only(it.take(facts.Ended("a", 5, done.replica_id), 3.0)).request_id == "d"
+
+
+def test_an_engine_that_was_drained_when_it_came_is_bound_as_well() -> None:
+    it = core("p1", "d1")
+    it.take(facts.ReplicaDrains("d1"), 1.0)
+    it.take(facts.ReplicaGone("d1", "1"), 1.0)
+    it.take(seen("d1", max_running=1), 2.0)  # a blip undrains nobody
+    it.take(facts.ReplicaStays("d1"), 3.0)
+    assert only(it.take(asked("a"), 3.0)).replica_id == "d1"
+    assert it.take(asked("b"), 3.0) == []
+
+
+def test_who_waits_goes_to_whichever_engine_has_room_first() -> None:
+    it = core("p1")
+    for name in ("d1", "d2"):
+        it.take(seen(name, max_running=1), 0.0)
+    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900))]
+    assert [one.replica_id for one in sent] == ["d1", "d2"]
+    for name in "cd":
+        assert it.take(asked(name, 100), 1.0) == []
+    assert it.pairs.prefill.views()[0].tokens == 1000  # who waits for a decode engine loads no other
+    first = only(it.take(facts.Ended("b", 5, "d2"), 2.0))
+    assert (first.request_id, first.replica_id) == ("c", "d2")
+    assert it.take(asked("e", 100), 2.0) == []
+    second = only(it.take(facts.Ended("c", 5, "d2"), 3.0))
+    assert (second.request_id, second.replica_id) == ("d", "d2")  # not who came later
+    it.take(facts.Ended("d"), 4.0)
+    assert it.waiting == 0
+    it.take(asked("f", 100), 4.0)
+    it.take(facts.Ended("f"), 5.0)  # given up in line
+    assert it.waiting == 0
+
+
+def test_one_that_only_a_full_engine_could_hold_keeps_nobody_else_waiting() -> None:
+    it = core("p1")
+    it.take(seen("d1", max_running=1), 0.0)
+    it.take(seen("d2", kv_tokens=500, max_running=1), 0.0)
+    assert only(it.take(asked("a", 9000), 1.0)).replica_id == "d1"
+    assert it.take(asked("b", 9000), 1.0) == []
+    assert only(it.take(asked("c", 100), 1.0)).replica_id == "d2"
+    assert only(it.take(facts.Ended("a", 5, "d1"), 2.0)).request_id == "b"
+
+
+def test_how_many_an_engine_runs_at_once_may_be_told_later() -> None:
+    it = core("p1", "d1")
+    for name in "ab":
+        assert only(it.take(asked(name), 1.0)).replica_id == "d1"
+    it.take(seen("d1", max_running=2), 2.0)
+    assert it.pairs.decode.views()[0].requests == 2  # what is there still counts
+    assert it.take(asked("c"), 3.0) == []
+    assert only(it.take(seen("d1", max_running=3), 4.0)).request_id == "c"
+    assert it.take(asked("d"), 5.0) == []
+    assert only(it.take(seen("d1", max_running=0), 6.0)).request_id == "d"  # it does not tell any more
+
+
 @pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
 def test_without_both_sides_whoever_comes_is_told_to_come_again(there: str, absent: str) -> None:
     it = core(*([there] if there else []))
@@ -334,7 +417,8 @@ def test_who_waits_for_more_than_is_left_waits_for_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}]
+    "wrong",
+    [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}, {"max_running": -1}],
 )
 def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: dict[str, Any]) -> None:
     it = core("p1", "d1")
@@ -402,9 +486,13 @@ class Life(RuleBasedStateMachine):
         self.open.add(f"r{self.number}")
         self.tell(asked(f"r{self.number}", tokens, program))
 
-    @rule(name=st.sampled_from(NAMES), kv=st.sampled_from([1_000, KV_TOKENS, 30_000]))
-    def hear(self, name: str, kv: int) -> None:
-        self.tell(seen(name, str(self.lives[name]), kv_tokens=kv))
+    @rule(
+        name=st.sampled_from(NAMES),
+        kv=st.sampled_from([1_000, KV_TOKENS, 30_000]),
+        most=st.sampled_from([0, 1, 3]),
+    )
+    def hear(self, name: str, kv: int, most: int) -> None:
+        self.tell(seen(name, str(self.lives[name]), kv_tokens=kv, max_running=most))
 
     @rule(name=st.sampled_from(NAMES), known=st.booleans())
     def die(self, name: str, known: bool) -> None:

@@ -20,6 +20,7 @@ from sojourn_server.gateway.pd.description import nic_told, unlike
 from sojourn_server.gateway.pd.facts import NicTold, Role
 from sojourn_server.gateway.pd.standalone import build_pairs
 from sojourn_server.gateway.pd.told import UNKNOWN_BLOCK_S, LinkTold, NotOfAPair, read_links, read_paths
+from sojourn_server.gateway.pd.watch import PairWatch
 
 PATHS: dict[str, Any] = {
     "role": "decode",
@@ -118,6 +119,28 @@ async def test_what_most_have_is_what_counts(odd: int) -> None:
             assert [*await refused(it)] == [engines[odd].url]
 
 
+async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out() -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        for engine in (prefill[0], decode[0]):
+            await engine.kill()
+        decode[1].paths = {"block_bytes": 8192}
+        async with gateway_of(prefill, decode, taken=1) as it:
+            assert known(it) == {decode[1].name}
+            for engine in (decode[0], prefill[0]):
+                await engine.restart()
+            await until(lambda: known(it) == {prefill[0].name, decode[0].name})
+            assert [*await refused(it)] == [decode[1].url]
+            # From now on others are none, be they as many as they will.
+            await prefill[0].kill()
+            await until(lambda: known(it) == {decode[0].name})
+            prefill[0].paths = {"block_bytes": 8192}
+            await prefill[0].restart()
+            watch = it.gateway.watch
+            assert isinstance(watch, PairWatch)
+            await until(lambda: prefill[0].url in watch.refused())
+            assert known(it) == {decode[0].name}
+
+
 async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:
     async with pairs(1, 1) as (it, prefill, decode):
         for engine in (*prefill, *decode):
@@ -179,6 +202,14 @@ async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() 
             lambda: decode.name in known(it) and core_of(it).engines[decode.name].seen.epoch == decode.epoch
         )
         assert core_of(it).engines[decode.name].seen.instance != before.instance
+
+
+async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
+    async with pairs(1, 1) as (it, _, decode):
+        engine = core_of(it).engines[decode[0].name]
+        assert engine.seen.max_running == 64
+        [view] = core_of(it).pairs.decode.views()
+        assert view.most_requests == 64
 
 
 async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:

@@ -38,7 +38,8 @@ class Pairs(Cluster):
         return Coordinator(rules, CoreLimits(), self.options, clock=self.clock, wall=lambda: self.unix_s)
 
     async def engine(self, name: str, life: str = "1", **more: Any) -> m.Registered:
-        described = Description(1, life, 10_000, 0, 0, 0, False, True, model=more.pop("model", "tiny"))
+        most, model = more.pop("max_running", 0), more.pop("model", "tiny")
+        described = Description(1, life, 10_000, 0, most, 0, False, True, model=model)
         links = {STORAGE_READ: LinkTold(0, seconds, 0)} if (seconds := more.pop("queued_s", None)) else {}
         told: dict[str, Any] = {"block_s": 0.01, "block_bytes": 4096, "block_tokens": 64, **more}
         paths = PathsTold(
@@ -110,6 +111,21 @@ async def test_two_gateways_share_the_books() -> None:
         first, second = await it.sent(it.ask(one, None)), await it.sent(it.ask(other, None))
         assert {first.prefill_id, second.prefill_id} == {"p1:1", "p2:1"}
         assert {first.replica_id, second.replica_id} == {"d1:1", "d2:1"}
+
+
+async def test_no_more_than_it_runs_at_once_are_sent_to_a_decode_engine() -> None:
+    async with pairs("p1") as it:
+        await it.engine("d1", max_running=2)
+        gateway = await it.gateway()
+        first, second, third = (it.ask(gateway, None) for _ in range(3))
+        for ticket in (first, second):
+            await it.sent(ticket)
+        await gateway._all_said()
+        assert not third.has_news
+        shown = {one.replica: one.load for one in await gateway.replicas()}
+        assert shown == {"p1:1": 0.02, "d1:1": 1.0}
+        gateway.tell(facts.Ended(first.request_id, 5, replica_id="d1:1"))
+        assert (await it.sent(third)).replica_id == "d1:1"
 
 
 async def test_what_waits_for_a_link_decides_who_reads() -> None:
@@ -244,6 +260,106 @@ async def test_an_engine_that_fits_no_other_is_sent_nothing_and_said_once(
         assert "it serves 'other'; expected 'tiny'" in told[1]
         await it.engine("d2")
         assert "d2:1" in await it.health()
+
+
+ODD = {"block_bytes": 8192}
+
+
+@pytest.mark.parametrize("odd", [["d9"], ["d9", "d8"], ["p9", "d9"]])
+async def test_an_odd_engine_that_is_heard_first_after_a_restart_keeps_nobody_out(odd: list[str]) -> None:
+    async with pairs("p1", "d1", "d2") as it:
+        gateway = await it.gateway()
+        for name in odd:
+            await it.engine(name, **ODD)
+        assert set(await it.health()) == {"p1:1", "d1:1", "d2:1"}
+        await it.restarts()
+        for name in (*odd, "p1", "d1", "d2"):
+            await it.engine(name, **(ODD if name in odd else {}))
+        for name in ("p1", "d1", "d2", *odd):  # each is heard of once a second
+            await it.engine(name, **(ODD if name in odd else {}))
+        assert await it.health() == dict.fromkeys(["p1:1", "d1:1", "d2:1"], "up")
+        await until(lambda: gateway.joined)
+        assert (await it.sent(it.ask(gateway, None))).prefill_id == "p1:1"
+
+
+async def test_only_more_engines_of_which_pairs_can_be_made_turn_those_away_that_are_there() -> None:
+    async with pairs("d1") as it:
+        for name in ("d7", "d8"):
+            await it.engine(name, **ODD)
+        assert set(await it.health()) == {"d1:1"}, "no pair could be made of the others"
+        await it.engine("p1")
+        await it.engine("d2")
+        await it.engine("p9", **ODD)
+        assert await it.health() == dict.fromkeys(["d1:1", "p1:1", "d2:1"], "up"), "they are not more"
+        await it.engine("d9", **ODD)
+        for name in ("p1", "d1", "d2"):
+            await it.engine(name)
+        assert await it.health() == {"d9:1": "up"}
+        for name in ("d7", "d8", "p9"):
+            await it.engine(name, **ODD)
+        assert await it.health() == dict.fromkeys(["d9:1", "d7:1", "d8:1", "p9:1"], "up")
+
+
+async def test_what_runs_on_engines_that_are_outnumbered_ends_there() -> None:
+    async with pairs("p1", "d1") as it:
+        gateway = await it.gateway()
+        ticket = it.ask(gateway, None)
+        await it.sent(ticket)
+        gateway.tell(facts.Prefilled(ticket.request_id, "p1:1"))
+        gateway.tell(facts.Began(ticket.request_id, "d1:1"))
+        await gateway._all_said()
+        for name in ("p8", "d8", "d9"):
+            await it.engine(name, **ODD)
+        assert await it.health() == {"p1:1": "draining", "d1:1": "draining", "d9:1": "up"}
+        for name in ("p1", "d1", "p8", "d8"):
+            await it.engine(name, **(ODD if name[1] in "89" else {}))
+        assert await it.health() == {"d1:1": "draining", "p8:1": "up", "d8:1": "up", "d9:1": "up"}
+        assert (await it.sent(it.ask(gateway, None))).prefill_id == "p8:1"
+        assert not ticket.has_news, "its stream goes on"
+        gateway.tell(facts.Ended(ticket.request_id, 5, replica_id="d1:1"))
+        await gateway._all_said()
+        await it.engine("d1")
+        assert set(await it.health()) == {"p8:1", "d8:1", "d9:1"}
+        # The others have become more again: they are not drained, nobody has asked for that.
+        for name in ("p1", "d1", "d2", "p2"):
+            await it.engine(name)
+        for name in ("p1", "d1", "d2", "p2"):
+            await it.engine(name)
+        assert {name for name, health in (await it.health()).items() if health == "up"} == {
+            "p1:1", "d1:1", "d2:1", "p2:1"
+        }  # fmt: skip
+
+
+async def test_an_engine_that_is_drained_and_was_outnumbered_is_drained_still() -> None:
+    async with pairs("p1", "d1", "d2") as it:
+        gateway = await it.gateway()
+        tickets = [it.ask(gateway, None) for _ in range(2)]
+        assert {(await it.sent(ticket)).replica_id for ticket in tickets} == {"d1:1", "d2:1"}
+        await it.wire.drain(m.Drain("d1"))
+        for name in ("p7", "d7", "d8", "d9"):
+            await it.engine(name, **ODD)
+        assert (await it.health())["d2:1"] == "draining"
+        for name in ("d7", "d8"):
+            await it.engine(name, **ODD)
+        await it.wire.gone(m.EngineGone("d7", "1", "its process ended"))
+        await it.wire.gone(m.EngineGone("d8", "1", "its process ended"))
+        it.clock.now += 2.0
+        for name in ("p1", "d1", "d2"):
+            await it.engine(name)
+        assert {name: (await it.health())[name] for name in ("p1:1", "d1:1", "d2:1")} == {
+            "p1:1": "up", "d1:1": "draining", "d2:1": "up"
+        }  # fmt: skip
+
+
+async def test_engines_that_were_sent_nothing_and_are_silent_no_longer_count() -> None:
+    async with pairs("p1", "d1", "d2") as it:
+        for name in ("p8", "d8"):
+            await it.engine(name, **ODD)
+        it.clock.now += 5.0
+        await it.wire.gone(m.EngineGone("d2", "1", "its process ended"))
+        it.clock.now += 6.0
+        await it.engine("d9", **ODD)
+        assert set(await it.health()) == {"p1:1", "d1:1"}, "the others were not heard of for 11 s"
 
 
 async def test_an_engine_that_tells_of_no_paths_is_sent_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -37,35 +38,45 @@ def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
     assert high_tokens(engines, queue, 1.0) == 25.0  # the first two; the fourth is behind the third
 
 
+def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
+    engines = [DecodeView(0, 0, 0, 99, 40, 2, 3), DecodeView(1, 0, 0, 99, 10, 1, 1)]
+    assert high_tokens(engines, [request(0, 10), request(1, 10)], 1.0) == 30.0
+
+
 @pytest.mark.parametrize(
     ("case", "engines", "chosen"),
     [
-        # (free, tokens, requests); the request: 10 tokens, 10 of KV; Z = 100
+        # (free, tokens, requests, most requests); the request: 10 tokens, 10 of KV; Z = 100
         ("fewest requests of those below Z", [(99, 50, 5), (99, 80, 2), (99, 10, 9)], 1),
         ("who would pass Z comes after who would not", [(99, 95, 0), (99, 90, 8)], 1),
         ("all pass Z: fewest tokens", [(99, 120, 0), (99, 99, 7), (99, 105, 1)], 1),
         ("memory comes first", [(9, 0, 0), (10, 200, 9)], 1),
         ("nobody has the memory", [(9, 0, 0), (5, 0, 0)], None),
         ("ties: fewer tokens, then the lowest number", [(99, 30, 2), (99, 20, 2), (99, 20, 2)], 1),
+        ("who runs as many as it can gets none", [(99, 10, 2, 2), (99, 95, 9, 10)], 1),
+        ("all run as many as they can", [(99, 10, 2, 2), (99, 0, 1, 1)], None),
     ],
 )
-def test_phase_2(case: str, engines: list[tuple[int, int, int]], chosen: int | None) -> None:
+def test_phase_2(case: str, engines: list[tuple[int, ...]], chosen: int | None) -> None:
     views = [DecodeView(n, 0, 0, *told) for n, told in enumerate(engines)]
     assert choose_decode(views, request(0, 10), most_tokens=100) == chosen, case
 
 
 some_engines = st.lists(
-    st.tuples(st.sampled_from([5, 10, 99]), st.integers(0, 12), st.integers(0, 3)), max_size=8
+    st.tuples(
+        st.sampled_from([5, 10, 99]), st.integers(0, 12), st.integers(0, 3), st.sampled_from([1, 2, math.inf])
+    ),
+    max_size=8,
 )
 
 
 @given(some_engines, st.integers(0, 14), st.randoms(use_true_random=False))
 def test_phase_2_is_the_least_by_the_rule(
-    engines: list[tuple[int, int, int]], most: int, shuffled: random.Random
+    engines: list[tuple[int, int, int, float]], most: int, shuffled: random.Random
 ) -> None:
     views = [DecodeView(n, 0, 0, *told) for n, told in enumerate(engines)]
     shuffled.shuffle(views)
-    fitting = [view for view in views if view.free_kv_tokens >= 10]
+    fitting = [view for view in views if view.free_kv_tokens >= 10 and view.requests < view.most_requests]
     low = [(v.requests, v.tokens, v.number) for v in fitting if v.tokens + 2 <= most]
     high = [(v.tokens, v.requests, v.number) for v in fitting if v.tokens + 2 > most]
     expected = min(low or high)[2] if fitting else None
@@ -107,6 +118,79 @@ def test_who_waits_for_a_group_that_goes_is_handed_back() -> None:
     engines.finish(0, request(1, 10))  # it ends on its own
 
 
+def three_of_one_each() -> DecodeEngines:
+    """Two engines in one group, and one in another; each runs one request at once."""
+    engines = DecodeEngines()
+    for number in range(3):
+        engines.add(number, number, number // 2, kv_tokens=1000)
+        engines.limit(number, 1)
+    return engines
+
+
+def test_no_engine_gets_more_than_it_runs_while_others_have_room() -> None:
+    engines = three_of_one_each()
+    for name, tokens in enumerate([10, 300, 10]):
+        engines.queue(request(name, tokens))
+        [_] = engines.fetch()
+    assert {view.number: view.requests for view in engines.views()} == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_group_that_runs_all_it_can_comes_after_one_with_more_tokens_and_room() -> None:
+    engines = three_of_one_each()
+    engines.add(3, 3, 1, kv_tokens=1000)
+    engines.queue(request(0, 10))
+    engines.queue(request(1, 500))
+    engines.queue(request(2, 10))
+    assert [(mine.request_id, number) for mine, number in engines.fetch()] == [(0, 0), (2, 1), (1, 2)]
+    engines.queue(request(3, 10))  # the first group has 20 tokens, the other 500 and an engine without bounds
+    assert [number for _, number in engines.fetch()] == [3]
+
+
+def test_who_would_stand_in_an_engines_queue_joins_no_group_before_one_has_room() -> None:
+    engines = three_of_one_each()
+    assert engines.has_room()
+    first = request(0, 10)
+    for mine in (first, request(1, 10), request(2, 10)):
+        assert engines.queue(mine)
+    assert not engines.has_room()  # though nobody was fetched yet
+    assert not engines.queue(request(3, 10))
+    assert [mine.request_id for mine, _ in engines.fetch()] == [0, 2, 1]
+    assert not engines.queue(request(3, 10))
+    with pytest.raises(ValueError, match=r"needs 1,001 tokens of KV; expected at most 1,000"):
+        engines.queue(request(3, 1001))
+    engines.finish(0, first)
+    assert engines.has_room()
+    assert engines.queue(request(3, 10))
+    assert [(mine.request_id, number) for mine, number in engines.fetch()] == [(3, 0)]
+
+
+def test_what_an_engine_runs_at_once_may_be_told_later_or_anew() -> None:
+    engines = DecodeEngines()
+    engines.add(0, 0, 0, kv_tokens=1000)
+    for name in range(3):
+        engines.queue(request(name, 10))
+    assert len(list(engines.fetch())) == 3
+    engines.queue(request(3, 10))
+    engines.limit(0, 2)
+    assert list(engines.fetch()) == []  # three are there
+    engines.finish(0, request(0, 10))
+    assert list(engines.fetch()) == []
+    assert [mine.request_id for mine in engines.suspend(0)] == [3]
+    engines.limit(0, 3)
+    assert not engines.has_room()
+    engines.resume(0)
+    assert engines.queue(request(4, 10))
+    assert not engines.queue(request(5, 10))
+    assert [mine.request_id for mine, _ in engines.fetch()] == [4]
+    engines.limit(0, math.inf)
+    assert engines.queue(request(5, 10))
+    assert [mine.request_id for mine, _ in engines.fetch()] == [5]
+    with pytest.raises(ValueError, match="most_requests is 0; expected at least 1"):
+        engines.limit(0, 0)
+    with pytest.raises(KeyError):
+        engines.limit(7, 1)
+
+
 stories = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(1, 40), st.integers(0, 30)),
@@ -118,17 +202,22 @@ stories = st.lists(
 
 
 @settings(max_examples=200)
-@given(stories)
-def test_books_add_up_and_memory_is_never_given_twice(story: list[tuple[str, int, int]]) -> None:
+@given(stories, st.lists(st.sampled_from([1, 2, math.inf]), min_size=6, max_size=6))
+def test_books_add_up_and_nothing_is_given_twice(
+    story: list[tuple[str, int, int]], most: list[float]
+) -> None:
     engines = DecodeEngines()
     for number in range(6):
         engines.add(number, number // 2, number // 3, kv_tokens=70)
+        engines.limit(number, most[number])
     running: dict[int | str, tuple[PdRequest, int]] = {}
     waiting: dict[int | str, PdRequest] = {}
     for name, (what, amount, more) in enumerate(story):
         if what == "come":
-            waiting[name] = request(name, amount, amount + more)
-            assert engines.queue(waiting[name])
+            mine = request(name, amount, amount + more)
+            if engines.queue(mine):
+                waiting[name] = mine
+            assert (name in waiting) or not engines.has_room()
         elif what == "end" and running:
             mine, number = running.pop(sorted(running)[amount % len(running)])
             engines.finish(number, mine)
@@ -140,7 +229,7 @@ def test_books_add_up_and_memory_is_never_given_twice(story: list[tuple[str, int
         for view in engines.views():
             held = [mine for mine, number in running.values() if number == view.number]
             assert view.tokens == sum(mine.tokens for mine in held)
-            assert view.requests == len(held)
+            assert view.requests == len(held) <= view.most_requests == most[view.number]
             assert view.free_kv_tokens == 70 - sum(mine.kv_tokens for mine in held) >= 0
         assert sum(engines.waiting(group) for group in (0, 1)) == len(waiting)
 

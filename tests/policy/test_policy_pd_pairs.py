@@ -90,7 +90,7 @@ def test_who_gives_up_while_waiting_leaves_nothing_behind() -> None:
         pairs.end(name)
     assert pairs.fleet == (0, 0, 0)
     assert [view.tokens for view in pairs.prefill.views()] == [0]
-    assert [view[3:] for view in pairs.decode.views()] == [(60, 0, 0)]
+    assert [view[3:6] for view in pairs.decode.views()] == [(60, 0, 0)]
     with pytest.raises(KeyError):
         pairs.end(0)
 
@@ -178,7 +178,7 @@ def test_nobody_is_lost_or_served_twice_and_the_books_add_up(told: list[tuple[st
     for mine in list(open_):
         pairs.end(mine)
     assert all(view.tokens == 0 for view in pairs.prefill.views())
-    assert all(view[3:] == (200, 0, 0) for view in pairs.decode.views())
+    assert all(view[3:6] == (200, 0, 0) for view in pairs.decode.views())
 
 
 def test_the_same_story_gives_the_same_pairs() -> None:
@@ -368,7 +368,7 @@ def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
     assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
     for name in (1, 2):
         pairs.end(name)
-    assert [view[3:] for view in pairs.decode.views()] == [(100, 0, 0)] * 2
+    assert [view[3:6] for view in pairs.decode.views()] == [(100, 0, 0)] * 2
     assert [view.tokens for view in pairs.prefill.views()] == [0, 0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,13 @@ class DecodeLoad(Protocol):
     def tokens(self) -> int: ...
     @property
     def requests(self) -> int: ...
+    @property
+    def most_requests(self) -> float: ...
 
 
 def group_for(loads: Iterable[tuple[int, int]]) -> int | None:
-    """Phase 1, of (group, tokens): the group with the fewest, then the lowest number; ``None`` of none."""
+    """Phase 1, of (group, tokens), of groups that can run more: the one with the fewest, then the lowest
+    number; ``None`` of none."""
     return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
 
 
@@ -39,24 +43,28 @@ def high_tokens(
     """Z: ``ratio`` times an engine's even share of the group's tokens, those of R included.
 
     R are the requests from the head of the group's queue that would fit its free memory if that were in one
-    piece.
+    piece, and no more than its engines can still run.
     """
     free = tokens = 0
+    places: float = 0
     for engine in engines:
         free += engine.free_kv_tokens
         tokens += engine.tokens
+        places += max(0, engine.most_requests - engine.requests)
     for request in queue:
         free -= request.kv_tokens
-        if free < 0:
+        places -= 1
+        if free < 0 or places < 0:
             break
         tokens += request.tokens
     return ratio * tokens / len(engines)
 
 
 def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
-    """Phase 2, for one request: an engine of the group; ``None``: none has the memory, and it waits.
+    """Phase 2, for one request: an engine of the group; ``None``: none has the memory, or each has as many
+    requests as it runs at once, and it waits.
 
-    Of those that it fits: where it brings nobody above ``most_tokens``, the fewest requests, then fewest
+    Of those with room for it: where it brings nobody above ``most_tokens``, the fewest requests, then fewest
     tokens; else the fewest tokens. Then the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
@@ -64,7 +72,7 @@ def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens
     below = False
     fewest = 0
     for engine in engines:
-        if engine.free_kv_tokens < needs:
+        if engine.free_kv_tokens < needs or engine.requests >= engine.most_requests:
             continue
         if engine.tokens + adds <= most_tokens:
             requests = engine.requests
@@ -84,7 +92,8 @@ class _Engine:
     """A ``DecodeView`` that changes."""
 
     __slots__ = (
-        "free_kv_tokens", "group", "is_suspended", "kv_tokens", "node", "number", "requests", "tokens",
+        "free_kv_tokens", "group", "is_suspended", "kv_tokens", "most_requests", "node", "number", "requests",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, node: int, group: _Group, kv_tokens: int) -> None:
@@ -93,12 +102,14 @@ class _Engine:
         self.group = group
         self.kv_tokens = self.free_kv_tokens = kv_tokens
         self.tokens = self.requests = 0
+        self.most_requests = math.inf
         self.is_suspended = False
 
     def view(self) -> DecodeView:
         return DecodeView(
-            self.number, self.node, self.group.number, self.free_kv_tokens, self.tokens, self.requests
-        )
+            self.number, self.node, self.group.number, self.free_kv_tokens, self.tokens, self.requests,
+            self.most_requests,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +121,34 @@ class _Group:
     queue: deque[PdRequest] = field(default_factory=deque)
     largest: int = 0
     """KV tokens of its largest engine."""
+    requests: int = 0
+    """Of its engines, without those of its own queue."""
+    most_requests: float = 0
+    """Of its engines together."""
+
+    def key(self) -> tuple[bool, int, int]:
+        """The least is the next to be chosen."""
+        return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
+
+    def enter(self, engine: _Engine) -> None:
+        """It may be chosen."""
+        self.engines.append(engine)
+        self.tokens += engine.tokens
+        self.requests += engine.requests
+        self.largest = max(self.largest, engine.kv_tokens)
+        self.bound()
+
+    def leave(self, engine: _Engine) -> None:
+        """It may not be chosen any more."""
+        self.engines.remove(engine)
+        self.tokens -= engine.tokens
+        self.requests -= engine.requests
+        self.largest = max((left.kv_tokens for left in self.engines), default=0)
+        self.bound()
+
+    def bound(self) -> None:
+        """Its engines run another number of requests at once."""
+        self.most_requests = sum(engine.most_requests for engine in self.engines)
 
 
 class DecodeEngines:
@@ -118,6 +157,10 @@ class DecodeEngines:
     The groups lie in a heap by their tokens; entries that are no longer true are dropped when they come up.
     Inside a group all engines are looked at, as the paper has it. KV memory counts as taken from the choice
     on, though an engine takes it when decoding begins: so nobody is preempted.
+
+    Of how many requests an engine runs at once the paper does not speak. Here that is a bound as memory is,
+    from the choice on as well: who waits in an engine's own queue holds its buffers for KV meanwhile.
+    A request joins no group that has as many as it runs, since another one may have room first.
     """
 
     def __init__(self, ratio: float = HIGH_TOKENS_RATIO) -> None:
@@ -127,7 +170,7 @@ class DecodeEngines:
         self._engines: dict[int, _Engine] = {}
         self._given: set[int] = set()
         self._groups: dict[int, _Group] = {}
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[bool, int, int]] = []
         self._changed: dict[int, None] = {}
         """Groups whose queue or memory has changed since they were last asked."""
 
@@ -140,10 +183,23 @@ class DecodeEngines:
         self._given.add(number)
         place = self._groups.setdefault(group, _Group(group))
         engine = self._engines[number] = _Engine(number, node, place, kv_tokens)
-        place.engines.append(engine)
-        place.largest = max(place.largest, kv_tokens)
+        place.enter(engine)
         self._push(place)
         self._changed[group] = None
+
+    def limit(self, number: int, most_requests: float) -> None:
+        """The engine runs so many requests at once; ``inf``, as at first: not known. Those that are there
+        stay. Raises ``ValueError`` for less than one, ``KeyError`` for an engine that is not there."""
+        if not most_requests >= 1:
+            raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
+        engine = self._engines[number]
+        if engine.most_requests == most_requests:
+            return
+        engine.most_requests = most_requests
+        if not engine.is_suspended:
+            engine.group.bound()
+            self._push(engine.group)
+            self._changed[engine.group.number] = None
 
     def remove(self, number: int) -> list[PdRequest]:
         """Nothing more goes to the engine. Returns who waited for its group and could not be served by
@@ -165,9 +221,7 @@ class DecodeEngines:
             return []
         engine.is_suspended = True
         group = engine.group
-        group.engines.remove(engine)
-        group.tokens -= engine.tokens
-        group.largest = max((left.kv_tokens for left in group.engines), default=0)
+        group.leave(engine)
         stranded = [request for request in group.queue if request.kv_tokens > group.largest]
         if not group.engines:
             stranded = list(group.queue)
@@ -187,9 +241,7 @@ class DecodeEngines:
             return
         engine.is_suspended = False
         group = engine.group = self._groups.setdefault(engine.group.number, _Group(engine.group.number))
-        group.engines.append(engine)
-        group.tokens += engine.tokens
-        group.largest = max(group.largest, engine.kv_tokens)
+        group.enter(engine)
         self._push(group)
         self._changed[group.number] = None
 
@@ -198,7 +250,8 @@ class DecodeEngines:
         return max((group.largest for group in self._groups.values()), default=0)
 
     def queue(self, request: PdRequest) -> bool:
-        """Phase 1: the request joins the queue of a group that could hold it. False: there is no group.
+        """Phase 1: the request joins the queue of a group that could hold it. False: there is no group, or
+        all that could hold it have as many requests as they run at once.
 
         Raises ``ValueError`` where none ever could: it would stay at a queue's head for ever.
         """
@@ -206,10 +259,11 @@ class DecodeEngines:
         too_small = []
         chosen: _Group | None = None
         while heap and chosen is None:
-            tokens, number = heap[0]
-            group = groups.get(number)
-            if group is None or group.tokens != tokens:
+            group = groups.get(heap[0][2])
+            if group is None or group.key() != heap[0]:
                 heappop(heap)
+            elif heap[0][0]:
+                break
             elif group.largest < request.kv_tokens:
                 too_small.append(heappop(heap))
             else:
@@ -217,7 +271,7 @@ class DecodeEngines:
         for entry in too_small:
             heappush(heap, entry)
         if chosen is None:
-            if too_small:
+            if groups and request.kv_tokens > self.largest_kv_tokens():
                 raise ValueError(
                     f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
                     f"most {self.largest_kv_tokens():,}, what the largest decode engine holds"
@@ -228,6 +282,16 @@ class DecodeEngines:
         self._push(chosen)
         self._changed[chosen.number] = None
         return True
+
+    def has_room(self) -> bool:
+        """Some group has fewer requests than it runs at once, those in its queue included."""
+        heap = self._heap
+        while heap:
+            group = self._groups.get(heap[0][2])
+            if group is not None and group.key() == heap[0]:
+                return not heap[0][0]
+            heappop(heap)
+        return False
 
     def fetch(self) -> Iterator[tuple[PdRequest, int]]:
         """Phase 2 for each group where anything has changed: requests with their engines, in each queue's
@@ -247,6 +311,7 @@ class DecodeEngines:
                 engine.free_kv_tokens -= request.kv_tokens
                 engine.tokens += request.tokens
                 engine.requests += 1
+                group.requests += 1
                 yield request, chosen
             self._changed.pop(number, None)
 
@@ -262,6 +327,7 @@ class DecodeEngines:
             return
         group = engine.group
         group.tokens -= request.tokens
+        group.requests -= 1
         self._push(group)
         if group.queue:
             self._changed[group.number] = None
@@ -291,8 +357,8 @@ class DecodeEngines:
         return len(self._groups[group].queue)
 
     def _push(self, group: _Group) -> None:
-        heappush(self._heap, (group.tokens, group.number))
+        heappush(self._heap, group.key())
         if len(self._heap) > 64 + 8 * len(self._groups):
             # What nobody came across is dropped together.
-            self._heap = [(g.tokens, g.number) for g in self._groups.values()]
+            self._heap = [g.key() for g in self._groups.values()]
             heapify(self._heap)

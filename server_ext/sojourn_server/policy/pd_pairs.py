@@ -62,7 +62,8 @@ class PairScheduler:
         self._line: deque[_Flight] = deque()
         """Who waits for a prefill engine."""
         self._homeless: dict[int | str, _Flight] = {}
-        """Whom no decode engine that is there could hold. They are in no line."""
+        """Whom no decode engine that is there could hold, or for whom all that could have as many as they run
+        at once. They are in no line, so they load no prefill engine, and go where there is room first."""
         self._flights: dict[int | str, _Flight] = {}
         """As they came."""
 
@@ -80,6 +81,11 @@ class PairScheduler:
         """A decode engine that holds ``kv_tokens``. Raises as ``add_prefill``."""
         self._queues.block_s(node)
         self._decode.add(number, node, group, kv_tokens)
+
+    def limit_decode(self, number: int, most_requests: float) -> None:
+        """A decode engine runs so many requests at once, and gets no more; ``inf``, as at first: not known.
+        Raises ``ValueError`` for less than one, ``KeyError`` for an engine that is not there."""
+        self._decode.limit(number, most_requests)
 
     def remove_prefill(self, number: int) -> None:
         """Nothing more goes there; what is there ends by itself, or is given up by ``end``.
@@ -178,17 +184,20 @@ class PairScheduler:
         return [self._pair(flight, now) for flight in ready]
 
     def _house(self) -> None:
-        """Whom an engine that has come could hold lines up."""
-        if not self._homeless:
+        """Who can be held by an engine that has come, or that has room again, lines up."""
+        decode = self._decode
+        if not self._homeless or not decode.has_room():
             return
-        largest = self._decode.largest_kv_tokens()
-        if not largest:
-            return
-        for request_id, flight in list(self._homeless.items()):
-            if flight.request.kv_tokens <= largest:
-                del self._homeless[request_id]
-                self._decode.queue(flight.request)
+        largest = decode.largest_kv_tokens()
+        housed = []
+        for request_id, flight in self._homeless.items():
+            if not decode.has_room():
+                break
+            if flight.request.kv_tokens <= largest and decode.queue(flight.request):
                 self._line.append(flight)
+                housed.append(request_id)
+        for request_id in housed:
+            del self._homeless[request_id]
 
     def _line_up(self, left: Iterable[PdRequest]) -> None:
         """An engine has gone, and left these in no queue: all who have no pair line up anew, as they came.

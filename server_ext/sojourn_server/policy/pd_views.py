@@ -6,6 +6,7 @@ numbers, given once by whoever drives the policies; ties go to the lowest.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 FULL_BLOCK_TOKENS = 64
@@ -43,6 +44,8 @@ class DecodeView(NamedTuple):
     """What its KV memory still holds, requests on their way to it counted as if they were there."""
     tokens: int = 0
     requests: int = 0
+    most_requests: float = math.inf
+    """So many it runs at once; ``inf``: not known."""
 
 
 class ReadView(NamedTuple):

@@ -7,6 +7,7 @@ There is no affinity: a turn's KV comes from storage wherever it goes, and the c
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
@@ -115,10 +116,10 @@ class PdCore:
     # -- engines ------------------------------------------------------------------
 
     def _seen(self, fact: EngineSeen, now: float) -> None:
-        if fact.kv_tokens < 1 or not fact.node:
+        if fact.kv_tokens < 1 or not fact.node or fact.max_running < 0:
             raise ValueError(
-                f"engine {fact.replica_id!r}: kv_tokens {fact.kv_tokens}, node {fact.node!r}; expected at "
-                "least 1, and a name"
+                f"engine {fact.replica_id!r}: kv_tokens {fact.kv_tokens}, node {fact.node!r}, max_running "
+                f"{fact.max_running}; expected at least 1, a name, at least 0"
             )
         node = self._nodes.setdefault(fact.node, len(self._nodes))
         self.pairs.add_node(node, fact.block_s)
@@ -133,6 +134,7 @@ class PdCore:
             self._forget(known)  # to the books it is another one; requests that are there stay
         known.seen, known.heard_s, known.probed_s, known.suspect = fact, now, None, False
         self._enter(known)
+        self._limit(known)
 
     def _enter(self, engine: Engine) -> None:
         """It may be chosen, if nothing speaks against it."""
@@ -154,6 +156,13 @@ class PdCore:
         else:
             # Engines of one node take requests together (§6.1).
             self.pairs.add_decode(engine.number, node, node, seen.kv_tokens)
+            self._limit(engine)
+
+    def _limit(self, engine: Engine) -> None:
+        """A decode engine gets no more than it runs at once."""
+        seen = engine.seen
+        if seen.role is Role.DECODE and engine.number is not None:
+            self.pairs.limit_decode(engine.number, seen.max_running or math.inf)
 
     def _withdraw(self, engine: Engine) -> None:
         """Nobody new goes there for now. What is there stays in the books: it takes memory all the same."""
@@ -348,7 +357,8 @@ class PdCore:
         if flight is None or fact.replica_id not in (None, flight.decode_id):
             return
         asked = flight.asked
-        if fact.replica_id is not None and asked.program_id is not None:
+        # What an engine refuses is over as well, and nothing of it was stored.
+        if fact.answered and fact.replica_id is not None and asked.program_id is not None:
             program = self._program(asked)
             program.turns += 1
             program.stored_tokens = max(program.stored_tokens, asked.context_tokens + fact.output_tokens)

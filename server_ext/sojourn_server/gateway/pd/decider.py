@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..http.decider import CoreInProcess, ProgramPlace, ReplicaStatus
 from .core import Engine, PdCore
+from .facts import Role
 from .told import LinkTold
 
 
@@ -72,11 +73,14 @@ class PdDecider(CoreInProcess):
     def _status(self, engine: Engine, counts: Counter[str], tokens: Counter[str]) -> PairStatus:
         seen = engine.seen
         name, held = seen.replica_id, tokens[seen.replica_id]
+        load = held / seen.kv_tokens
+        if seen.max_running and seen.role is Role.DECODE:  # of no other that is a bound
+            load = max(load, counts[name] / seen.max_running)
         return PairStatus(
             name,
             seen.instance,
             "suspect" if engine.suspect else "draining" if engine.draining else "up",
-            round(held / seen.kv_tokens, 4),
+            round(load, 4),
             counts[name],
             0,
             0,

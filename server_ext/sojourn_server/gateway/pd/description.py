@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..http.watch import Description, describe
-from .facts import EngineSeen, NicTold
+from .facts import EngineSeen, NicTold, Role
 from .told import STORAGE_READ, LinkTold, NotOfAPair, PathsTold, read_paths
 
 Kind = tuple[str, int, int, str]
@@ -69,6 +69,24 @@ def unlike(kind: Kind, ours: Kind) -> str:
     )
 
 
+def leading(engines: Iterable[tuple[Kind, Role]], ours: Kind | None) -> Kind | None:
+    """Of all that are there, the kind that is to be served; ``None``: there are none.
+
+    The one of most engines, of those with both roles: no pair could be made of others. ``ours``, which is
+    served now, where it is as good as any, and where no kind has both roles.
+    """
+    roles: dict[Kind, list[Role]] = {}
+    for kind, role in engines:
+        roles.setdefault(kind, []).append(role)
+
+    def weight(kind: Kind) -> tuple[bool, int, bool, int]:
+        mine = roles[kind]
+        pairs = len(set(mine)) == len(Role)
+        return pairs, len(mine) if pairs else 0, kind == ours, len(mine)
+
+    return max(roles, key=weight, default=None)
+
+
 def seen_as(replica_id: str, told: Description, paths: PathsTold) -> EngineSeen:
     """The fact that it is there."""
     return EngineSeen(
@@ -81,6 +99,7 @@ def seen_as(replica_id: str, told: Description, paths: PathsTold) -> EngineSeen:
         paths.peer,
         told.max_context_tokens,
         paths.epoch,
+        told.max_running,
     )
 
 

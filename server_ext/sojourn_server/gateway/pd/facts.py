@@ -31,6 +31,8 @@ class EngineSeen(Fact, frozen=True):
     """Longest context that it computes; 0: not known."""
     epoch: str = ""
     """Which life of its traffic manager; empty: not known."""
+    max_running: int = 0
+    """Requests that it runs at once; 0: not known."""
 
 
 class NicTold(Fact, frozen=True):

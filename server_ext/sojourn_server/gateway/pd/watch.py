@@ -16,7 +16,7 @@ from ..core import facts
 from ..http.replicas import Replicas, addresses
 from ..http.watch import POLL_S, Description, Watch, Watched, table
 from .decider import PdDecider
-from .description import Kind, PairDescription, describe_pair, nic_told, seen_as, unlike
+from .description import Kind, PairDescription, describe_pair, leading, nic_told, seen_as, unlike
 from .facts import Role
 from .told import STATS_PATH, LinkTold, NotOfAPair, PathsTold, read_links, read_paths
 
@@ -27,8 +27,8 @@ class PairWatch(Watch):
     """Tells a decider of pairs of the engines at some addresses.
 
     Those that cannot be in a pair are sent nothing, and the log says once why. Which model and which size of
-    a Full Block are served is what most of them have when the gateway starts, and is another only after all
-    of that kind have gone.
+    a Full Block are served is what most of them have when the gateway starts. It may be another until pairs
+    can be made, and then only after all of that kind have gone.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class PairWatch(Watch):
         self._tell = decider.tell
         self._roles = dict(roles)
         self._kind: Kind | None = None
+        self._had_pair = False
+        """Of that kind, both roles were there at once."""
         self._refused: dict[str, str] = {}
         self._instances: dict[str, str] = {}
         """By replica, the life that was told last."""
@@ -152,22 +154,27 @@ class PairWatch(Watch):
         if paths.role is not role:
             return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
         ours = self._kind
-        if ours is None or not any(
-            (kind := self._kind_of(other)) is not None and not unlike(kind, ours) for other in self._taken()
-        ):
-            self._kind = self._most_common()
+        alike = [
+            other
+            for other in self._taken()
+            if (kind := self._kind_of(other)) is not None and ours is not None and not unlike(kind, ours)
+        ]
+        if len({self._roles[other] for other in alike}) == len(Role):
+            self._had_pair = True
+        elif not alike or not self._had_pair:
+            self._kind, self._had_pair = self._most_common(), False
         if told.kind is None or self._kind is None:
             return ""
         return unlike(told.kind, self._kind)
 
     def _most_common(self) -> Kind | None:
         """Of those that fit otherwise, in the order in which they were named; ``None``: there is none."""
-        kinds = Counter(
-            kind
+        fit = [
+            (kind, role)
             for url, role in self._roles.items()
             if (kind := self._kind_of(url)) is not None and self._has_role(url, role)
-        )
-        return kinds.most_common(1)[0][0] if kinds else None
+        ]
+        return leading(fit, self._kind)
 
     def _refuse(self, watched: Watched, why: str) -> None:
         for address in watched.places:

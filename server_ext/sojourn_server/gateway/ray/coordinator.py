@@ -258,7 +258,10 @@ class Coordinator:
         """An engine is there; to be said once a second or so."""
         if self._is_later(told.seen_epoch):
             return Registered(self.epoch, Status.DEPOSED)
-        if self._deciding.why_not(told):
+        why = self._deciding.why_not(told)
+        for fact in self._deciding.turned():
+            self._take(fact)
+        if why:
             self._forget(told.engine_id, "it is sent nothing")
             self._look_at_places()
             return Registered(self.epoch)

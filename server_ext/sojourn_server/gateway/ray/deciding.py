@@ -43,6 +43,11 @@ class Deciding(ABC):
         """Why an engine is sent nothing; empty: it is taken."""
 
     @abstractmethod
+    def turned(self) -> Sequence[facts.ReplicaDrains | facts.ReplicaStays]:
+        """Replicas that are there and are to be left, or no longer, since engines came of which
+        ``why_not`` was asked."""
+
+    @abstractmethod
     def seen_as(self, place: Place) -> facts.Fact:
         """The fact that it is there."""
 

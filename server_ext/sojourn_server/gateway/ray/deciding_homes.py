@@ -50,6 +50,9 @@ class DecidingHomes(Deciding):
     def why_not(self, told: Registration) -> str:
         return ""
 
+    def turned(self) -> Sequence[facts.ReplicaDrains | facts.ReplicaStays]:
+        return ()
+
     def seen_as(self, place: Place) -> facts.Fact:
         return place.description.seen_as(place.replica_id)
 

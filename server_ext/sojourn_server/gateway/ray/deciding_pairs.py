@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ from ..core.state import CoreState
 from ..http.replicas import addresses
 from ..pd.core import Engine, PdCore
 from ..pd.decider import PdDecider
-from ..pd.description import Kind, kind_of, nic_told, seen_as, unlike
+from ..pd.description import Kind, kind_of, leading, nic_told, seen_as, unlike
+from ..pd.facts import Role
 from ..pd.standalone import READ_SIDES
 from ..pd.told import LinkTold
 from .autoscale import Need
@@ -31,6 +33,10 @@ from .register import Register
 
 logger = logging.getLogger(__name__)
 
+COUNTED_EVERY_S = 1.0
+"""Engines tell twice a second that they live. What most of them have is looked at when one tells something
+new, and else so often."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairRules:
@@ -39,8 +45,23 @@ class PairRules:
     read_side: str = "shorter"
 
 
+@dataclass(slots=True)
+class _Known:
+    """An engine that registers, also one that is sent nothing."""
+
+    kind: Kind
+    role: Role
+    heard_s: float
+    fits: bool = False
+
+
 class DecidingPairs(Deciding):
-    """By load alone."""
+    """By load alone.
+
+    Which model and which KV are served is what most engines have that register, of those of which pairs can
+    be made; whoever came first has no say. Of an engine that comes to be one of the fewer nothing is cut:
+    it gets nobody new, and is sent nothing from when its requests have ended.
+    """
 
     core: PdCore
 
@@ -52,7 +73,16 @@ class DecidingPairs(Deciding):
         self._reads.links_of = lambda replica_id: self._links.get(replica_id, {})
         self._links: dict[str, Mapping[str, LinkTold]] = {}
         """What engines told last, by replica."""
-        self._kinds: dict[str, Kind] = {}
+        self._known: dict[str, _Known] = {}
+        self._kind: Kind | None = None
+        """That is served."""
+        self._has_turned = False
+        """It is another one, and engines that are there do not know yet."""
+        self._outnumbered: set[str] = set()
+        """Replicas that nobody new goes to for that reason, and no other."""
+        self._clock = clock
+        self._silent_s = limits.lease_s
+        self._counted_s = -math.inf
         self._left_aside: dict[str, str] = {}
         """Why, by engine: said once."""
 
@@ -69,19 +99,76 @@ class DecidingPairs(Deciding):
         elif self._left_aside.get(told.engine_id) != why:
             logger.warning("engine %s is sent nothing: %s", told.engine_id, why)
             self._left_aside[told.engine_id] = why
+        [address] = addresses(told.url, 1)
+        there = self.replica(address.replica_id)
+        if not why:
+            self._may_come_back(address.replica_id, told.description.instance)
+        elif (
+            told.paths is not None
+            and there is not None
+            and there.instance == told.description.instance
+            and there.in_flight
+        ):
+            return ""  # it is drained: what runs there ends there
         return why
 
     def _why_not(self, told: Registration) -> str:
-        if told.paths is None:
-            return "it tells of no paths; expected an engine that was started with --role"
         [address] = addresses(told.url, 1)
-        kind = kind_of(told.description, told.paths)
-        self._kinds = {name: one for name, one in self._kinds.items() if name in self.core.engines}
-        others = [one for name, one in self._kinds.items() if name != address.replica_id]
-        why = unlike(kind, others[0]) if others else ""
-        if not why:
-            self._kinds[address.replica_id] = kind
+        if told.paths is None:
+            self._known.pop(address.replica_id, None)
+            return "it tells of no paths; expected an engine that was started with --role"
+        now, kind, role = self._clock(), kind_of(told.description, told.paths), told.paths.role
+        one = self._known.get(address.replica_id)
+        is_new = one is None or (one.kind, one.role) != (kind, role)
+        if one is None or is_new:
+            one = self._known[address.replica_id] = _Known(kind, role, now)
+        one.heard_s = now
+        if is_new or now - self._counted_s >= COUNTED_EVERY_S:
+            self._count(address.replica_id, now)
+        why = unlike(kind, self._kind) if self._kind is not None else ""
+        one.fits = not why
         return why
+
+    def _count(self, replica_id: str, now: float) -> None:
+        """Find what most engines have, ``replica_id`` among them."""
+        self._counted_s = now
+        engines = self.core.engines
+        self._known = {
+            name: one
+            for name, one in self._known.items()
+            # Of those that are sent nothing nobody says when they are gone.
+            if name == replica_id or (name in engines if one.fits else now - one.heard_s < self._silent_s)
+        }
+        kind = leading(((one.kind, one.role) for one in self._known.values()), self._kind)
+        if kind != self._kind:
+            self._has_turned = self._kind is not None
+            self._kind = kind
+
+    def turned(self) -> Sequence[facts.ReplicaDrains | facts.ReplicaStays]:
+        if not self._has_turned or self._kind is None:
+            return ()
+        self._has_turned = False
+        found: list[facts.ReplicaDrains | facts.ReplicaStays] = []
+        for name, engine in self.core.engines.items():
+            one = self._known.get(name)
+            if one is None:
+                continue
+            why = unlike(one.kind, self._kind)
+            one.fits = not why
+            if why and not engine.draining:
+                self._outnumbered.add(name)
+                found.append(facts.ReplicaDrains(name))
+            elif not why and name in self._outnumbered:
+                self._outnumbered.discard(name)
+                found.append(facts.ReplicaStays(name))
+        return found
+
+    def _may_come_back(self, replica_id: str, instance: str) -> None:
+        """It fits, and is not there: that it was to be left once is no reason to leave it again."""
+        if replica_id in self._outnumbered and replica_id not in self.core.engines:
+            self._outnumbered.discard(replica_id)
+            if self.core.drained.get(replica_id) == instance:
+                del self.core.drained[replica_id]
 
     def seen_as(self, place: Place) -> facts.Fact:
         assert place.paths is not None, "else it is not taken"
