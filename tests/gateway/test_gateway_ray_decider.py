@@ -63,8 +63,11 @@ class Wire(CoordinatorCalls):
 class Cluster:
     """A coordinator, the gateways that ask it, and engines that exist in name only."""
 
-    def __init__(self, clock: Clock, checkpoint: Path | None, preset: str) -> None:
+    def __init__(
+        self, clock: Clock, checkpoint: Path | None, preset: str, limits: CoreLimits | None = None
+    ) -> None:
         self.clock = clock
+        self.limits = limits or CoreLimits()
         self.preset = parse_cluster_preset(preset, source="test")
         self.options = CoordinatorOptions(checkpoint=checkpoint, checkpoint_s=0.01)
         self.unix_s = 5_000.0
@@ -77,9 +80,7 @@ class Cluster:
 
     def another(self) -> Coordinator:
         """One that takes over from the checkpoint."""
-        return Coordinator(
-            self.preset, CoreLimits(), self.options, clock=self.clock, wall=lambda: self.unix_s
-        )
+        return Coordinator(self.preset, self.limits, self.options, clock=self.clock, wall=lambda: self.unix_s)
 
     async def engine(self, name: str, life: str = "1", **more: Any) -> m.Registered:
         """Register one, by way of whoever is the coordinator."""
@@ -126,9 +127,9 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    *engines: str, checkpoint: Path | None = None, preset: str = AFFINE
+    *engines: str, checkpoint: Path | None = None, preset: str = AFFINE, limits: CoreLimits | None = None
 ) -> AsyncIterator[Cluster]:
-    made = Cluster(Clock(), checkpoint, preset)
+    made = Cluster(Clock(), checkpoint, preset, limits)
     try:
         for name in engines:
             await made.engine(name)
@@ -346,7 +347,8 @@ async def test_what_a_new_coordinator_was_not_left_gateways_still_know() -> None
 
 
 async def test_of_two_coordinators_the_later_one_counts(tmp_path: Path) -> None:
-    async with cluster("a", "b", checkpoint=tmp_path / "c") as it:
+    # Engines register once here; on a slow machine that would be too long ago for the second one.
+    async with cluster("a", "b", checkpoint=tmp_path / "c", limits=CoreLimits(lease_s=3600.0)) as it:
         gateway = await it.gateway()
         first = it.coordinator
         home = await it.turn(gateway, "p")

@@ -158,6 +158,8 @@ class Watch:
         return {}
 
     async def _look_after(self, watched: Watched) -> None:
+        if watched.polls:  # ``look`` came first
+            await asyncio.sleep(self._poll_s)
         while True:
             try:
                 await self._check(watched)
