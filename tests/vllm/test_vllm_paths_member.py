@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.engine.member_alone import ANSWERED
+from sojourn_server.paths.teller import Teller
 from sojourn_server.vllm.endpoint import VllmEngine
 from sojourn_server.vllm.paths_connector import PathsConnector
 from sojourn_server.vllm.paths_member import ASKED_FOR, reachable, told_by_worker
@@ -41,8 +43,9 @@ class Executor:
         self.told: dict[str, Any] | Exception | None = TOLD
         self.asked = 0
 
-    def collective_rpc(self, method: Any) -> list[Any]:
+    def collective_rpc(self, method: Any, args: tuple[int, ...]) -> list[Any]:
         assert method is told_by_worker
+        assert args == (os.getpid(),)
         self.asked += 1
         if isinstance(self.told, Exception):
             raise self.told
@@ -156,6 +159,25 @@ def test_a_worker_that_does_not_answer_keeps_nobody_from_asking(make_core: Any, 
     assert core.ask("stats")["paths"]["slots_used"] == 3, "what it said last"
     core.model_executor.told = None
     assert core.ask("capabilities")["paths"] is None, "its traffic is over"
+
+
+def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
+    core = make_core("observe")
+    now = dict(TOLD)
+    told = Teller(lambda: now)
+    try:
+        core.model_executor.told = {**TOLD, "teller": told.address}
+        stats = core.ask("stats")["paths"]
+        assert (stats["slots_used"], "teller" in stats) == (3, False)
+        now["slots_used"] = 4
+        assert core.ask("stats")["paths"]["slots_used"] == 4
+        assert core.ask("capabilities")["paths"]["epoch"] == "e1"
+        assert core.model_executor.asked == 1
+    finally:
+        told.close()
+    core.model_executor.told = TOLD
+    assert core.ask("stats")["paths"]["slots_used"] == 3, "asked in vLLM's way again"
+    assert core.model_executor.asked == 2
 
 
 def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:

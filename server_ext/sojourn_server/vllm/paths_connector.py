@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..paths.kv_blocks import Bytes
     from ..paths.manager import TrafficManager
+    from ..paths.teller import Teller
     from ..paths.worker import PathWorker
     from ..tiers.store import Store
 
@@ -93,6 +94,8 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._store: Store | None = None
         self._said_too_large = False
         self._closing: threading.Thread | None = None
+        self._teller: Teller | None = None
+        """Begins when another process asks."""
         self._off = False
         """The cache was reset: nothing is asked for any more."""
         self._stop_said = False
@@ -376,13 +379,28 @@ class PathsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """How the traffic goes, for who asks over HTTP; ``None``: it has not begun, or is over."""
         from ..paths.told import told_of
 
-        if self._traffic is None or self._worker is None or self._closing is not None:
+        traffic, worker = self._traffic, self._worker
+        if traffic is None or worker is None or self._closing is not None:
             return None
-        told = told_of(self._traffic, self._worker.counts)
+        told = told_of(traffic, worker.counts)
         return {**told, "addresses": [reachable(address) for address in told["addresses"]]}
+
+    def teller(self) -> str | None:
+        """Address at which this process tells the same to others of this machine; ``None``: it cannot."""
+        from ..paths.teller import Teller
+
+        if self._teller is None:
+            try:
+                self._teller = Teller(self.told)
+            except OSError as error:
+                logger.warning("sojourn: no socket to tell of the paths at", exc_info=error)
+                return None
+        return self._teller.address
 
     def shutdown(self) -> None:
         """The worker ends."""
+        if self._teller is not None:
+            self._teller.close()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
