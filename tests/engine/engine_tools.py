@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,17 @@ sixth decimal. Twenty times what was seen."""
 SMALL_SERVER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """Environment of a server whose engine core has its worker in its own process: it starts in two thirds of the
 time. The pairs, the tiers below servers and the hidden states are tested with a worker apart, the default."""
+
+ON_RAY = {
+    # Engines, gateways and Ray on a few cores: none should wait for the others in a loop.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    **SMALL_SERVER,
+    # The models are kept there; the gateway's own home is a new one.
+    "HOME": os.environ.get("HOME", ""),
+}
+"""Environment of servers that a gateway starts on Ray."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_tools import SMALL_SERVER
+from engine_tools import ON_RAY
 from gateway_programs import (
     PROGRAMS,
     TURNS,
@@ -43,15 +43,7 @@ ENGINES: dict[str, Any] = {
         "--max-model-len", 2048, "--max-num-seqs", 16, "--num-gpu-blocks-override", 1024,
         "--enable-prompt-tokens-details",
     ],
-    "environment": {
-        # Two engines, two gateways and Ray on a few cores: none should wait for the others in a loop.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **SMALL_SERVER,
-        # The models are kept there; the gateway's own home is a new one.
-        "HOME": os.environ.get("HOME", ""),
-    },
+    "environment": ON_RAY,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from engine_tools import SMALL_SERVER
+from engine_tools import ON_RAY
 from ray_gateway import RayGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,14 +37,7 @@ MEMBER: dict[str, Any] = {
         "--max-model-len", 2048, "--max-num-seqs", 16, "--num-gpu-blocks-override", 1024,
         "--kv-buffer-gib", 0.1, "--kv-store-gib", 1,
     ],
-    "environment": {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **SMALL_SERVER,
-        # The models are kept there; the gateway's own home is a new one.
-        "HOME": os.environ.get("HOME", ""),
-    },
+    "environment": ON_RAY,
 }  # fmt: skip
 
 
