@@ -108,8 +108,8 @@ def ratios_table(bench: Bench) -> list[str]:
         "",
         marked(["27B", *COMPARED_HEAD], lines),
         "",
-        "Not in the paper: six nodes of the 660B model, shared out in five ways, and what `sojourn plan-pd` "
-        "says that two paths gain at most.",
+        "Not in the paper: six nodes of the 660B model, shared out in five ways, and what two paths gain at "
+        "most by storage NICs and computing; where another link is full `sojourn plan-pd` says nothing.",
         "",
         marked(["660B", *COMPARED_HEAD, "at most", "P, D NICs busy, DualPath"], _six_nodes(bench)),
         "",

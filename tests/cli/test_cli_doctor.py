@@ -130,6 +130,25 @@ def test_an_engine_of_a_pair_has_its_kv_stored():
     assert "computed again" not in check.detail
 
 
+def test_engines_of_pairs_behind_a_gateway_have_their_kv_stored():
+    told = {**CAPABILITIES, "tiers": None, "pairs": {"decode": 2, "prefill": 1}}
+    check = Server(__sojourn__v1__capabilities=(200, told)).examine()["tiers"]
+    assert check.ok
+    assert "1 prefill, 2 decode" in check.detail
+    assert "computed again" not in check.detail
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_cannot_generate_is_something_to_fix(status):
+    server = Server(__v1__completions=(status, {"error": {"message": "no decode engine is there"}}))
+    check = server.examine()["cached tokens"]
+    assert check.ok is False
+    assert "no decode engine is there" in check.detail
+    assert "log" in check.next_step
+    # A model that has no such route is not broken for that.
+    assert Server(__v1__completions=(400, {})).examine()["cached tokens"].ok is None
+
+
 def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
     assert "tiers" not in Server().examine()
 

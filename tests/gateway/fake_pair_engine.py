@@ -15,7 +15,7 @@ from sojourn_server.gateway.http.tenants import Tenants
 from sojourn_server.gateway.pd.facts import Role
 from sojourn_server.gateway.pd.standalone import POLICY, build_pairs
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 
 class PairEngine(FakeEngine):
@@ -35,6 +35,8 @@ class PairEngine(FakeEngine):
         """A prompt is computed, and not said where its KV is."""
         self.refuses: int | None = None
         """Status of its answers to requests that generate."""
+        self.prompt_tokens = 100
+        """Told of each prompt."""
         self.capabilities_fail = False
         self.computed = 0
         """Prompts that were pushed to an earlier life of it, and that it computed itself."""
@@ -70,7 +72,7 @@ class PairEngine(FakeEngine):
             "kv": "k",
             **self.paths,
         }
-        return JSONResponse({**told, "paths": paths if self.tells_paths else None})
+        return JSONResponse({**told, "tiers": None, "paths": paths if self.tells_paths else None})
 
     async def _stats(self, request: Request) -> Response:
         link = {"queued_bytes": 0, "queued_s": 0.0, "moved_bytes": 7}
@@ -87,6 +89,9 @@ class PairEngine(FakeEngine):
         if self.refuses is not None:
             return JSONResponse({"error": {"message": "no", "code": self.refuses}}, self.refuses)
         asked = self.requests[-1].get("kv_transfer_params") or {}
+        if answer.status_code == 200 and not isinstance(answer, StreamingResponse):
+            told = json.loads(bytes(answer.body))
+            answer = JSONResponse({**told, "usage": {**told["usage"], "prompt_tokens": self.prompt_tokens}})
         epoch = asked.get("epoch", self.epoch)
         if asked.get("do_remote_prefill") and epoch != self.epoch:
             self.computed += 1  # nothing of it is here, and it has the tokens

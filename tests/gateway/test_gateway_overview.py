@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from fake_engine import FakeEngine, engines
+from fake_pair_engine import core_of, pairs
 from gateway_world import until, world
 from sojourn_server.cli import doctor
 from sojourn_server.gateway.http import overview
@@ -132,6 +133,55 @@ async def test_the_doctor_knows_a_gateway() -> None:
         checks = await examined(it.url)
         assert list(checks) == ["server", "gateway"]
         assert "policy saga, 0 of 2 replicas up" in checks["gateway"].detail
+
+
+async def test_the_doctor_knows_a_gateway_for_pairs() -> None:
+    async with pairs(1, 2, read_side="split") as (it, [prefill], decode):
+        checks = await examined(it.url)
+        assert not [name for name, check in checks.items() if check.ok is False and name != "cached tokens"]
+        assert checks["gateway"].detail.startswith("policy dualpath, 3 of 3 replicas up")
+        nodes = sorted(engine.at_node for engine in (prefill, *decode))
+        told = f"1 prefill, 2 decode; nodes {', '.join(nodes)}; read side split"
+        assert checks["pairs"].detail == told
+        tiers = checks["tiers"]
+        assert tiers.ok is True
+        assert "stored and read by engines of pairs" in tiers.detail
+        assert "computed again" not in tiers.detail
+
+
+async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        decode.paths = {"block_bytes": 8192}
+        await until(lambda: decode.name not in core_of(it).engines)
+        checks = await examined(it.url)
+        assert checks["server"].ok is True
+        assert [name for name in checks][:3] == ["server", "gateway", "pairs"]
+        assert "1 of 2 replicas up" in checks["gateway"].detail
+        pairs_check = checks["pairs"]
+        assert pairs_check.ok is False
+        assert pairs_check.detail.startswith("1 prefill, 0 decode; ")
+        assert f"{decode.url} is refused: its Full Blocks are of 8,192 bytes" in pairs_check.detail
+        assert "--prefill" in pairs_check.next_step
+
+
+async def test_the_doctor_names_who_is_refused_beside_pairs_that_work() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].tells_paths = False
+        await until(lambda: decode[0].name not in core_of(it).engines)
+        check = (await examined(it.url))["pairs"]
+        assert check.ok is False
+        assert check.detail.startswith("1 prefill, 1 decode; ")
+        assert f"{decode[0].url} is refused: it tells of no paths" in check.detail
+
+
+async def test_the_doctor_says_what_is_left_when_a_role_has_died() -> None:
+    async with pairs(1, 1) as (it, [prefill], _):
+        await prefill.kill()
+        await until(lambda: prefill.name not in core_of(it).engines)
+        checks = await examined(it.url)
+        assert checks["pairs"].ok is checks["gateway"].ok is False
+        assert checks["pairs"].detail.startswith("0 prefill, 1 decode")
+        assert prefill.url in checks["gateway"].detail
 
 
 async def test_the_doctor_knows_an_admin_by_what_its_key_does_not_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sojourn_server.gateway.core import facts
 from sojourn_server.gateway.core.facts import Cut, Probe, Refuse
 from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.pd.core import PdCore
-from sojourn_server.gateway.pd.facts import EngineSeen, NicTold, Role, SendPair
+from sojourn_server.gateway.pd.core import ROLE_MISSING_S, PdCore
+from sojourn_server.gateway.pd.facts import EndedCounted, EngineSeen, NicTold, Role, SendPair
 from sojourn_server.policy.pd_pairs import PairScheduler
 from sojourn_server.policy.pd_prefill import PrefillLimits
 from sojourn_server.policy.pd_read_side import WaterFilled
@@ -242,6 +243,74 @@ def test_who_had_a_pair_waits_anew_from_when_it_was_lost() -> None:
     it.take(facts.ReplicaGone("d1", "1"), 40.0)
     assert not [one for one in it.take(facts.Tick(), 40.5) if isinstance(one, Refuse)]
     assert "30 s" in only([one for one in it.take(facts.Tick(), 70.0) if isinstance(one, Refuse)]).message
+
+
+@pytest.mark.parametrize("how", ["gone", "drained"])
+def test_who_waits_for_a_role_that_nobody_has_is_told_soon(how: str) -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(facts.Failed("a", "d1"), 2.0)
+    it.take(asked("b"), 2.0)
+    it.take(facts.ReplicaGone("d1", "1") if how == "gone" else facts.ReplicaDrains("d1"), 3.0)
+    assert not [one for one in it.take(facts.Tick(), 3.1) if isinstance(one, Refuse)]
+    assert not [one for one in it.take(facts.Tick(), 3.1 + ROLE_MISSING_S - 0.1) if isinstance(one, Refuse)]
+    refused: list[Any] = [
+        one for one in it.take(facts.Tick(), 3.1 + ROLE_MISSING_S) if isinstance(one, Refuse)
+    ]
+    assert [(one.request_id, one.status, one.code) for one in refused] == [
+        (name, 503, "no_room") for name in "ab"
+    ]
+    assert all("no decode engine" in one.message and one.retry_after_s for one in refused)
+    assert not it.flights
+
+
+def test_a_role_that_is_back_in_time_costs_nobody_a_request() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for start, life in ((2.0, "1"), (7.0, "2"), (12.0, "3")):
+        it.take(facts.ReplicaGone("d1", life), start)
+        for tenth in range(10 * int(ROLE_MISSING_S) - 10):
+            assert not [o for o in it.take(facts.Tick(), start + tenth / 10) if isinstance(o, Refuse)]
+        it.take(seen("p1"), start + ROLE_MISSING_S - 1)
+        assert only(it.take(seen("d1", str(int(life) + 1)), start + ROLE_MISSING_S - 1)).request_id == "a"
+        it.take(facts.Tick(), start + ROLE_MISSING_S - 1)
+
+
+def test_where_somebody_starts_engines_a_missing_role_is_waited_for() -> None:
+    it = PdCore(engines_come=True)
+    for name in ("p1", "d1"):
+        it.take(seen(name), 0.0)
+    it.take(asked("a"), 1.0)
+    it.take(facts.ReplicaGone("d1", "1"), 2.0)
+    for second in range(3, 100):
+        it.take(seen("p1"), float(second))
+        assert it.take(facts.Tick(), float(second)) == []
+
+
+def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 700, "p"), 1.0)
+    it.take(EndedCounted("a", 20, "d1", prompt_tokens=301), 2.0)
+    assert it.stored_tokens("t", "p") == 321
+    it.take(asked("b", 700, "p"), 3.0)
+    it.take(EndedCounted("b", 6, "d1", prompt_tokens=100), 4.0)
+    assert it.stored_tokens("t", "p") == 106
+    it.take(asked("c", 700, "p"), 5.0)
+    it.take(facts.Ended("c", 20, "d1"), 6.0)  # nobody counted: the guess is all there is
+    assert it.stored_tokens("t", "p") == 720
+
+
+def test_what_was_counted_is_an_end_like_any_other_to_who_does_not_know_it() -> None:
+    told = msgspec.msgpack.encode(EndedCounted("a", 20, "d1", prompt_tokens=301))
+    assert msgspec.msgpack.decode(told, type=facts.AnyFact) == facts.Ended("a", 20, "d1")
+
+
+def test_which_engine_answered_last_is_known() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 700, "p"), 1.0)
+    assert it.programs["t", "p"].answered_by is None
+    it.take(facts.Ended("a", 20, "d1"), 2.0)
+    assert it.programs["t", "p"].answered_by == "d1"
 
 
 def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 from fake_pair_engine import core_of, gateway_of, pair_engines, pairs
 from gateway_world import World, lines, until
 from sojourn_server.gateway.core.limits import CoreLimits
+from sojourn_server.gateway.pd import core
 from sojourn_server.gateway.pd.standalone import READ_SIDES, build_pairs
 
 ADMIN = "admin"
@@ -86,7 +88,8 @@ async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
 async def test_what_was_stored_of_a_program_is_read_by_the_side_that_the_operator_chose(
     read_side: str,
 ) -> None:
-    async with pairs(1, 1, read_side=read_side) as (it, [prefill], _):
+    async with pairs(1, 1, read_side=read_side) as (it, [prefill], [decode]):
+        prefill.prompt_tokens = decode.prompt_tokens = 1000
         for _ in range(4):
             assert (await it.chat("p", text="x" * 4000)).status == 200
         shares = [one["kv_transfer_params"]["decode_share"] for one in prefill.requests]
@@ -340,6 +343,59 @@ async def test_without_a_pair_whoever_comes_is_told_to_come_again() -> None:
         assert (await it.chat("p")).status == 200
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_was_taken_in_when_the_last_of_a_role_died_does_not_wait_long(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "ROLE_MISSING_S", 0.3)
+    # It is the request that finds out: nobody looks for long.
+    async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
+        await (prefill if role == "prefill" else decode).kill()
+        began_s = time.monotonic()
+        refused = await it.chat("p")
+        assert time.monotonic() - began_s < CoreLimits().wait_s / 10
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        assert f"no {role} engine" in (await refused.json())["error"]["message"]
+        assert not core_of(it).flights
+
+
+@pytest.mark.parametrize(("role", "how"), [("prefill", "gone"), ("decode", "gone"), ("decode", "refused"),
+                                           ("prefill", "drained"), ("decode", "suspect")])  # fmt: skip
+async def test_a_load_balancer_hears_that_a_role_is_missing(role: str, how: str) -> None:
+    limits = CoreLimits(lease_s=0.3)
+    async with pairs(1, 1, admin_key=ADMIN, limits=limits) as (it, [prefill], [decode]):
+        engine = prefill if role == "prefill" else decode
+        if how == "gone":
+            await engine.kill()
+        elif how == "refused":
+            engine.tells_paths = False
+        elif how == "suspect":
+            engine.silent = True
+        else:
+            await say(it, engine.name, "drain")
+        counts = {"prefill": 1, "decode": 1, role: 0}
+
+        async def told() -> bool:
+            async with it.http.get(f"{it.url}/health") as answer:
+                document = await answer.json()
+                assert answer.status == (200 if document["prefill"] and document["decode"] else 503)
+                return {name: document[name] for name in counts} == counts
+
+        await until(told)
+        if how != "suspect":
+            assert (await it.chat()).status == 503
+
+
+async def test_what_has_no_first_leg_takes_a_place_in_a_pair_all_the_same() -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        assert (await it.chat("p", n=2)).status == 200
+        assert not prefill.requests
+        await prefill.kill()
+        await until(lambda: prefill.name not in core_of(it).engines)
+        assert (await it.chat("p", n=2)).status == 503
+        assert len(decode.requests) == 1
+
+
 async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> None:
     async with pairs(1, 2) as (it, [prefill], decode):
         prefill.queued_s = 2.5
@@ -379,7 +435,13 @@ async def test_questions_about_all_engines_are_answered() -> None:
         stats = await it.get("/sojourn/v1/stats")
         assert stats["engines"].keys() == {engine.url for engine in (prefill, *decode)}
         assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
-        assert (await it.get("/health")) == {"replicas": 3, "up": 3, "waiting": 0}
+        assert (await it.get("/health")) == {
+            "replicas": 3,
+            "up": 3,
+            "waiting": 0,
+            "prefill": 1,
+            "decode": 2,
+        }
         outcomes = await it.events(
             {"type": "tool_start", "program_id": "p", "call_id": "c", "tool": "bash", "seq": 1}
         )
@@ -398,10 +460,25 @@ async def test_programs_are_shown_with_what_is_stored_of_them() -> None:
         new, old = shown["programs"]
         assert (new["turns"], new["in_flight"], new["context_tokens"], new["replica"]) == (0, 1, 0, None)
         assert (old["turns"], old["in_flight"]) == (2, 0)
-        assert old["context_tokens"] > 5  # what was asked, guessed from its bytes, and five of answer
-        assert (await it.get("/sojourn/v1/programs/p"))["turns"] == 2
+        assert old["context_tokens"] == 105  # as the engine counted it, not as it was guessed
+        told = await it.get("/sojourn/v1/programs/p")
+        assert told["turns"] == 2
+        assert told["replica"] is None
+        assert told["engine"]["status"] == "acting"  # of the decode engine: only that knows programs
+        assert (await it.get("/sojourn/v1/programs/q"))["engine"] is None
         decode.hold.set()
         assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_context_is_as_long_as_an_engine_counted(stream: bool) -> None:
+    async with pairs(1, 1) as (it, _, _):
+        answer = await it.chat("p", text="x" * 4000, stream=stream)
+        if stream:
+            await lines(answer)  # no usage in it: the prefill engine has counted the prompt
+        await until(lambda: not core_of(it).flights)
+        [shown] = (await it.get("/sojourn/v1/programs"))["programs"]
+        assert shown["context_tokens"] == shown["size_tokens"] == 105
 
 
 async def test_programs_of_two_tenants_are_two_whatever_they_are_called() -> None:

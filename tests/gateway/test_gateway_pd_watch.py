@@ -193,6 +193,32 @@ async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
         await engine.kill()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_log_says_what_a_gone_engine_means_for_requests(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with pairs(2, 2) as (it, prefill, decode):
+        first, second = prefill if role == "prefill" else decode
+        both = "pairs: 2 of 2 prefill and 2 of 2 decode engines are here"
+        assert caplog.text.count(both) == 1
+        await first.kill()
+        await until(lambda: first.name not in known(it))
+        assert f"{first.url} is gone (its connections are refused" in caplog.text
+        assert f"; other {role} engines go on" in caplog.text
+        counts = "1 of 2 prefill and 2 of 2" if role == "prefill" else "2 of 2 prefill and 1 of 2"
+        assert caplog.text.count(f"pairs: {counts} decode engines are here") == 1
+        await second.kill()
+        await until(lambda: second.name not in known(it))
+        assert f"no {role} engine is left, requests are refused until one comes" in caplog.text
+        assert "its programs go on elsewhere" not in caplog.text
+        caplog.clear()
+        for engine in (first, second):
+            await engine.restart()
+        await until(lambda: len(known(it)) == 4)
+        await until(lambda: both in caplog.text)
+
+
 async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         before = core_of(it).engines[decode.name].seen
@@ -342,6 +368,7 @@ def test_kv_is_compared_where_both_tell_of_it(kv: str, ours: str, alike: bool) -
     why = unlike(("tiny", 4096, 64, kv), ("tiny", 4096, 64, ours))
     assert (why == "") is alike
     assert alike or "expected engines that are started alike" in why
+    assert alike or "--block-size" in why
     assert read_paths({"paths": {**PATHS, "kv": kv}}).kv == kv
 
 

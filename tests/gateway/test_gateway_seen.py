@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import engines
+from fake_pair_engine import pair_engines
 from gateway_world import World, until, world
 from sojourn_server.gateway.http.app import GatewayOptions
 from sojourn_server.gateway.http.standalone import build
@@ -42,6 +43,14 @@ async def test_requests_that_wait_for_nobody_in_particular_are_counted(caplog: A
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not it.gateway.books.waiting)
+
+
+async def test_an_engine_of_a_pair_that_is_named_as_any_other_is_warned_of(caplog: Any) -> None:
+    async with pair_engines(0, 1) as (_, [decode]), engines(1) as fakes, world([decode, *fakes]) as it:
+        [warned] = [line for line in caplog.messages if "engine of a pair" in line]
+        assert warned.startswith(f"{decode.url} is a decode engine of a pair")
+        assert "--prefill and --decode" in warned
+        assert (await it.chat()).status == 200
 
 
 @pytest.mark.parametrize("status", ["acting", "bogus"])

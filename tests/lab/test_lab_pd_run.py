@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import typer.testing
+from rich.console import Console
+from rich.text import Text
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.lab.pd.machine import PdMachine
-from sojourn_server.lab.pd.outcome import PdOutcome
-from sojourn_server.lab.pd.report import COLUMNS, document, draw, row, table
+from sojourn_server.lab.pd.models import MODELS
+from sojourn_server.lab.pd.outcome import PdOutcome, Seen
+from sojourn_server.lab.pd.report import COLUMNS, document, draw, note, row, table
 from sojourn_server.lab.pd.run import PdSpec, calibrate, run, run_all
 from sojourn_server.lab.pd.simulation import Simulation
 from sojourn_server.lab.pd.space import Space
@@ -114,6 +121,77 @@ def test_a_report_has_every_column(ablation: dict[str, PdOutcome], tmp_path: Pat
     assert (tmp_path / "pd.svg").stat().st_size > 1000
 
 
+def shown_of(outcomes: Sequence[PdOutcome], width: int = 80) -> list[str]:
+    screen = Console(width=width, file=io.StringIO(), color_system=None)
+    screen.print(table(outcomes))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_the_table_fits_80_columns(ablation: dict[str, PdOutcome], online: bool) -> None:
+    """Of the largest figures that a cluster of 1,152 devices has."""
+    seen = Seen(turns=9, ttft_mean=1234.5, ttft_p95=2000.0, ttst_mean=120.25, tpot_mean=0.1234)
+    outcomes = [
+        msgspec.structs.replace(
+            each, virtual_s=98765.4, turns=200_000_000, finished_agents=48_000, nic_busy=(1.0, 1.0),
+            prefill_busy=1.0, rate_per_s=8.8 if online else None, seen=seen if online else None,
+        )
+        for each in ablation.values()
+    ]  # fmt: skip
+    lines = shown_of(outcomes)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    title, units, names, *rows = lines
+    assert len(rows) == len(outcomes)
+    assert title.startswith("1P2D")
+    assert names.split()[0] == "system"
+    assert ("TTFT" in units) is online
+    assert "98,765" in rows[0] or online
+    assert "1,234" in rows[0] or not online
+
+
+def test_how_long_the_one_path_was_full_is_measured(ablation: dict[str, PdOutcome]) -> None:
+    busy, few = ablation["basic"], run(replace(SMALL, agents=2, system="basic"))
+    assert busy.prefill_nics_full is not None
+    assert few.prefill_nics_full is not None
+    assert few.prefill_nics_full < 0.1 < 0.5 < busy.prefill_nics_full <= 1.0
+    assert ablation["oracle"].prefill_nics_full == 0.0
+
+
+def test_a_note_says_where_there_was_nothing_for_a_second_path_to_save(
+    ablation: dict[str, PdOutcome],
+) -> None:
+    basic, dual = ablation["basic"], ablation["scheduling"]
+    assert note([basic, dual]) is None
+    idle = msgspec.structs.replace(basic, prefill_nics_full=0.0123)
+    told = note([dual, idle])
+    assert told is not None
+    assert "Basic" in told
+    assert "1 % of the time" in told
+    assert "--programs" in told
+    assert note([idle]) is None  # nothing is compared
+    assert note([idle, ablation["layerwise"]]) is None
+    assert note([dual, ablation["split"]]) is None  # nobody has one path
+    assert note([msgspec.structs.replace(idle, prefill_nics_full=None), dual]) is None
+    online = [msgspec.structs.replace(each, rate_per_s=1.0) for each in (idle, dual)]
+    assert note(online) is None
+
+
+def test_the_page_explains_every_column_and_figure() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dualpath.md").read_text(encoding="utf-8")
+    part = page.split("## The cluster simulation")[1].split("\n## ")[0]
+    told = re.findall(r"^\| ([^|]+) \|", part.split("| column |")[1].split("\n\n")[0], re.MULTILINE)
+    for column in COLUMNS:
+        assert any(column.removesuffix(" s").removesuffix(" ms") in name for name in told), column
+    for name in (*MODELS, *SYSTEMS):
+        assert re.search(rf"^\| `{name}` \|", part, re.MULTILINE), name
+    for field in (*PdOutcome.__struct_fields__, *Seen.__struct_fields__, "made_with", "outcomes"):
+        assert f"`{field}`" in part, field
+    for model in ("ds-660b", "qwen2.5-32b"):
+        assert f"{MODELS[model].kv_bytes_per_token:,} bytes of KV a token" in part
+
+
 def test_a_nic_reads_in_turn_and_counts_by_window() -> None:
     nic = StorageNic(0, rate_blocks_per_s=2.0)
     assert nic.read(10, 3.0) == 8.0
@@ -165,6 +243,21 @@ def test_the_command_shows_writes_and_draws(tmp_path: Path) -> None:
     assert [each["system"] for each in told["outcomes"]] == ["basic", "scheduling"]
     assert all(each["finished_agents"] == 6 for each in told["outcomes"])
     assert drawn.exists()
+    assert "note: storage was not in the way" in " ".join(result.output.split())
+
+
+def test_help_names_every_option_in_full_at_80_columns() -> None:
+    result = typer.testing.CliRunner().invoke(
+        build_app(), ["simulate-pd", "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    )
+    shown = Text.from_ansi(result.output).plain
+    command: Any = typer.main.get_command(build_app()).commands["simulate-pd"]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            for name in (*parameter.opts, *parameter.secondary_opts):
+                assert re.search(rf"{name}\s", shown), name
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -174,8 +267,20 @@ def test_the_command_shows_writes_and_draws(tmp_path: Path) -> None:
         (["--system", ","], "names no system", "for example"),
         (["--model", "ds-27"], "unknown model 'ds-27'", "did you mean ds-27b?"),
         (["--hours", "nan"], "--hours is nan", "for example"),
-        (["--rate", "0"], "rate_per_s is 0", "docs/dualpath.md"),
-        (["--storage-nic-gbit", "0"], "storage_nic_bytes_per_s is 0", "docs/dualpath.md"),
+        (["--model", "gpt"], "unknown model 'gpt'", "models of your own are not taken"),
+        (["--system", "fast"], "unknown system 'fast'", "docs/dualpath.md"),
+        (["--rate", "0"], "--rate is 0", "--rate 0.4"),
+        (["--rate", "-1"], "--rate is -1", "--rate 0.4"),
+        (["--storage-nic-gbit", "0"], "--storage-nic-gbit is 0", "--storage-nic-gbit 400"),
+        (["--compute-nic-gbit", "nan"], "--compute-nic-gbit is nan", "--compute-nic-gbit 400"),
+        (["--device-memory-gb", "-5"], "--device-memory-gb is -5", "--device-memory-gb 141"),
+        (["--append-scale", "0"], "--append-scale is 0", "--append-scale 1"),
+        (["--output-scale", "inf"], "--output-scale is inf", "--output-scale 1"),
+        (["--efficiency", "3"], "--efficiency is 3", "--efficiency 0.31"),
+        (["--efficiency", "0"], "--efficiency is 0", "--efficiency 0.31"),
+        (["--hours", "2"], "--hours has no effect without --rate", "--rate 0.4 --hours 2"),
+        (["--rate", "0.4", "--programs", "9"], "--programs has no effect with --rate", "leave out"),
+        (["--device-memory-gb", "20"], "leaves", "--device-memory-gb"),
         (["nowhere.jsonl"], "No such file", "docs/traces.md"),
         (["--plot", "pd.gif"], "neither .svg nor .png", "pd.svg"),
         (["--plot", "/no/such/folder/pd.svg"], "is no folder", "make it first"),
@@ -187,3 +292,10 @@ def test_the_command_says_what_is_wrong(arguments: list[str], message: str, step
     assert isinstance(error, CliError)
     assert message in error.message
     assert step in error.next_step
+
+
+def test_where_the_figures_cannot_be_written_is_said_before_anything_is_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = sojourn("--json", str(tmp_path / "file" / "out.json")).exception
+    assert isinstance(error, CliError)
+    assert "is a file" in error.message

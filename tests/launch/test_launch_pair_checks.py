@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 
@@ -23,9 +24,17 @@ IDENTITY = KvIdentity(
 )
 
 
-def check(store, try_it=True, **options):
+def check(store, try_it=True, block_tokens=32, plain=True, **options):
     asked = PairOptions(role="decode", store=str(store), **{"store_gib": 1e-6, "buffer_gib": 1e-3, **options})
-    return pair_checks.check_pair(asked, "d", vllm_version="0.32.0", weights="/m []", try_it=try_it)
+    return pair_checks.check_pair(
+        asked,
+        "d",
+        vllm_version="0.32.0",
+        weights="/m []",
+        block_tokens=block_tokens,
+        block_tokens_certain=plain,
+        try_it=try_it,
+    )
 
 
 def refused(store, **options):
@@ -82,7 +91,68 @@ def test_a_name_that_is_taken_and_a_store_of_something_else(tmp_path):
             "d",
             vllm_version="9",
             weights=None,
+            block_tokens=None,
+            block_tokens_certain=False,
         )
+
+
+def made(root, name, scheme="sha256/seed=0/32", **other):
+    """A store in ``root`` that an engine has left behind."""
+    identity = dataclasses.replace(IDENTITY, hash_scheme=scheme, **other)
+    with SharedStore.open(root, identity, name=name, budget_bytes=1000)._own:
+        pass
+
+
+def test_another_block_size_than_that_of_the_store_is_refused_and_the_right_one_is_said_first(tmp_path):
+    made(tmp_path, "n7-decode-8002")
+    made(tmp_path, "n7-prefill-8001")
+    error = refused(tmp_path, block_tokens=64)
+    assert "engine blocks of 32 tokens" in str(error)
+    assert "--block-size 64" in str(error)
+    assert "n7-decode-8002, n7-prefill-8001" in str(error)
+    assert error.next_step.startswith("start with --block-size 32, as the others")
+    assert "-n7-decode-8002" in error.next_step, "what to delete where nobody uses it any more"
+    assert check(tmp_path, block_tokens=32) == []
+    assert check(tmp_path, block_tokens=None) == []
+
+
+def test_a_block_size_that_vllm_may_change_is_a_note(tmp_path):
+    made(tmp_path, "p", scheme="sha256/seed=0/16")
+    (note,) = check(tmp_path, block_tokens=32, plain=False)
+    assert "--block-size 16" in note
+
+
+def test_one_store_of_the_same_block_size_is_enough_and_another_scheme_is_the_engines_business(tmp_path):
+    both, other = tmp_path / "both", tmp_path / "other"
+    for folder in (both, other):
+        folder.mkdir()
+    made(other, "q", scheme="sha256/seed=0/64")
+    for store in other.iterdir():  # two engines that started at once
+        store.rename(both / store.name)
+    made(other, "p", scheme="sha256/seed=0/32")
+    for store in other.iterdir():
+        store.rename(both / store.name)
+    assert check(both, block_tokens=64) == []
+    made(other, "p", scheme="sha256")
+    assert check(other, block_tokens=64) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        ('{"model_type": "llama"}', True),
+        ('{"model_type": "x", "kv_lora_rank": 512}', False),
+        ('{"text_config": {"kv_lora_rank": 512}}', False),
+        ('{"model_type": "deepseek_v4"}', False),
+        ("no JSON", False),
+        ("[]", False),
+        (None, False),
+    ],
+)
+def test_vllm_gives_only_models_of_latent_attention_a_block_size_of_its_own(tmp_path, config, plain):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert pair_checks.keeps_block_size(str(tmp_path)) is plain
 
 
 def test_memory_and_room_are_those_of_this_machine(tmp_path):

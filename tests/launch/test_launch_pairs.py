@@ -133,6 +133,11 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
         (("--data-parallel-size", "2"), "each engine of a pair has a server of its own"),
         (("--async-scheduling",), "need one step at a time"),
         (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
+        (
+            ("--enable-lora",),
+            "--enable-lora: an adapter's KV .* weights; start an engine of a pair without it",
+        ),
+        (("--enable_lora",), "--enable-lora: "),
         (("--no-enable-prefix-caching",), "--no-enable-prefix-caching: stored KV is found by the names"),
         (("--block-size", "128"), "--block-size is 128: a Full Block of 64 tokens is not a whole number"),
     ],

@@ -235,10 +235,10 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
         yield Check("server", False, f"{base} does not answer: {health}", "start one: sojourn serve tiny")
         return
     if health.status_code != 200:
-        gateway = gateway_check(client)
-        if gateway is not None and gateway.ok is False:
+        found = gateway_checks(client, goes_on=False)
+        if any(check.ok is False for check in found):
             yield Check("server", True, f"{base} is up")
-            yield gateway
+            yield from found
             return
         yield Check(
             "server",
@@ -250,15 +250,14 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     yield Check("server", True, f"{base} is up")
 
     models = _get(client, "/v1/models")
-    gateway = gateway_check(client) if _is_gateways(models) else None
-    if gateway is not None:
-        yield gateway
+    found = gateway_checks(client) if _is_gateways(models) else []
+    yield from found
     served = _model_ids(models)
     if not isinstance(models, str) and models.status_code in (401, 403):
         yield _key_check(client, key_source)
         return
     if not served:
-        what = "see the replicas' logs" if gateway is not None else "is this an OpenAI-compatible server?"
+        what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
         yield Check("models", False, f"/v1/models: {_said(models)}", what)
         return
     with_key = "Authorization" in client.headers
@@ -268,23 +267,27 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     yield _cached_tokens_check(client, served[0])
 
 
-def gateway_check(client: httpx.Client) -> Check | None:
-    """What a gateway says of itself and its replicas; ``None``: this is none, or an older one."""
+def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
+    """What a gateway says of itself, its replicas and their pairs; empty: this is none, or an older one.
+
+    ``goes_on``: more is asked afterwards, which replicas answer.
+    """
     from sojourn.wire import CAPABILITIES_PATH
 
     answer = _get(client, _REPLICAS_PATH)
     if not _is_gateways(answer):
-        return None
+        return []
     assert isinstance(answer, httpx.Response)
     if answer.status_code != 200:
-        return Check("gateway", None, f"it is one, and says nothing of its replicas: {_said(answer)}")
+        return [Check("gateway", None, f"it is one, and says nothing of its replicas: {_said(answer)}")]
     document = _json(answer)
     states = [state for state in _list(document.get("replicas")) if isinstance(state, dict)]
     missing = _texts(document.get("missing"))
     health = {str(state.get("replica")): str(state.get("health")) for state in states}
     doubted = [name for name, how in health.items() if how == "suspect"]
     leaving = [name for name, how in health.items() if how == "draining"]
-    known, up = len(states) + len(missing), len(states) - len(doubted)
+    refused = _texts_of(document.get("refused"))
+    known, up = len(states) + len(missing) + len(refused), len(states) - len(doubted)
     capabilities = _get(client, CAPABILITIES_PATH)
     told = {} if isinstance(capabilities, str) else _json(capabilities)
     # Without an engine that answers there are no capabilities; the gateway knows what it runs all the same.
@@ -294,11 +297,46 @@ def gateway_check(client: httpx.Client) -> Check | None:
         detail += f", {len(leaving)} of them draining"
     if missing or doubted:
         detail += f"; without an answer: {', '.join([*doubted, *missing])}"
-    if up:
+    if refused:
+        detail += f"; {len(refused)} {'is' if len(refused) == 1 else 'are'} refused"
+    if up and goes_on:
         detail += "; what follows is said by its replicas"
-    if up == known and known:
-        return Check("gateway", True, detail)
-    return Check("gateway", False, detail, "wait until they have loaded, start them, or look into their logs")
+    pairs = _pairs_check(document, states, refused)
+    # Of those that are refused the pairs' line says what to do.
+    if known and up + len(refused) == known:
+        return [Check("gateway", True, detail), *pairs]
+    advice = "wait until they have loaded, start them, or look into their logs"
+    return [Check("gateway", False, detail, advice), *pairs]
+
+
+def _pairs_check(
+    document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
+) -> list[Check]:
+    """Of a gateway for pairs, whether requests can be served, where, and who is left out; else none."""
+    roles = document.get("pairs")
+    if not isinstance(roles, dict):
+        return []
+    detail = _roles(roles)
+    if nodes := sorted({str(state["node"]) for state in states if state.get("node")}):
+        detail += f"; nodes {', '.join(nodes)}"
+    if read_side := document.get("read_side"):
+        detail += f"; read side {read_side}"
+    for url, why in refused.items():
+        detail += f"; {url} is refused: {why}"
+    absent = [name for name, number in roles.items() if not number]
+    if refused:
+        advice = "start these as the others are started, or take them out of --prefill and --decode"
+    else:
+        missing = " and a ".join(absent)
+        advice = f"start a {missing} engine, or look into its log: until one is up requests are refused"
+    if absent or refused:
+        return [Check("pairs", False, detail, advice)]
+    return [Check("pairs", True, detail)]
+
+
+def _roles(told: dict[str, Any]) -> str:
+    """How many engines there are of each role, those that prefill first."""
+    return ", ".join(f"{told[name]} {name}" for name in sorted(told, reverse=True)) or "none"
 
 
 def _is_gateways(answer: httpx.Response | str) -> bool:
@@ -308,6 +346,10 @@ def _is_gateways(answer: httpx.Response | str) -> bool:
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _texts_of(value: object) -> dict[str, str]:
+    return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
 
 
 def _texts(value: object) -> list[str]:
@@ -345,7 +387,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
             "look into their logs",
         )
     if "tiers" in document:  # an older server does not say
-        yield _tiers_check(document["tiers"], document.get("paths"))
+        yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
     try:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
@@ -360,7 +402,9 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("events", True, "accepted")
 
 
-def _tiers_check(told: Any, paths: Any) -> Check:
+def _tiers_check(told: Any, paths: Any, pairs: Any) -> Check:
+    if told is None and isinstance(pairs, dict):  # a gateway's
+        return Check("tiers", True, f"KV is stored and read by engines of pairs: {_roles(pairs)}")
     if told is None and isinstance(paths, dict):
         where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
         return Check(
@@ -431,6 +475,9 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
             "not looked at: this is the gateway's admin key, which sees everything and generates nothing",
             "pass a tenant's key to have a token generated",
         )
+    if answer.status_code >= 500:
+        advice = "nothing is generated: look into the server's log, a gateway's or its engines'"
+        return Check("cached tokens", False, f"/v1/completions: {_said(answer)}", advice)
     if answer.status_code != 200:
         return Check("cached tokens", None, f"/v1/completions: {_said(answer)}")
     details = (_json(answer).get("usage") or {}).get("prompt_tokens_details")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import CliError, console, write_json
+from .outputs import Outputs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from sojourn_server.policy.pd_range import NodeLinks, PdRange
 
 _GBIT = 1e9 / 8
+_EXAMPLES = {
+    "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
+    "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
+}  # fmt: skip
+"""What is a good value where one was refused: the default."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +39,10 @@ def plan_pd(
     dram_gbyte: float = typer.Option(500.0, help="A node's memory, GB/s of reads and writes together"),
     hit_tokens: float = typer.Option(33_147.0, help="Tokens a turn whose KV is read from storage"),
     new_tokens: float = typer.Option(292.0, help="Tokens a turn that are computed"),
-    kv_bytes: float = typer.Option(48_068.0, help="KV bytes a token; the default is DeepSeek-V3.2's in FP8"),
+    kv_bytes: float = typer.Option(
+        48_068.0,
+        help="KV bytes a token, as an engine's capabilities tell; the default is DeepSeek-V3.2's in FP8",
+    ),
     new_tokens_per_s: float = typer.Option(
         2_160.0, help="What a device prefills behind contexts of this length"
     ),
@@ -51,8 +60,10 @@ def plan_pd(
     for option, value in given.items():
         if not 0 < value < math.inf:
             raise CliError(
-                f"{option} is {value:g}; expected a finite number above 0", f"for example {option} 400"
+                f"{option} is {value:g}; expected a finite number above 0",
+                f"for example {option} {_EXAMPLES[option]}",
             )
+    Outputs(json=json, plot=None, save=None, explain=None).check()
     links = NodeLinks(
         devices=devices,
         compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
@@ -71,20 +82,27 @@ def plan_pd(
         console.print(_range_text(found), highlight=False)
         console.print(_bounds(found))
         console.print(_divisions(divisions))
+        if not all(each["in_range"] for each in divisions):
+            console.print("–: another link is full before all storage NICs are", highlight=False)
     if json is not None:
         bounds = {
             bound.link: {"least": _finite(bound.least), "most": _finite(bound.most)} for bound in found.bounds
         }
-        write_json(
-            {
-                "least": _finite(found.least),
-                "most": _finite(found.most),
-                "possible": found.possible,
-                "bounds": bounds,
-                "divisions": divisions,
-            },
-            json,
-        )
+        document = {
+            "least": _finite(found.least),
+            "most": _finite(found.most),
+            "possible": found.possible,
+            "bounds": bounds,
+            "divisions": divisions,
+        }
+        try:
+            write_json(document, json)
+        except OSError as error:
+            raise CliError(
+                f"{error.filename or json}: {error.strerror or error}",
+                "make room or name another place",
+                exit_code=1,
+            ) from None
 
 
 def _division(links: NodeLinks, turn: TurnSizes, found: PdRange, prefill: int, decode: int) -> dict[str, Any]:
@@ -94,18 +112,20 @@ def _division(links: NodeLinks, turn: TurnSizes, found: PdRange, prefill: int, d
     loads = link_loads(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
     gain = pd_gain(links, turn, prefill, decode)
+    # Out of range not all storage NICs can work at once, and what they could read together says nothing.
+    in_range = found.possible and found.holds(prefill / decode)
     return {
         "prefill_nodes": prefill,
         "decode_nodes": decode,
-        "in_range": found.possible and found.holds(prefill / decode),
+        "in_range": in_range,
         "fullest_link": fullest,
         "fullest_load": round(loads[fullest], 4),
         "turns_per_s": {
             "one_path": round(gain.one_path, 3),
-            "two_paths": round(gain.two_paths, 3),
+            "two_paths": round(gain.two_paths, 3) if in_range else None,
             "compute": round(gain.compute, 3),
         },
-        "gain_at_most": round(gain.most, 4),
+        "gain_at_most": round(gain.most, 4) if in_range else None,
     }
 
 
@@ -123,7 +143,7 @@ def _bounds(found: PdRange) -> Table:
 
     table = Table("link", "bound on P/D", box=None, title="What each link says", title_justify="left")
     for bound in found.bounds:
-        if math.isinf(bound.least) or bound.most < 0:
+        if math.isinf(bound.least) or bound.most <= 0:
             text = "too slow at any ratio"
         elif bound.least:
             text = f"≥ {bound.least:.3g}"
@@ -137,22 +157,27 @@ def _divisions(divisions: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(
-        "nodes", "in range", "fullest link", "load", "one path", "two paths", "prefill", "gain at most",
-        box=None, title="Turns a second that each resource allows", title_justify="left",
-    )  # fmt: skip
-    for column in table.columns[3:]:
-        column.justify = "right"
+        box=None, title="Turns a second that each resource allows", title_justify="left", pad_edge=False
+    )
+    for name in ("nodes", "in\nrange", "fullest link"):
+        table.add_column(name, vertical="bottom", no_wrap=name != "fullest link")
+    for name in ("load", "one\npath", "two\npaths", "prefill", "gain at\nmost"):
+        table.add_column(name, vertical="bottom", justify="right", no_wrap=True)
     for each in divisions:
         turns = each["turns_per_s"]
         table.add_row(
             f"{each['prefill_nodes']}P{each['decode_nodes']}D",
             "yes" if each["in_range"] else "no",
             each["fullest_link"],
-            f"{each['fullest_load']:.0%}",
-            *(f"{turns[name]:,.1f}" for name in ("one_path", "two_paths", "compute")),
-            f"{each['gain_at_most']:.2f}×",
+            f"{each['fullest_load']:,.0%}",
+            *(_told(turns[name], ",.1f") for name in ("one_path", "two_paths", "compute")),
+            _told(each["gain_at_most"], ".2f", "×"),
         )
     return table
+
+
+def _told(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def _finite(value: float) -> float | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
 import os
+import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,6 +18,7 @@ from urllib.parse import urlsplit
 import typer
 
 from .console import CliError, console, write_json
+from .profile_progress import MeasuringProgress, words_of
 
 if TYPE_CHECKING:
     from sojourn_server.policy.costs import EngineLimits, EngineProfile
@@ -25,6 +29,17 @@ if TYPE_CHECKING:
     from sojourn_server.replay.client import ServedModel
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What is known so far: it is filled while measuring goes on, which may be stopped at any time."""
+
+    served: ServedModel
+    limits: EngineLimits
+    block_size: int
+    prefill: PrefillMeasurement
+    steps: StepMeasurement
 
 
 def register(app: typer.Typer) -> None:
@@ -65,16 +80,21 @@ def profile(
     api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
     json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
 ) -> None:
-    """Without ``-o`` and ``--json`` the TOML goes to stdout."""
-    from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
-    from sojourn_server.policy.step_costs import fit_step_costs
-    from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, describe_hardware, measure_bandwidth
+    """Without ``-o`` and ``--json`` the TOML goes to stdout.
+
+    Whoever stops it (Ctrl-C, SIGTERM) gets what was measured so far, marked as incomplete.
+    """
+    from sojourn_server.policy.costs import EngineLimits
+    from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, measure_bandwidth
     from sojourn_server.profiling.break_even import Dimensions, break_even, read_dimensions
     from sojourn_server.profiling.compute import Compute, measure_compute
     from sojourn_server.replay.client import RequestError, ServerError
+    from sojourn_server.traces.whole_files import write_whole
 
     if (layers is None) != (hidden_size is None):
         raise CliError("--layers and --hidden-size go together", "give both, or neither")
+    if output is not None:
+        _check_output(output)
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
     said = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
@@ -83,16 +103,27 @@ def profile(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
     )
+    so_far: list[_Measured] = []
+    stopped: CliError | None = None
     try:
-        served, limits, tokens_a_block, measured, steps = asyncio.run(
-            _measure(url, model, key, said, block_size, repeats, budget_s, vocabulary, decode)
+        asyncio.run(
+            _measure(so_far, url, model, key, said, block_size, repeats, budget_s, vocabulary, decode)
         )
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
     except RequestError as error:
-        raise CliError(f"a measurement failed: {error}", _after(error)) from None
-    if not measured.points:
-        raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
+        stopped = CliError(f"a measurement failed: {error}", _after(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        shorter = (
+            "it takes less long with --max-context TOKENS, --no-decode, --repeats 1 or --budget-s SECONDS"
+        )
+        stopped = CliError("interrupted", shorter, exit_code=130)
+    if not so_far or not so_far[0].prefill.points:
+        raise stopped or CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
+    measured = so_far[0]
+    if stopped is not None:
+        raise _left_in_part(measured, stopped, url, hardware, output) from None
+    served, limits = measured.served, measured.limits
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     dimensions = read_dimensions(served.root) if local else None
     if layers and hidden_size:
@@ -102,41 +133,29 @@ def profile(
         # In how many pieces a large block is copied matters little.
         pieces = dimensions.layers if dimensions else 1
         bandwidth = measure_bandwidth(
-            blocks=KvBlocks(kv_bytes * tokens_a_block, pieces) if kv_bytes else None
+            blocks=KvBlocks(kv_bytes * measured.block_size, pieces) if kv_bytes else None
         )
     else:
         bandwidth = Bandwidth(None, None, "the server runs on another machine; profile it there")
-    result = EngineProfile(
-        model=served.name,
-        hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
-        engine=served.engine,
-        block_size=tokens_a_block,
-        prefill=PrefillCurve.fit(measured.points),
-        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in measured.points),
-        device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
-        host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
-        decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
-        limits=limits,
-        steps=fit_step_costs(steps.samples) if decode and steps.samples else None,
-        step_samples=tuple(steps.samples) if decode else (),
-        measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        versions=_versions(served.engine, local),
-    )
-    notes = [*measured.notes, *steps.notes, *([bandwidth.reason] if bandwidth.reason else [])]
+    result = _profile_of(measured, bandwidth, hardware, local)
+    notes = [
+        *measured.prefill.notes,
+        *measured.steps.notes,
+        *([bandwidth.reason] if bandwidth.reason else []),
+    ]
     compute = Compute(None, "the server runs on another machine")
     if local and dimensions is not None:
         compute = measure_compute()
     evens = break_even(result, dimensions, compute)
     _show(result, bandwidth)
-    _show_break_even(evens, longest=measured.points[-1][0])
+    _show_break_even(evens, longest=measured.prefill.points[-1][0])
     for note in notes:
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(result.to_toml(), encoding="utf-8")
+        write_whole({output: result.to_toml().encode()})
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json:
-        residual_s = result.prefill.residual(measured.points)
+        residual_s = result.prefill.residual(measured.prefill.points)
         write_json(
             {
                 **dataclasses.asdict(result),
@@ -151,6 +170,7 @@ def profile(
 
 
 async def _measure(
+    so_far: list[_Measured],
     url: str,
     model: str | None,
     api_key: str | None,
@@ -160,15 +180,15 @@ async def _measure(
     budget_s: float,
     vocabulary: int,
     decode: bool,
-) -> tuple[ServedModel, EngineLimits, int, PrefillMeasurement, StepMeasurement]:
-    from rich.progress import Progress
-
+) -> None:
+    """Puts one ``_Measured`` into ``so_far`` as soon as the server is known, and fills it."""
     from sojourn_server.policy.costs import EngineLimits
     from sojourn_server.profiling.limits import read_block_size, read_limits
-    from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
-    from sojourn_server.profiling.steps import StepMeasurement, measure_steps
+    from sojourn_server.profiling.prefill import PrefillMeasurement, measure_prefill
+    from sojourn_server.profiling.steps import StepMeasurement, expected_steps_s, measure_steps
     from sojourn_server.replay.client import CompletionsClient
 
+    _cancel_on_sigterm()
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
         told = await read_limits(client.url, served, api_key=api_key)
@@ -182,47 +202,145 @@ async def _measure(
             },
             max_context_tokens=limit or max_context,
         )
-        block_size = (
+        block_tokens = (
             block_size or served.block_size or await read_block_size(client.url, api_key=api_key) or 16
         )
         if limit is None and max_context is None:
             raise CliError(f"{client.url} doesn't tell its longest context", "say it: --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
+        measured = _Measured(served, limits, block_tokens, PrefillMeasurement(), StepMeasurement())
+        so_far.append(measured)
+        _announce(served.name, longest, budget_s, decode)
         started = time.monotonic()
         # The prefill curve serves the policies of a live engine: the decodes get what it leaves, and a half
         # where there is little.
         prefill_budget_s = budget_s / 2 if decode else budget_s
-        steps = StepMeasurement()
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("prefill", total=len(lengths_up_to(longest)) * repeats)
+        with MeasuringProgress() as progress:
 
-            def show(tokens: int, lengths: int) -> None:
-                progress.update(bar, advance=1, description=f"prefill of {tokens:,} tokens")
+            def show_prefill(what: str, left_s: float | None) -> None:
+                if left_s is not None and decode:
+                    steps_s = expected_steps_s(
+                        measured.prefill.points,
+                        max_tokens=longest,
+                        limits=limits,
+                        block_size=block_tokens,
+                        repeats=repeats,
+                    )
+                    left_s = min(left_s + steps_s, budget_s - (time.monotonic() - started))
+                progress.show(what, left_s)
 
-            measured = await measure_prefill(
+            await measure_prefill(
                 client,
                 served,
                 max_tokens=longest,
                 repeats=repeats,
                 budget_s=prefill_budget_s,
                 vocabulary=vocabulary,
-                on_sample=show,
+                into=measured.prefill,
+                on_sample=show_prefill,
             )
-            if decode and measured.points:
-                steps = await measure_steps(
+            points = measured.prefill.points
+            if decode and points:
+                await measure_steps(
                     client,
                     served,
-                    measured.points,
+                    points,
                     # No longer than what the budget let be prefilled.
-                    max_tokens=min(longest, measured.points[-1][0]),
+                    max_tokens=min(longest, points[-1][0]),
                     limits=limits,
-                    block_size=block_size,
+                    block_size=block_tokens,
                     repeats=repeats,
                     budget_s=budget_s - (time.monotonic() - started),
                     vocabulary=vocabulary,
-                    on_sample=lambda what: progress.update(bar, total=None, description=what),
+                    into=measured.steps,
+                    on_sample=progress.show,
                 )
-    return served, limits, block_size, measured, steps
+
+
+def _cancel_on_sigterm() -> None:
+    """Let SIGTERM, which ``timeout`` and supervisors send, end the measuring as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None, "called by a coroutine"
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread, Windows
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
+    from rich.markup import escape
+
+    also = ", then decodes and extended prefixes" if decode else ""
+    console.print(
+        escape(
+            f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
+            f"{words_of(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
+        ),
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _profile_of(
+    measured: _Measured, bandwidth: Bandwidth, hardware: str | None, local: bool
+) -> EngineProfile:
+    from sojourn_server.policy.costs import EngineProfile, PrefillCurve
+    from sojourn_server.policy.step_costs import fit_step_costs
+    from sojourn_server.profiling.bandwidth import describe_hardware
+
+    served, prefill, steps = measured.served, measured.prefill, measured.steps
+    return EngineProfile(
+        model=served.name,
+        hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
+        engine=served.engine,
+        block_size=measured.block_size,
+        prefill=PrefillCurve.fit(prefill.points),
+        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in prefill.points),
+        device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
+        host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
+        decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
+        limits=measured.limits,
+        steps=fit_step_costs(steps.samples) if steps.samples else None,
+        step_samples=tuple(steps.samples),
+        measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions=_versions(served.engine, local),
+    )
+
+
+def _left_in_part(
+    measured: _Measured, stopped: CliError, url: str, hardware: str | None, output: Path | None
+) -> CliError:
+    """Write what was measured before it ``stopped``; the error that says where."""
+    from sojourn_server.profiling.bandwidth import Bandwidth
+    from sojourn_server.traces.whole_files import write_whole
+
+    lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
+    if output is None:
+        what = f"no -o was given: what was measured, prefill of {lengths} tokens, is lost"
+        return CliError(stopped.message, f"{what}; {stopped.next_step}", exit_code=stopped.exit_code)
+    if not measured.steps.decode_points:
+        # Costs of a step that were fitted to prompts alone tell nothing of decodes.
+        measured.steps.samples.clear()
+    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
+    result = _profile_of(measured, Bandwidth(None, None), hardware, local)
+    has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
+    # An earlier one may be whole.
+    path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
+    write_whole({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
+    return CliError(
+        stopped.message,
+        f"{path} has what was measured: {has}; {stopped.next_step}",
+        exit_code=130 if stopped.exit_code == 130 else 1,
+    )
+
+
+def _check_output(path: Path) -> None:
+    """Fail now rather than after minutes."""
+    if path.is_dir():
+        raise CliError(
+            f"--output {path} is a directory; expected a file", f"for example {path / 'profile.toml'}"
+        )
+    there = next(each for each in path.absolute().parents if each.exists())
+    if not there.is_dir() or not os.access(path if path.exists() else there, os.W_OK):
+        raise CliError(f"--output {path} cannot be written", "name a file that this user can write")
 
 
 def _show(result: EngineProfile, bandwidth: Bandwidth) -> None:

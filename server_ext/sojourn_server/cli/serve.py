@@ -283,16 +283,20 @@ def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str], *, tr
 def _check_pair(pair: PairOptions, model_path: str, argv: Sequence[str], *, try_it: bool) -> list[str]:
     """As ``_check_tiers``."""
     from sojourn_server.launch.command import Flags
-    from sojourn_server.launch.pair_checks import check_pair
+    from sojourn_server.launch.pair_checks import check_pair, keeps_block_size
     from sojourn_server.launch.versions import installed_vllm
     from sojourn_server.launch.weights import known_weights
 
-    config = json.loads(Flags(tuple(argv)).value("--kv-transfer-config") or "{}")
+    flags = Flags(tuple(argv))
+    config = json.loads(flags.value("--kv-transfer-config") or "{}")
+    block_size = flags.value("--block-size") or ""
     return check_pair(
         pair,
         config["kv_connector_extra_config"]["store_name"],
         vllm_version=installed_vllm(),
         weights=known_weights(model_path),
+        block_tokens=int(block_size) if block_size.isdecimal() else None,
+        block_tokens_certain=keeps_block_size(model_path),
         try_it=try_it,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING
 import typer
 
 from .console import CliError, console, write_json
+from .outputs import Outputs
+from .sweep import given
 
 if TYPE_CHECKING:
     from sojourn_server.lab.pd.outcome import PdOutcome
     from sojourn_server.lab.pd.run import PdSpec
 
 _HOUR_S = 3600.0
+_EXAMPLES = {
+    "--rate": "0.4", "--hours": "0.5", "--append-scale": "1", "--output-scale": "1",
+    "--storage-nic-gbit": "400", "--compute-nic-gbit": "400", "--device-memory-gb": "141",
+    "--efficiency": "0.31",
+}  # fmt: skip
+"""What is a good value where one was refused."""
 NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
 
 
@@ -26,47 +34,63 @@ def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
         "simulate-pd",
-        help="Simulate prefill and decode nodes that read KV from storage, to a thousand devices and more.",
+        help="Simulate prefill and decode nodes that read KV from storage, to a thousand devices and more. "
+        "docs/dualpath.md says what each figure means.",
     )(simulate_pd)
 
 
 def simulate_pd(
+    context: typer.Context,
     workload: str = typer.Argument(
         "synthetic:dualpath-64k", help="A .jsonl or .jsonl.gz trace, or synthetic:NAME"
     ),
     system: str = typer.Option(
         "basic,layerwise,dual-path,scheduling,oracle",
+        metavar="NAMES",
+        show_default="all but split",
         help="Names with commas between: basic, layerwise, dual-path, scheduling (DualPath as published), "
         "split (both sides read), oracle (reads and copies are free)",
     ),
-    model: str = typer.Option("ds-660b", help="ds-660b, ds-27b or qwen2.5-32b"),
-    prefill_nodes: int = typer.Option(2, min=1, help="Nodes that prefill"),
-    decode_nodes: int = typer.Option(4, min=1, help="Nodes that decode"),
-    programs: int = typer.Option(200, min=1, help="Agents, all there at the start"),
+    model: str = typer.Option("ds-660b", metavar="NAME", help="ds-660b, ds-27b or qwen2.5-32b"),
+    prefill_nodes: int = typer.Option(2, min=1, metavar="N", help="Nodes that prefill"),
+    decode_nodes: int = typer.Option(4, min=1, metavar="N", help="Nodes that decode"),
+    programs: int = typer.Option(1000, min=1, metavar="N", help="Agents, all there at the start"),
     rate: float | None = typer.Option(
-        None, help="Agents that arrive each second instead (Poisson), for --hours"
+        None, metavar="N", help="Agents that arrive each second instead (Poisson), for --hours"
     ),
-    hours: float = typer.Option(1.0, help="With --rate: virtual hours; the second half is measured"),
-    seed: int = typer.Option(0, help="Trajectories, who plays which, and times of arrival"),
-    append_scale: float = typer.Option(1.0, help="Times what each turn appends"),
-    output_scale: float = typer.Option(1.0, help="Times what each turn writes"),
+    hours: float = typer.Option(
+        1.0, metavar="N", help="With --rate: virtual hours; the second half is measured"
+    ),
+    seed: int = typer.Option(0, metavar="N", help="Trajectories, who plays which, and times of arrival"),
+    append_scale: float = typer.Option(1.0, metavar="N", help="Times what each turn appends"),
+    output_scale: float = typer.Option(1.0, metavar="N", help="Times what each turn writes"),
     max_context: int | None = typer.Option(
-        None, min=2, help="Agents end before a turn that needs more tokens; else where the workload's do"
+        None,
+        min=2,
+        metavar="N",
+        help="Agents end before a turn that needs more tokens; else where the workload's do",
     ),
-    max_gap_s: float | None = typer.Option(None, min=0.0, help="Cut longer idle times to this"),
-    storage_nic_gbit: float = typer.Option(400.0, help="A node's storage NIC, Gbit/s"),
-    compute_nic_gbit: float = typer.Option(400.0, help="A device's compute NIC, Gbit/s"),
-    device_memory_gb: float = typer.Option(141.0, help="Memory of a device"),
+    max_gap_s: float | None = typer.Option(None, metavar="N", help="Cut longer idle times to this"),
+    storage_nic_gbit: float = typer.Option(400.0, metavar="N", help="A node's storage NIC, Gbit/s"),
+    compute_nic_gbit: float = typer.Option(400.0, metavar="N", help="A device's compute NIC, Gbit/s"),
+    device_memory_gb: float = typer.Option(141.0, metavar="N", help="Memory of a device"),
     efficiency: float | None = typer.Option(
-        None, help="Share of its FLOP peak that prefill achieves; else what was fitted to the paper"
+        None,
+        metavar="N",
+        help="Share of its FLOP peak that prefill achieves, to 1; else what was fitted to the paper, 0.31",
     ),
     step_tokens: int | None = typer.Option(
-        None, min=1, help="New tokens of a device in a prefill step, instead of the quota of attention"
+        None,
+        min=1,
+        metavar="N",
+        help="New tokens of a device in a prefill step, instead of the quota of attention",
     ),
     shared_lane: bool = typer.Option(
-        False, help="No traffic classes: KV and the model's messages share the compute network"
+        False,
+        "--shared-lane",
+        help="No traffic classes: KV and the model's messages share the compute network",
     ),
-    jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
+    jobs: int | None = typer.Option(None, min=1, metavar="N", help="Processes; else one a core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
 ) -> None:
@@ -77,8 +101,17 @@ def simulate_pd(
     from sojourn_server.traces.schema import TraceError
 
     _check_plot(plot)
-    if not 0 < hours < math.inf:
-        raise CliError(f"--hours is {hours:g}; expected a finite number above 0", "for example --hours 0.5")
+    Outputs(json=json, plot=None, save=None, explain=None).check()
+    _check_numbers(
+        {
+            "--rate": rate, "--hours": hours, "--append-scale": append_scale, "--output-scale": output_scale,
+            "--storage-nic-gbit": storage_nic_gbit, "--compute-nic-gbit": compute_nic_gbit,
+            "--device-memory-gb": device_memory_gb, "--efficiency": efficiency,
+        }
+    )  # fmt: skip
+    if max_gap_s is not None and not max_gap_s >= 0:
+        raise CliError(f"--max-gap-s is {max_gap_s:g}; expected at least 0", "for example --max-gap-s 30")
+    _check_load(context, rate, hours)
     names = [name.strip() for name in system.split(",") if name.strip()]
     if not names:
         raise CliError("--system names no system", "for example --system basic,scheduling")
@@ -121,6 +154,31 @@ def simulate_pd(
     _show(outcomes, json, plot)
 
 
+def _check_numbers(given_values: Mapping[str, float | None]) -> None:
+    for option, value in given_values.items():
+        most = 1.0 if option == "--efficiency" else math.inf
+        if value is None or (0 < value < math.inf and value <= most):
+            continue
+        expected = "a share above 0, at most 1" if most == 1.0 else "a finite number above 0"
+        raise CliError(
+            f"{option} is {value:g}; expected {expected}", f"for example {option} {_EXAMPLES[option]}"
+        )
+
+
+def _check_load(context: typer.Context, rate: float | None, hours: float) -> None:
+    """An option that the other kind of load leaves aside must not seem to do something."""
+    if rate is None and given(context, "hours"):
+        raise CliError(
+            "--hours has no effect without --rate: a run lasts until the last agent has ended",
+            f"leave out --hours, or let agents arrive: --rate 0.4 --hours {hours:g}",
+        )
+    if rate is not None and given(context, "programs"):
+        raise CliError(
+            "--programs has no effect with --rate: agents arrive for --hours",
+            "leave out --programs, or leave out --rate",
+        )
+
+
 def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
@@ -139,7 +197,12 @@ def _next_step(message: str, names: Sequence[str], model: str) -> str:
     if message.startswith("unknown"):
         wrong = next((name for name in names if name not in SYSTEMS), None)
         near = difflib.get_close_matches(wrong or model, [*SYSTEMS] if wrong else [*MODELS], n=1)
-        return f"did you mean {near[0]}?" if near else "docs/dualpath.md says what each is"
+        if near:
+            return f"did you mean {near[0]}?"
+        own = "" if wrong else "; models of your own are not taken"
+        return f"docs/dualpath.md says what each is{own}"
+    if "for KV" in message:
+        return "give more --device-memory-gb, or take another --model"
     return "see docs/dualpath.md"
 
 
@@ -181,10 +244,12 @@ def _run(specs: Sequence[PdSpec], jobs: int | None) -> list[PdOutcome]:
 
 
 def _show(outcomes: Sequence[PdOutcome], json: str | None, plot: Path | None) -> None:
-    from sojourn_server.lab.pd.report import document, draw, table
+    from sojourn_server.lab.pd.report import document, draw, note, table
     from sojourn_server.lab.report.results import made_with
 
     console.print(table(outcomes))
+    if (remark := note(outcomes)) is not None:
+        console.print(f"[yellow]note:[/] {remark}", soft_wrap=True, highlight=False)
     try:
         if json is not None:
             write_json(document(outcomes, made_with(sys.argv)), json)

@@ -328,6 +328,7 @@ def _pair_config(options: ServeOptions, flags: Flags, facts: EngineFacts) -> dic
 
 _NOT_OF_PAIRS = {
     "--speculative-config": "the paths of a pair do not serve engines that guess tokens ahead so far",
+    "--enable-lora": "an adapter's KV is told apart by the adapter's name and not by its weights",
     "--no-enable-prefix-caching": "stored KV is found by the names that prefix caching gives it",
 }
 

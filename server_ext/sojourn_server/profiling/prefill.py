@@ -20,6 +20,8 @@ from sojourn_server.traces.prompt import FIRST_ID
 
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
+_LENGTHS_OF_A_CURVE = 3
+"""Fewer tell nothing of attention, which is what long prompts take."""
 
 
 @dataclass(slots=True)
@@ -55,21 +57,24 @@ async def measure_prefill(
     repeats: int,
     budget_s: float,
     vocabulary: int,
-    on_sample: Callable[[int, int], None] = lambda tokens, total: None,
+    into: PrefillMeasurement | None = None,
+    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> PrefillMeasurement:
     """Median prefill seconds of ``repeats`` samples at each length, within ``budget_s`` seconds.
 
     Longer lengths are left out, with a note, once what they are predicted to
-    take no longer fits. ``on_sample(tokens, lengths)`` is called after each.
-    Raises ``RequestError`` where a request fails.
+    take no longer fits. ``on_sample`` is told before each what comes next, and
+    about how many seconds all that is left takes: ``None`` before three lengths
+    are known. What is measured lies ``into`` as soon as it is, for whoever
+    stops this in between. Raises ``RequestError`` where a request fails.
     """
     # Not seeded unless asked: a second profile of the same server must not meet the first one's blocks.
     rng = rng or random.Random()
     ids = range(FIRST_ID, vocabulary)
     started = clock()
-    measurement = PrefillMeasurement()
+    measurement = PrefillMeasurement() if into is None else into
     lengths = lengths_up_to(max_tokens)
     cached = 0
 
@@ -83,14 +88,17 @@ async def measure_prefill(
     await sample(min(WARM_UP_TOKENS, lengths[0]))
     for position, tokens in enumerate(lengths):
         times: list[float] = []
-        for _ in range(repeats):
+        later_s = sum(_predicted(measurement.points, longer) for longer in lengths[position + 1 :])
+        for left in range(repeats, 0, -1):
             left_s = budget_s - (clock() - started)
             expected_s = times[-1] if times else _predicted(measurement.points, tokens)
             if expected_s > left_s:
                 break
+            known = len(measurement.points) >= max(1, min(_LENGTHS_OF_A_CURVE, len(lengths) - 1))
+            whole_s = left * expected_s + repeats * later_s
+            on_sample(f"prefill of {tokens:,} tokens", min(left_s, whole_s) if known else None)
             times.append(await sample(tokens))
             measurement.samples += 1
-            on_sample(tokens, len(lengths))
         if not times:
             left_out = ", ".join(str(length) for length in lengths[position:])
             measurement.notes.append(

@@ -112,19 +112,21 @@ async def measure_steps(
     repeats: int,
     budget_s: float,
     vocabulary: int,
-    on_sample: Callable[[str], None] = lambda what: None,
+    into: StepMeasurement | None = None,
+    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
     """Extensions and decodes within ``budget_s`` seconds, beside the prefill ``points`` already measured.
 
     Cheapest first; what is predicted not to fit is left out, with a note. ``on_sample`` is told what comes
-    next. Raises ``RequestError`` where a request fails.
+    next, and about how many seconds all that is left takes. What is measured lies ``into`` as soon as it is,
+    for whoever stops this in between. Raises ``RequestError`` where a request fails.
     """
     # Not seeded unless asked: a second profile of the same server must not meet the first one's blocks.
     rng = rng or random.Random()
     batched = limits.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-    measurement = StepMeasurement()
+    measurement = StepMeasurement() if into is None else into
     if limits.max_num_batched_tokens is None:
         measurement.notes.append(
             f"the server doesn't tell how many tokens a step takes; {batched} were assumed "
@@ -136,13 +138,16 @@ async def measure_steps(
     started = clock()
     left_out: list[str] = []
     token_s = 0.0
-    for job in _jobs(max_tokens, limits, block_size, curve, repeats):
+    jobs = _jobs(max_tokens, limits, block_size, curve, repeats)
+    for position, job in enumerate(jobs):
         # Twice the slowest step so far: a batch twice as large takes at most that.
         decode_s = 2 * token_s * job.decoded
-        if job.prefill_s + decode_s > budget_s - (clock() - started):
+        left_s = budget_s - (clock() - started)
+        if job.prefill_s + decode_s > left_s:
             left_out.append(job.name)
             continue
-        on_sample(job.name)
+        whole_s = sum(later.prefill_s + token_s * later.decoded for later in jobs[position:])
+        on_sample(job.name, min(left_s, whole_s))
         if isinstance(job.point, DecodePlan):
             token_s = max(token_s, await run.decode(job.point, min(repeats, DECODE_REPEATS)))
         else:
@@ -151,6 +156,14 @@ async def measure_steps(
         measurement.notes.append(f"the time budget left out: {'; '.join(left_out)}")
     measurement.decode_points.sort()
     return measurement
+
+
+def expected_steps_s(
+    points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
+) -> float:
+    """About how many seconds ``measure_steps`` takes, by its prompts: of decodes nothing is known before."""
+    jobs = _jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
+    return sum(job.prefill_s for job in jobs)
 
 
 class _Job(NamedTuple):

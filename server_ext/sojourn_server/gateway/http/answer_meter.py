@@ -52,6 +52,11 @@ class AnswerMeter:
         return found.group(1).decode("utf-8", "replace") if found else None
 
 
+def prompt_tokens_of(answer: bytes) -> int | None:
+    """Of a whole answer, as the engine counted them; ``None``: it has not said."""
+    return _last(_PROMPT, answer)
+
+
 class WholeEvents:
     """Lets a stream through up to the end of its last whole event, so that an error can follow any time."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +23,8 @@ from starlette.routing import Route
 from ...web.body import read_body
 from ...web.failure import Failure
 from ..core import facts
+from ..pd.decider import PairStatus
+from ..pd.facts import Role
 from .anywhere import Anywhere
 from .apis import Api, error_body
 from .application import Application, Asgi, failed, unserved
@@ -61,6 +63,10 @@ class GatewayOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     max_held_bytes: int = MAX_HELD_BYTES
     reads_prefixes: bool = False
+    in_pairs: bool = False
+    """Engines prefill or decode, and a request needs both."""
+    read_side: str | None = None
+    """Of pairs, who reads KV from storage."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -91,6 +97,8 @@ class Gateway:
         self.books = books
         self.options = options
         self.watch: EngineWatch | None = None
+        self.answered_by: Callable[[str, str], str | None] = lambda tenant, program_id: None
+        """Where programs are at home nowhere, who answered one last; set by whoever decides there."""
         tenants.check_admin(options.admin_key)
         self._tenants = tenants
         self._uses = uses
@@ -249,11 +257,22 @@ class Gateway:
         return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
 
     async def _health(self, request: Request) -> Response:
-        """200 as soon as some replica is well."""
+        """200 as soon as some replica is well; of pairs, one of each role that takes requests."""
         states = await self.decider.replicas()
         up = sum(state.health != "suspect" for state in states)
-        told = {"replicas": len(states), "up": up, "waiting": self.books.waiting}
-        return _json(told, 200 if up else 503)
+        roles = self._roles(states)
+        told = {"replicas": len(states), "up": up, "waiting": self.books.waiting, **(roles or {})}
+        return _json(told, 200 if up and (roles is None or all(roles.values())) else 503)
+
+    def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
+        """Engines of each role that requests may go to; ``None``: there are no roles here."""
+        engines = [state for state in states if isinstance(state, PairStatus)]
+        if not engines and not self.options.in_pairs:
+            return None
+        return {
+            role.value: sum(state.role == role.value and state.health == "up" for state in engines)
+            for role in Role
+        }
 
     async def _metrics(self, request: Request) -> Response:
         states = await self.decider.replicas()
@@ -299,9 +318,10 @@ class Gateway:
             if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
                 continue
             told = None
-            if place.replica is not None:
+            replica = place.replica or self.answered_by(place.tenant, program_id)
+            if replica is not None:
                 path = f"{PREFIX}/programs/{_quoted(self.news.names.of(place.tenant, program_id))}"
-                told = await self._overview.one(place.replica, path, self._shown(request))
+                told = await self._overview.one(replica, path, self._shown(request))
             engine = told.document if told is not None else None
             if engine is not None:
                 shows_all = request.state.tenant is None
@@ -370,7 +390,12 @@ class Gateway:
         states = await self.decider.replicas()
         missing = self.watch.missing() if self.watch is not None else []
         refused = self.watch.refused() if self.watch is not None else {}
-        told = {"policy": self.options.policy, "replicas": states, "missing": missing}
+        told: dict[str, Any] = {"policy": self.options.policy, "replicas": states, "missing": missing}
+        roles = self._roles(states)
+        if roles is not None:
+            told["pairs"] = roles
+        if self.options.read_side is not None:
+            told["read_side"] = self.options.read_side
         return _json({**told, "refused": refused} if refused else told)
 
     async def _drain(self, request: Request) -> Response:

@@ -15,9 +15,9 @@ import aiohttp
 from multidict import CIMultiDict
 
 from ..core import facts
-from ..pd.facts import SendPair
+from ..pd.facts import EndedCounted, SendPair
 from . import headers
-from .answer_meter import AnswerMeter, WholeEvents
+from .answer_meter import AnswerMeter, WholeEvents, prompt_tokens_of
 from .apis import Api, error_event
 from .bodies import Body
 from .books import Books
@@ -145,8 +145,12 @@ class Exchange:
         self.has_begun = False
         """The client has been answered something."""
         self._sent_to: str | None = None
+        self._is_of_pair = False
+        """It was sent to engines that prefill and decode."""
         self._legs = 0
         """Prefill engines that it was sent to."""
+        self._prefilled_tokens: int | None = None
+        """Of its prompt, as a prefill engine counted them."""
         # Last: whoever is decided on is waited for by ``run``.
         self.ticket: Ticket = means.decider.open(
             facts.Asked(
@@ -180,18 +184,23 @@ class Exchange:
         finally:
             # Whoever was decided on anew meanwhile is not who answered: then it is over wherever it is.
             where = None if self.ticket.superseded or self.ticket.has_news else self._sent_to
-            decider.tell(
-                facts.Ended(
-                    self.ticket.request_id,
-                    self._meter.output_tokens,
-                    replica_id=where,
-                    answered=self._is_given_answer,
-                )
-            )
+            decider.tell(self._ended(where))
             decider.close(self.ticket)
         if self._program_id is not None and self.question.is_last and self._is_answered:
             self._means.news.forget((self._tenant, self._program_id))
             decider.tell(facts.ProgramEnded(self._program_id, self._tenant))
+
+    def _ended(self, where: str | None) -> facts.Ended:
+        name, written, answered = self.ticket.request_id, self._meter.output_tokens, self._is_given_answer
+        counted = self._prompt_tokens if self._is_of_pair else None
+        if not counted:
+            return facts.Ended(name, written, where, answered)
+        return EndedCounted(name, written, where, answered, counted)
+
+    @property
+    def _prompt_tokens(self) -> int | None:
+        """As an engine counted them; a stream tells only who asks for it, and a prefill engine always."""
+        return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
         while True:
@@ -255,6 +264,7 @@ class Exchange:
     async def _ask(self, decision: facts.Send, address: Address, passed: CIMultiDict[str]) -> Answer:
         if not isinstance(decision, SendPair):
             return await self._post(address, passed, self._body)
+        self._is_of_pair = True
         if self.question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep their own answers, and each request goes to others; "
@@ -310,6 +320,7 @@ class Exchange:
         except ReplicaLost as error:
             error.replica_id = prefill_id
             raise
+        self._prefilled_tokens = prompt_tokens_of(answer.first)
         means.decider.tell(facts.Prefilled(self.ticket.request_id, prefill_id))
         return told
 
@@ -419,7 +430,7 @@ class Exchange:
         """What the engine told of the request's size, and of the answer's id."""
         if status != 200:
             return
-        told = self._meter.prompt_tokens
+        told = self._prompt_tokens
         if told is not None:
             self._means.sizes.told(self.question, told)
         if self._api is Api.RESPONSES and self._program_id is not None:

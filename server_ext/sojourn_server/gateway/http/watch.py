@@ -29,6 +29,11 @@ MOST_LOOKS = 3
 """After so many an engine is taken as it describes itself, though not all of it was answered."""
 DESCRIBE_EVERY = 15
 """Polls between two looks at what an engine can hold."""
+_GONE = {
+    "refused": "its connections are refused, or it says that it is not well",
+    "silent": "it does not answer",
+}
+"""In the log, why."""
 UNKNOWN_CAPACITY_TOKENS = 1 << 20
 """Of an engine that tells no size: enough for loads to be told apart by requests, and nothing else."""
 
@@ -47,6 +52,8 @@ class Description:
     speaks_sojourn: bool
     model: str = ""
     """The first name under which it serves one; empty: not told."""
+    pair_role: str = ""
+    """What it does of requests, where it was started as one of a pair."""
 
     def seen_as(self, replica_id: str) -> facts.ReplicaSeen:
         """The fact that one of its ranks is there."""
@@ -281,6 +288,13 @@ class Watch:
             described.capacity_tokens,
             described.host_tokens,
         )
+        if described.pair_role:
+            logger.warning(
+                "%s is a %s engine of a pair, and is sent requests as any other: there clients could name KV "
+                "of others. Start the gateway with --prefill and --decode, or the engine without --role",
+                url,
+                described.pair_role,
+            )
 
     def _seen(self, watched: Watched) -> None:
         told = watched.description
@@ -293,13 +307,17 @@ class Watch:
     def _gone(self, watched: Watched, reason: str) -> None:
         if watched.description is None:
             return
-        nobody = all(other is watched or other.description is None for other in self._watched.values())
-        what = "no engine is left, requests wait for one" if nobody else "its programs go on elsewhere"
-        logger.warning("%s is gone (%s); %s", watched.url, reason, what)
+        why = _GONE.get(reason, reason)
+        logger.warning("%s is gone (%s); %s", watched.url, why, self._without(watched))
         self._forget(watched, reason)
         watched.description = None
         watched.life += 1
         watched.polls = watched.probes_lost = 0
+
+    def _without(self, watched: Watched) -> str:
+        """What comes of its being gone."""
+        nobody = all(other is watched or other.description is None for other in self._watched.values())
+        return "no engine is left, requests wait for one" if nobody else "its programs go on elsewhere"
 
     def _forget(self, watched: Watched, reason: str) -> None:
         told = watched.description
@@ -324,6 +342,8 @@ def describe(
     tiers = tiers if isinstance(tiers, dict) and tiers.get("on", True) else {}
     host, disk = tiers.get("host"), tiers.get("disk")
     host_blocks = whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
+    paths = capabilities.get("paths")
+    role = paths.get("role") if isinstance(paths, dict) else None
     data = models.get("data")
     served = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
     ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
@@ -339,6 +359,8 @@ def describe(
         shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
         model=name if isinstance(name := served.get("id"), str) else "",
+        # Another program's text, which goes into the log.
+        pair_role=role if role in ("prefill", "decode") else "",
     )
 
 

@@ -17,12 +17,17 @@ from ...policy.pd_views import FULL_BLOCK_TOKENS, PdRequest
 from ..core import facts
 from ..core.facts import AnyAction, AnyFact, Cut, Probe, Refuse
 from ..core.limits import CoreCounts, CoreLimits
-from .facts import EngineSeen, NicTold, Role, SendPair
+from .facts import EndedCounted, EngineSeen, NicTold, Role, SendPair
 from .flight import Flight, Program
 
 Key = tuple[str, str]
 """Tenant and program id."""
 PdFact = AnyFact | EngineSeen | NicTold
+ROLE_MISSING_S = 5.0
+"""Where nobody starts engines, requests that were taken in wait so long for a role that no engine has: an
+engine that is back at the next look or two costs nobody a request, and one that has to load takes longer."""
+COME_AGAIN_S = 5.0
+"""Said to whoever is refused for that."""
 MOST_PROGRAMS = 200_000
 """Of which it is known how much of their context is in storage; those longest silent are forgotten."""
 
@@ -54,8 +59,10 @@ class PdCore:
         engines_come: bool = False,
     ) -> None:
         """``engines_come``: somebody starts engines where some are missing, so requests wait for them; else
-        they are refused at once."""
+        they are refused at once, and those that were taken in before soon."""
         self._engines_come = engines_come
+        self._missing_since_s: float | None = None
+        """When a tick first found a role that no engine has."""
         self.pairs = pairs or PairScheduler()
         self.limits = limits or CoreLimits()
         self.counts = CoreCounts()
@@ -71,6 +78,8 @@ class PdCore:
         """Requests that were sent to a pair."""
         self.drained: dict[str, str] = {}
         """Instances that were drained, by engine: a blip undrains nobody."""
+        self._fleet: tuple[Role | None, int] | None = None
+        """Which role nobody has, and the longest request that can be held; ``None``: not known any more."""
         self._engines_changed = False
         """Some may be chosen that could not, or the other way round, since all lined up."""
         self._actions: list[AnyAction] = []
@@ -85,6 +94,7 @@ class PdCore:
             facts.Sent: self._sent,
             facts.Began: self._began,
             facts.Ended: self._ended,
+            EndedCounted: self._ended,
             facts.Failed: self._failed,
             facts.ProgramEnded: self._program_ended,
             facts.Tick: self._tick,
@@ -130,8 +140,11 @@ class PdCore:
         if known is None:
             drained = self.drained.get(fact.replica_id) == fact.instance
             known = self.engines[fact.replica_id] = Engine(fact, now, draining=drained)
+            self._fleet = None
         elif (known.seen.node, known.seen.kv_tokens) != (fact.node, fact.kv_tokens):
             self._forget(known)  # to the books it is another one; requests that are there stay
+        if known.seen != fact:
+            self._fleet = None
         known.seen, known.heard_s, known.probed_s, known.suspect = fact, now, None, False
         self._enter(known)
         self._limit(known)
@@ -195,6 +208,7 @@ class PdCore:
 
     def _lose(self, replica_id: str, now: float) -> None:
         self._forget(self.engines.pop(replica_id))
+        self._fleet = None
         for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
             if flight.began:
                 self._actions.append(Cut(flight.asked.request_id, replica_id))
@@ -206,14 +220,14 @@ class PdCore:
     def _drains(self, fact: facts.ReplicaDrains, now: float) -> None:
         engine = self.engines.get(fact.replica_id)
         if engine is not None and not engine.draining:
-            engine.draining = True
+            engine.draining, self._fleet = True, None
             self.drained[fact.replica_id] = engine.seen.instance
             self._withdraw(engine)
 
     def _stays(self, fact: facts.ReplicaStays, now: float) -> None:
         engine = self.engines.get(fact.replica_id)
         if engine is not None and engine.draining:
-            engine.draining = False
+            engine.draining, self._fleet = False, None
             self.drained.pop(fact.replica_id, None)
             self._enter(engine)
 
@@ -234,7 +248,7 @@ class PdCore:
         absent = None if self._engines_come else self._absent()
         if absent is not None:
             message = f"no {absent.value} engine is there; try again soon"
-            self._refuse(fact.request_id, 503, "no_room", message, retry_after_s=5.0)
+            self._refuse(fact.request_id, 503, "no_room", message, retry_after_s=COME_AGAIN_S)
             return
         if self.waiting >= self.limits.most_waiting:
             message = f"{self.waiting} requests wait already; try again later"
@@ -282,8 +296,25 @@ class PdCore:
 
     def _absent(self) -> Role | None:
         """What no engine does, even when all that are in doubt are well."""
-        there = {engine.seen.role for engine in self.engines.values() if not engine.draining}
-        return next((role for role in Role if role not in there), None)
+        return self._of_fleet()[0]
+
+    def _longest_tokens(self) -> int:
+        """Of one request: both of its engines have to hold it. 0: not known."""
+        return self._of_fleet()[1]
+
+    def _of_fleet(self) -> tuple[Role | None, int]:
+        """Both, looked for anew when engines have changed: there may be a thousand, and each request asks."""
+        if self._fleet is None:
+            there = {engine.seen.role for engine in self.engines.values() if not engine.draining}
+            longest = dict.fromkeys(Role, 0)
+            for engine in self.engines.values():
+                tokens = engine.seen.max_context_tokens or engine.seen.kv_tokens
+                longest[engine.seen.role] = max(longest[engine.seen.role], tokens)
+            self._fleet = (
+                next((role for role in Role if role not in there), None),
+                min((tokens for tokens in longest.values() if tokens), default=0),
+            )
+        return self._fleet
 
     def _program(self, asked: facts.Asked) -> Program:
         """Of a request that has one."""
@@ -293,14 +324,6 @@ class PdCore:
         if len(self.programs) > MOST_PROGRAMS:
             self.programs.popitem(last=False)
         return program
-
-    def _longest_tokens(self) -> int:
-        """Of one request: both of its engines have to hold it. 0: not known."""
-        found = []
-        for role in Role:
-            engines = [engine.seen for engine in self.engines.values() if engine.seen.role is role]
-            found.append(max((one.max_context_tokens or one.kv_tokens for one in engines), default=0))
-        return min((tokens for tokens in found if tokens), default=0)
 
     def _submit(self, flight: Flight) -> None:
         """Have it wait for its engines. A size that none holds is cut: it was a guess, or the engines that
@@ -361,7 +384,10 @@ class PdCore:
         if fact.answered and fact.replica_id is not None and asked.program_id is not None:
             program = self._program(asked)
             program.turns += 1
-            program.stored_tokens = max(program.stored_tokens, asked.context_tokens + fact.output_tokens)
+            program.answered_by = fact.replica_id
+            # What came with the request was a guess; and a context that its client has cut is short again.
+            counted = fact.prompt_tokens if isinstance(fact, EndedCounted) else 0
+            program.stored_tokens = (counted or asked.context_tokens) + fact.output_tokens
         self._close(flight)
 
     def _failed(self, fact: facts.Failed, now: float) -> None:
@@ -432,6 +458,23 @@ class PdCore:
             self._close(flight)
             message = f"no pair of engines had room for it in {limits.wait_s:g} s"
             self._refuse(flight.asked.request_id, 503, "no_room", message, retry_after_s=10.0)
+        self._give_up_missing(now)
+
+    def _give_up_missing(self, now: float) -> None:
+        """Whoever waits for a role that nobody has, and that nobody is going to fill, is told as newcomers
+        are."""
+        absent = None if self._engines_come else self._absent()
+        if absent is None:
+            self._missing_since_s = None
+            return
+        if self._missing_since_s is None:
+            self._missing_since_s = now
+        if now - self._missing_since_s < ROLE_MISSING_S:
+            return
+        message = f"no {absent.value} engine has been there for {ROLE_MISSING_S:g} s; try again soon"
+        for flight in [one for one in self.flights.values() if one.decode_id is None]:
+            self._close(flight)
+            self._refuse(flight.asked.request_id, 503, "no_room", message, retry_after_s=COME_AGAIN_S)
 
     def _line_up(self) -> None:
         """All who wait line up anew, as they came and of the size that engines hold now."""

@@ -35,6 +35,11 @@ class PdDecider(CoreInProcess):
         """None."""
         return None
 
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        """The decode engine of a program's last answer, which knows what that was; ``None``: none yet."""
+        program = self.core.programs.get((tenant, program_id))
+        return program.answered_by if program is not None else None
+
     async def programs(self) -> Sequence[ProgramPlace]:
         """All that are known, the one heard of last first. Their contexts are what is in storage of them."""
         waiting = Counter(

@@ -58,8 +58,9 @@ def unlike(kind: Kind, ours: Kind) -> str:
         if kv == our_kv or not kv or not our_kv:
             return ""
         return (
-            "its KV is of another kind than the others', which they would refuse: weights, data type of KV, "
-            "hash seed or release differ; expected engines that are started alike, from the same weights"
+            "its KV is of another kind than the others', which they would refuse: weights, block size of the "
+            "engine (--block-size), data type of KV, hash seed or release differ; expected engines that are "
+            "started alike, from the same weights"
         )
     if model != our_model:
         return f"it serves {model!r}; expected {our_model!r}, as the others do"

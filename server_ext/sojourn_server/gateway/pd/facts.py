@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ..core.facts import Fact, Send
+from ..core.facts import Ended, Fact, Send
 
 
 class Role(str, Enum):
@@ -40,6 +40,14 @@ class NicTold(Fact, frozen=True):
 
     node: str
     queue_s: float
+
+
+class EndedCounted(Ended, frozen=True, tag="Ended"):
+    """A request of a pair is over, and an engine has told its prompt's tokens. To cores that do not know this
+    one, a coordinator's among them, it is an ``Ended``."""
+
+    prompt_tokens: int = 0
+    """0: not told."""
 
 
 class SendPair(Send, frozen=True, kw_only=True):

@@ -13,9 +13,12 @@ class Program:
     """One that has a request here, or had."""
 
     stored_tokens: int = 0
-    """Of its context, written to storage by decode engines as far as is known."""
+    """Of its context, written to storage by decode engines as far as is known: as long as it was at the end
+    of its last answer."""
     turns: int = 0
     """Requests that were answered."""
+    answered_by: str | None = None
+    """The decode engine of the last answer."""
     requests: int = 0
     """Those that are not over."""
 

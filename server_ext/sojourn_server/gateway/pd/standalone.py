@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Sequence
 
 from starlette.applications import Starlette
@@ -50,7 +51,9 @@ def build_pairs(
     replicas = Replicas()
     decider = PdDecider(PdCore(PairScheduler(side=READ_SIDES[read_side]()), limits))
     decider.on_decided = books.decided
+    options = dataclasses.replace(options, in_pairs=True, read_side=read_side)
     gateway = Gateway(decider, replicas, tenants, options, books)
+    gateway.answered_by = decider.answered_by
     watch = PairWatch(roles, decider, replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s)
     decider.links_of = watch.links_of
     gateway.watch = watch

@@ -53,6 +53,8 @@ class PairWatch(Watch):
         """By replica, the life that was told last."""
         self._links: dict[str, dict[str, LinkTold]] = {}
         """By address, what was told last."""
+        self._said: tuple[int, int] | None = None
+        """Engines of each role that were taken, when the log said so last."""
         self._looks = 0
         """Looks at all of them that have not ended: until then none is sent anything."""
 
@@ -63,10 +65,20 @@ class PairWatch(Watch):
             await super().look()
         finally:
             self._looks -= 1
+        if self._looks:
+            return
         for watched in self._watched.values():
-            self._seen(watched)
+            self._take(watched)
+        self._say_pairs()
+
+    def _say_pairs(self) -> None:
+        """In the log, where it is not what it said last."""
         found = Counter(self._roles[url] for url in self._taken())
         named = Counter(self._roles.values())
+        counts = found[Role.PREFILL], found[Role.DECODE]
+        if counts == self._said:
+            return
+        self._said = counts
         logger.info(
             "pairs: %d of %d prefill and %d of %d decode engines are here",
             found[Role.PREFILL],
@@ -119,8 +131,13 @@ class PairWatch(Watch):
         """Said when it is known whether it is taken."""
 
     def _seen(self, watched: Watched) -> None:
+        if not self._looks:
+            self._take(watched)
+            self._say_pairs()
+
+    def _take(self, watched: Watched) -> None:
         told = watched.description
-        if self._looks or not isinstance(told, PairDescription):
+        if not isinstance(told, PairDescription):
             return
         url, paths = watched.url, told.paths
         why = self._why_not(url, told)
@@ -188,9 +205,18 @@ class PairWatch(Watch):
             self._refused[watched.url] = why
 
     def _gone(self, watched: Watched, reason: str) -> None:
+        was_there = watched.description is not None
         super()._gone(watched, reason)
         self._refused.pop(watched.url, None)
         self._links.pop(watched.url, None)
+        if was_there and not self._looks:
+            self._say_pairs()
+
+    def _without(self, watched: Watched) -> str:
+        role = self._roles[watched.url]
+        if any(self._roles[url] is role for url in self._taken() if url != watched.url):
+            return f"other {role.value} engines go on"
+        return f"no {role.value} engine is left, requests are refused until one comes"
 
     # -- of the others ------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from .storage_nic import WINDOW_S
 LOADED = (0.05, 0.5)
 """Between which parts of a run links are compared: at the start nothing is in storage, at the end little is
 left to do (§7.5)."""
+FULL = 0.9
+"""A window in which the prefill nodes' storage NICs read that much of what they could counts as full."""
 EARLY = 0.05
 """Up to which part of a run attention is compared, as in the paper's Figure 14."""
 TTFT_SLO_S = 4.0
@@ -63,9 +65,14 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     prefill_busy: float
     """Share of all the time in which prefill groups compute."""
     events: int
+    """That were simulated."""
     cpu_s: float
     """Of the process that simulated it."""
     seen: Seen | None = None
+    """``None`` where all agents were there at the start, and where no turn has ended after warming up."""
+    prefill_nics_full: float | None = None
+    """Share of all the time, by windows of 10 s, in which the prefill nodes' storage NICs read at least 90 %
+    of what they could; ``None`` for a run shorter than that, and of outcomes kept by earlier releases."""
 
 
 def outcome_of(
@@ -103,6 +110,7 @@ def outcome_of(
         events=simulation.events,
         cpu_s=cpu_s,
         seen=_seen(simulation.latencies),
+        prefill_nics_full=_full(simulation),
     )
 
 
@@ -122,6 +130,18 @@ def _links(simulation: Simulation, low: float, high: float) -> tuple[list[float]
         read[1] += sum(counts[prefill:]) / (len(counts) - prefill)
     could = max(1, last - first) * WINDOW_S * nics[0].rate_blocks_per_s
     return shares, (read[0] / could, read[1] / could)
+
+
+def _full(simulation: Simulation) -> float | None:
+    nics = simulation.nics[: simulation.cluster.prefill_nodes]
+    windows = int(simulation.now / WINDOW_S)
+    if not windows:
+        return None
+    enough = FULL * len(nics) * WINDOW_S * nics[0].rate_blocks_per_s
+    read = (
+        sum(nic.blocks_in[window] for nic in nics if window < len(nic.blocks_in)) for window in range(windows)
+    )
+    return sum(blocks >= enough for blocks in read) / windows
 
 
 def _attention(simulation: Simulation) -> float | None:

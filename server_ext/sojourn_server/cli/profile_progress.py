@@ -1,0 +1,75 @@
+"""How far ``sojourn profile`` is, on stderr: a bar on a terminal, elsewhere a line from time to time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from .console import console
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+LINE_EVERY_S = 10.0
+"""Where there is no terminal: seldom enough for a log, often enough to see that something moves."""
+
+
+class MeasuringProgress:
+    """Use as ``with``. ``clock`` tells seconds."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._clock = clock
+        self._started = clock()
+        self._told_whole = False
+        self._last_line_s = -LINE_EVERY_S
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", markup=False),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._bar = self._progress.add_task("prefill", total=None, left="")
+
+    def __enter__(self) -> MeasuringProgress:
+        if console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if console.is_terminal:
+            self._progress.stop()
+
+    def show(self, what: str, left_s: float | None) -> None:
+        """``what`` comes next; all that is left takes about ``left_s``; ``None``: not known yet."""
+        passed_s = self._clock() - self._started
+        left = "" if left_s is None else f"about {words_of(left_s)} left"
+        if left_s is not None and not self._told_whole:
+            self._told_whole = True
+            _line(f"about {words_of(passed_s + left_s)} in all")
+        if console.is_terminal:
+            whole_s = None if left_s is None else max(passed_s + left_s, 1e-9)
+            self._progress.update(
+                self._bar, description=what, total=whole_s, completed=passed_s if whole_s else 0, left=left
+            )
+        elif passed_s - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = passed_s
+            _line(f"{what}, {left}" if left else what)
+
+
+def words_of(seconds: float) -> str:
+    """In two digits or so: it is a guess."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min"
+
+
+def _line(text: str) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True)

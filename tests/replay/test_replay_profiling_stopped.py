@@ -1,0 +1,180 @@
+"""``sojourn profile`` while it measures: what it says on the way, and what is left when it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from replay_server import FakeServer
+from rich.console import Console
+from sojourn_server.cli import profile as profile_module
+from sojourn_server.cli import profile_progress
+from sojourn_server.cli.console import CliError
+from sojourn_server.cli.profile import register
+from sojourn_server.policy.costs import EngineProfile
+from sojourn_server.profiling import bandwidth as bandwidth_module
+from sojourn_server.profiling import compute as compute_module
+from sojourn_server.profiling import steps as steps_module
+from sojourn_server.profiling.steps import StepMeasurement, decode_sample, prefill_sample
+from sojourn_server.replay.client import Completion, CompletionsClient, RequestError
+from typer.testing import CliRunner
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["profile", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(compute_module, "CPU_SIDE", 64)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What goes to a stderr that is no terminal."""
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    monkeypatch.setattr(profile_module, "console", console)
+    monkeypatch.setattr(profile_progress, "console", console)
+    return text
+
+
+def after(count: int, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call ``what`` before the request after the first ``count``."""
+    complete = CompletionsClient.complete
+    asked = 0
+
+    async def counting(self: CompletionsClient, *args: Any, **kwargs: Any) -> Completion:
+        nonlocal asked
+        asked += 1
+        if asked == count + 1:
+            await what()
+        return await complete(self, *args, **kwargs)
+
+    monkeypatch.setattr(CompletionsClient, "complete", counting)
+
+
+async def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+
+async def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+async def failed() -> None:
+    raise RequestError("connection lost", "gone")
+
+
+def test_it_says_at_the_start_how_long_it_may_take_and_then_about_how_long(said: io.StringIO) -> None:
+    with FakeServer(max_model_len=4001) as server:
+        result = invoke("--url", server.url, "--repeats", "2", "--budget-s", "300")
+    assert result.exception is None, result.output
+    lines = said.getvalue().splitlines()
+    assert "up to 4,000 tokens" in lines[0]
+    assert "at most 5 min" in lines[0]
+    assert "--budget-s" in lines[0]
+    assert "--max-context" in lines[0]
+    assert "prefill of 1,000 tokens" in lines[1]
+    assert any(line.startswith("about ") and line.endswith(" in all") for line in lines[2:])
+
+
+@pytest.mark.parametrize("stop", [stopped, interrupted, failed])
+def test_what_was_measured_is_written_when_it_is_stopped(
+    stop: Any, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "profile.toml"
+    after(1 + 2 * 2 + 1, stop, monkeypatch)  # within the third length
+    with FakeServer(max_model_len=4001) as server:
+        error = invoke("--url", server.url, "--repeats", "2", "-o", str(target)).exception
+    assert isinstance(error, CliError)
+    assert error.exit_code == (1 if stop is failed else 130)
+    assert str(target) in error.next_step
+    text = target.read_text()
+    assert text.startswith("# incomplete: ")
+    assert "1,000, 2,000" in text.splitlines()[0]
+    profile = EngineProfile.from_toml(text)
+    assert [tokens for tokens, _ in profile.points] == [1000, 2000]
+    assert profile.steps is None
+
+
+def test_an_earlier_whole_profile_is_not_replaced_by_part_of_one(
+    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "profile.toml"
+    target.write_text("whole")
+    after(6, stopped, monkeypatch)
+    with FakeServer(max_model_len=4001) as server:
+        error = invoke("--url", server.url, "--repeats", "2", "-o", str(target)).exception
+    assert target.read_text() == "whole"
+    beside = tmp_path / "profile.incomplete.toml"
+    assert EngineProfile.from_toml(beside.read_text()).points
+    assert str(beside) in error.next_step
+
+
+@pytest.mark.parametrize(("decodes", "samples"), [(2, 5), (0, 0)])
+def test_steps_are_in_what_is_left_as_soon_as_there_are_decodes(
+    decodes: int, samples: int, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure(*args: Any, into: StepMeasurement, **options: Any) -> None:
+        into.samples += [prefill_sample(0.1 * n, n, 0, 2048) for n in (100, 200, 400)]
+        for context in range(100, 100 + decodes):
+            into.samples.append(decode_sample(0.01, context, 1))
+            into.decode_points.append((context, 0.01))
+        await stopped()
+
+    monkeypatch.setattr(steps_module, "measure_steps", measure)
+    target = tmp_path / "profile.toml"
+    with FakeServer(max_model_len=401) as server:
+        assert invoke("--url", server.url, "--repeats", "1", "-o", str(target)).exception is not None
+    text = target.read_text()
+    assert f"{samples} samples of steps" in text.splitlines()[0]
+    part = EngineProfile.from_toml(text)
+    assert [tokens for tokens, _ in part.points] == [100, 200, 400]
+    assert (part.steps is not None, len(part.step_samples)) == (samples > 0, samples)
+
+
+def test_stopped_before_the_first_length_nothing_is_written(
+    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after(1, stopped, monkeypatch)
+    with FakeServer(max_model_len=4001) as server:
+        error = invoke("--url", server.url, "-o", str(tmp_path / "p.toml")).exception
+    assert isinstance(error, CliError)
+    assert error.exit_code == 130
+    assert "--max-context" in error.next_step
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
+    with FakeServer(max_model_len=401) as server:
+        error = invoke("--url", server.url, "-o", str(tmp_path)).exception
+        assert isinstance(error, CliError)
+        assert "is a directory" in error.message
+        assert server.requests == []
+
+
+def test_a_line_comes_from_time_to_time_where_there_is_no_terminal(said: io.StringIO) -> None:
+    now = 0.0
+    with profile_progress.MeasuringProgress(clock=lambda: now) as progress:
+        for second in range(31):
+            now = float(second)
+            progress.show(f"sample {second}", None if second < 5 else 90.0 - second)
+    assert said.getvalue().splitlines() == [
+        "sample 0",
+        "about 90 s in all",
+        "sample 10, about 80 s left",
+        "sample 20, about 70 s left",
+        "sample 30, about 60 s left",
+    ]
