@@ -193,7 +193,7 @@ def test_while_a_look_hangs_requests_that_end_leave_nothing_behind(make: Make, n
     lane = worker._saving._lane._work
     assert lane.qsize() < 10, "looks do not pile up behind one that hangs"
     gc.collect()
-    kept = [each for each in gc.get_objects() if isinstance(each, Save) and each.request != "r"]
+    kept = [each for each in gc.get_objects() if type(each) is Save and each.request != "r"]
     assert not kept, "what was given up is not kept for the store to come back"
 
 
