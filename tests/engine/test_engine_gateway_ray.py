@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +23,7 @@ from gateway_programs import (
     share_that_stayed,
     streams_from,
 )
-from ray_gateway import RayGateway
+from ray_gateway import RayGateway, started
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -61,16 +58,8 @@ class Alive:
 def gateway() -> Iterator[RayGateway]:
     pytest.importorskip("vllm")
     pytest.importorskip("ray.serve")
-    home = Path(tempfile.mkdtemp(prefix="sjr-"))
-    made = RayGateway(home, ENGINES, start_s=START_S)
-    try:
-        made.start()
+    with started(lambda home: RayGateway(home, ENGINES, start_s=START_S)) as made:
         yield made
-    finally:
-        try:
-            made.stop()
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
 
 
 def alive(gateway: RayGateway) -> Alive:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import aiohttp
 import httpx
 import pytest
 from engine_tools import ON_RAY
-from ray_gateway import RayGateway
+from ray_gateway import RayGateway, started
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,24 +39,21 @@ MEMBER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[RayGateway]:
-    pytest.importorskip("vllm")
-    pytest.importorskip("ray.serve")
-    home = Path(tempfile.mkdtemp(prefix="sjp-"))
+def of_pairs(home: Path) -> RayGateway:
     (home / "store").mkdir()
     made = RayGateway(home, {}, start_s=START_S)
     del made.config["engines"]
     member = {**MEMBER, "log_dir": str(home / "e")}
     made.config |= {"pairs": {"store": str(home / "store")}, "prefill": member, "decode": member}
-    try:
-        made.start()
+    return made
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[RayGateway]:
+    pytest.importorskip("vllm")
+    pytest.importorskip("ray.serve")
+    with started(of_pairs) as made:
         yield made
-    finally:
-        try:
-            made.stop()
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
 
 
 def told(gateway: RayGateway, what: str) -> Any:

@@ -9,30 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from profile_command import invoke, measure_little
 from replay_server import FakeServer
 from sojourn_server.cli.console import CliError
-from sojourn_server.cli.profile import register
 from sojourn_server.policy.costs import EngineProfile
-from sojourn_server.profiling import bandwidth as bandwidth_module
-from sojourn_server.profiling import compute as compute_module
 from sojourn_server.profiling.bandwidth import Bandwidth, measure_bandwidth
 from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
 from sojourn_server.replay.client import Completion, RequestError, ServedModel
-from typer.testing import CliRunner
-
-
-def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return CliRunner().invoke(app, ["profile", *arguments])
 
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20, None))
-    monkeypatch.setattr(compute_module, "CPU_SIDE", 64)
+    measure_little(monkeypatch)
 
 
 def test_lengths_double_up_to_the_longest() -> None:

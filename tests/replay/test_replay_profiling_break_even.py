@@ -13,31 +13,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
+from profile_command import invoke, measure_little
 from replay_server import FakeServer
-from sojourn_server.cli.profile import register
 from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
-from sojourn_server.profiling import bandwidth as bandwidth_module
 from sojourn_server.profiling import compute as compute_module
 from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, measure_bandwidth
 from sojourn_server.profiling.break_even import Dimensions, Threshold, break_even, read_dimensions
 from sojourn_server.profiling.compute import Compute, measure_compute
-from typer.testing import CliRunner
 
 DIMENSIONS = Dimensions(layers=32, hidden=4096)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth_module.measure_bandwidth, "__defaults__", (1 << 20, None))
-    monkeypatch.setattr(compute_module, "CPU_SIDE", 64)
-
-
-def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return CliRunner().invoke(app, ["profile", *arguments])
+    measure_little(monkeypatch)
 
 
 def profile(

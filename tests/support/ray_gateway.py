@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -144,6 +147,24 @@ class RayGateway:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip().splitlines()[-1]
+
+
+Made = TypeVar("Made", bound=RayGateway)
+
+
+@contextmanager
+def started(make: Callable[[Path], Made]) -> Iterator[Made]:
+    """One in a home of its own with a short path, which goes with it."""
+    home = Path(tempfile.mkdtemp(prefix="sjr-"))
+    try:
+        made = make(home)
+        try:
+            made.start()
+            yield made
+        finally:
+            made.stop()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def free_port() -> int:

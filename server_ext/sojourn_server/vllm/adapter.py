@@ -12,13 +12,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from ..engine.desk import Desk
 from ..engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
 from ..engine.identity import read_identity
 from ..engine.service import Service
-from ..engine.state import Histories, Pool
-from ..engine.steward import Steward
-from ..policy.preset import Preset
+from ..engine.state import Pool
 from ..policy.recovery import Recovery
 from ..program.record import Program
 from .below import Below
@@ -33,7 +30,6 @@ from .engine_facts import (
     described,
     host_s_per_token,
     member_of_pair,
-    vllm_version,
 )
 from .held_blocks import HeldBlocks, built_upon, chain_hash
 from .hidden_rows import HiddenRows
@@ -44,6 +40,7 @@ from .outputs import ToolCallReader
 from .pool_count import PoolCount
 from .settings import Settings, check_scheduling
 from .shortage import Shortage
+from .steward_of import steward_of
 from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
@@ -76,7 +73,7 @@ class SchedulerAdapter:
         self._history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
         host_blocks, disk_blocks = blocks_below(scheduler)
-        self.steward, desk = _steward(
+        self.steward, desk = steward_of(
             settings,
             preset,
             Pool(
@@ -522,34 +519,3 @@ class SchedulerAdapter:
 
 def _is_named(block: KVCacheBlock) -> bool:
     return block.block_hash is not None and not block.is_null
-
-
-def _steward(
-    settings: Settings, preset: Preset, pool: Pool, histories: Histories, rank: int | None
-) -> tuple[Steward, Desk | None]:
-    """The steward, and its desk where a tape is to be written: both then write down what they are told."""
-    profile = settings.profile()
-    curve = profile.prefill if profile is not None else None
-    limits = settings.limits()
-    if settings.tape_file is None:
-        return Steward(preset, pool, limits=limits, curve=curve, histories=histories), None
-    from ..engine.tape import Header, TapeFile, TapingDesk, TapingSteward
-
-    text, source = settings.preset_toml()
-    header = Header.of(
-        preset_toml=text,
-        preset_source=source,
-        pool=pool,
-        limits=limits,
-        curve=curve,
-        histories=histories,
-        versions={"vllm": vllm_version()},
-    )
-    path = settings.tape_file if rank is None else f"{settings.tape_file}.rank{rank}"
-
-    def warn(text: str) -> None:
-        logger.warning("sojourn: %s; the engine goes on", text)
-
-    tape = TapeFile(path, header, warn=warn)
-    steward = TapingSteward(tape, preset, pool, limits=limits, curve=curve, histories=histories)
-    return steward, TapingDesk(steward)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ray_cluster import Cluster
+from ray_gateway import started
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     pytest.importorskip("ray.serve")
-    home = Path(tempfile.mkdtemp(prefix="sjr-"))
-    made = Cluster(home)
-    try:
-        made.start()
+    with started(Cluster) as made:
         yield made
-    finally:
-        try:
-            made.stop()
-        finally:
-            shutil.rmtree(home, ignore_errors=True)

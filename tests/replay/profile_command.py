@@ -1,0 +1,24 @@
+"""``sojourn profile`` as its command line has it; imported by the tests of this directory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+from sojourn_server.cli.profile import register
+from sojourn_server.profiling import bandwidth, compute
+from typer.testing import CliRunner
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["profile", *arguments])
+
+
+def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and products of a size that takes no time: what is tested is not this machine."""
+    monkeypatch.setattr(bandwidth.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(compute, "CPU_SIDE", 64)
