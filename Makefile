@@ -3,7 +3,7 @@
 # make test    setup, then every test, those that start an engine included, and the frameworks'
 # make frameworks  the frameworks' tests alone, with the newest and the oldest releases we support
 # make fast    setup, then the tests that start no engine
-# make check   setup, then ruff and mypy
+# make check   setup, then ruff, mypy and the structure of the source (scripts/house.py)
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
@@ -64,6 +64,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python scripts/house.py
 
 clean:
 	rm -rf .venv .tox .mypy_cache .ruff_cache .pytest_cache

@@ -29,17 +29,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
-from lab_pages import FIRST_WORDS, made_by, write_page
+from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from sojourn_server.api.engine_query_limiter import CACHE_TTL_S
 from sojourn_server.cli.console import write_json
-from sojourn_server.lab.report.results import MadeWith, made_with
-from sojourn_server.launch.server import EngineServer
-from sojourn_server.policy.costs import PrefillCurve
-from sojourn_server.replay.client import CompletionsClient
-from sojourn_server.traces.prompt import FIRST_ID
-from sojourn_server.web.asker import FRESH_S
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.replay.completions_client import CompletionsClient
+from sojourn_server.simulator.report.results_file import Provenance, made_with
+from sojourn_server.traces.prompt_builder import FIRST_ID
 
 BLOCK_TOKENS = 32
 VOCABULARY = 8000
@@ -183,7 +183,7 @@ async def measure(
 
 async def tiers(url: str) -> dict[str, Any]:
     """What the server says of host memory now."""
-    await asyncio.sleep(2 * FRESH_S)  # for so long it gives the answer it gave before
+    await asyncio.sleep(2 * CACHE_TTL_S)  # for so long it gives the answer it gave before
     answer = httpx.get(f"{url}/sojourn/v1/stats", timeout=30.0, trust_env=False)
     found: dict[str, Any] = answer.raise_for_status().json()["tiers"]
     return found
@@ -271,7 +271,7 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def page(result: dict[str, Any], made: MadeWith, wall_s: float) -> str:
+def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
     """The page; ``{by hand}`` is where words go."""
     measured, predicted = result["measured"], result["predicted"]
     even = predicted["break_even"]
@@ -287,7 +287,7 @@ def page(result: dict[str, Any], made: MadeWith, wall_s: float) -> str:
             f"{BLOCK_TOKENS} tokens, a pool of {result['pool_tokens']:,}; medians of {result['rounds']} "
             f"rounds, seed {result['seed']}.",
             "",
-            "![seconds over context](break_even.svg)",
+            "![seconds over context](offload_break_even.svg)",
             "",
             "| break-even | |",
             "|---|---|",
@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048, help="context in tokens (default: 2048)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder to write break_even.json, .md and .svg into")
+    parser.add_argument("--out", type=Path, help="folder to write offload_break_even.json, .md and .svg into")
     options = parser.parse_args()
     began, console = time.monotonic(), Console()
     result = run(options.model, plan(options.longest), options.rounds, options.seed, console)
@@ -363,10 +363,10 @@ def main() -> None:
         made = made_with(sys.argv)
         document = {"command": f"python benchmarks/{made.command}", "machine": made.machine,
                     "versions": made.versions, **result}  # fmt: skip
-        write_json(document, str(options.out / "break_even.json"))
-        plot(result, options.out / "break_even.svg")
+        write_json(document, str(options.out / "offload_break_even.json"))
+        plot(result, options.out / "offload_break_even.svg")
         text = page(result, made, time.monotonic() - began)
-        write_page(options.out / "break_even.md", text, FIRST_WORDS)
+        write_page(options.out / "offload_break_even.md", text, FIRST_WORDS)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab_pages import made_by, marked, write_result
+from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.table import Table
-from sojourn_server.lab import quiet as quiet
-from sojourn_server.lab.latency.choose import latency_from
-from sojourn_server.lab.latency.work import LatencyModel, StepWork
-from sojourn_server.lab.report.results import made_with
-from sojourn_server.policy.compute_quota import AttentionCosts
-from sojourn_server.policy.costs import EngineProfile, PrefillCurve
-from sojourn_server.policy.step_costs import StepCosts
+from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.policies.prefill_decode.prefill_compute_quota import AttentionCosts
+from sojourn_server.simulator.latency.latency_model import LatencyModel, StepWork
+from sojourn_server.simulator.latency.latency_selection import load_latency_model
+from sojourn_server.simulator.report.results_file import made_with
 
 BLOCK_TOKENS = 16
 SHORT_SHARE = 0.85
@@ -101,7 +100,7 @@ class PrefillEngine:
     """vLLM's scheduler with a prefix cache that loses nothing; agents take their next turn at once."""
 
     def __init__(self, load: Load, way: Way, profile: Path | None, latency: LatencyModel) -> None:
-        from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+        from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
         settings = None
         if way.quota_s is not None:
@@ -111,8 +110,8 @@ class PrefillEngine:
         self._latency = latency
         self._tokens = list(load.contexts)
         self._turn = [0] * len(load.contexts)
-        self.engine = BareEngine(
-            BareEngineOptions(
+        self.engine = SimulatedEngine(
+            SimulatedEngineOptions(
                 blocks=load.kv_tokens // BLOCK_TOKENS + 2 * len(load.contexts) + 1_000,
                 block_size=BLOCK_TOKENS,
                 max_num_batched_tokens=way.tokens,
@@ -314,7 +313,7 @@ def plot(outcomes: Sequence[Outcome], quota_s: float, path: Path) -> None:
 def run(options: argparse.Namespace) -> tuple[list[Outcome], StepCosts]:
     """All ways on the same loads."""
     hardware = str(options.profile) if options.profile is not None else options.hardware
-    latency, _ = latency_from(hardware, None if options.profile is not None else options.model)
+    latency, _ = load_latency_model(hardware, None if options.profile is not None else options.model)
     costs = costs_of(latency)
     draw = random.Random(options.seed)
     loads = [

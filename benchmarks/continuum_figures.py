@@ -19,18 +19,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lab_pages import FIRST_WORDS, made_by, write_page
+from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
-from sojourn_server.lab.kept_runs import KeptRuns
-from sojourn_server.lab.lives import RunLog
-from sojourn_server.lab.report.results import document, made_with
-from sojourn_server.lab.report.row import RunRow
-from sojourn_server.lab.report.spans import KINDS, totals
-from sojourn_server.lab.report.styles import styles
-from sojourn_server.lab.run import RunSpec
+from sojourn_server.simulator.report.plot_styles import styles_by_policy
+from sojourn_server.simulator.report.program_phases import PHASE_KINDS, totals
+from sojourn_server.simulator.report.results_file import document, made_with
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_cache import RunCache
+from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulation_run import RunSpec
 
 RATES = {
     "synthetic:continuum-swe-bench": (0.008, 0.012, 0.018, 0.030),
@@ -85,7 +85,7 @@ def main() -> None:
         for rate in (map(float, options.rates.split(",")) if options.rates else RATES[workload])
         for policy in options.policy.split(",")
     ]  # fmt: skip
-    kept = KeptRuns(options.cache) if options.cache else None
+    kept = RunCache(options.cache) if options.cache else None
     result = run_with_progress(specs, processes=options.jobs, kept=kept)
     made = made_with(sys.argv)
     Console().print(table(result.rows))
@@ -121,7 +121,7 @@ def factor(rows: dict[str, RunRow], policy: str) -> float | None:
 
 def seconds_by(log: RunLog) -> dict[str, float]:
     """Mean seconds of a program's delay in each kind of span; ``mean`` is their sum."""
-    sums = dict.fromkeys(KINDS, 0.0)
+    sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for program in log.programs:
         for kind, seconds in totals(program, log.virtual_s).items():
             sums[kind] += seconds / len(log.programs)
@@ -188,7 +188,7 @@ def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], made: str) -> str:
         "device's busy share.",
         "",
         *_grid(
-            ["workload", "programs/s", "policy", *KINDS[1:], "again", "busy", "preemptions"],
+            ["workload", "programs/s", "policy", *PHASE_KINDS[1:], "again", "busy", "preemptions"],
             _evidence(rows, logs),
         ),
         "",
@@ -206,7 +206,8 @@ def _evidence(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[list[str]]
         by = seconds_by(log)
         lines.append(
             [
-                row.trace, f"{row.rate_per_s:g}", row.policy, *(f"{by[kind]:,.0f}" for kind in KINDS[1:]),
+                row.trace, f"{row.rate_per_s:g}", row.policy,
+                *(f"{by[kind]:,.0f}" for kind in PHASE_KINDS[1:]),
                 f"{row.regenerated_tokens / row.prompt_tokens:.1%}", f"{row.device_busy_fraction or 0:.0%}",
                 f"{row.preemptions}",
             ]
@@ -254,7 +255,9 @@ def plot(rows: Sequence[RunRow], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "sojourn"
     import matplotlib.pyplot as plt
 
-    looks = styles((row.policy for row in rows), {row.policy for row in rows if row.policy == "unlimited"})
+    looks = styles_by_policy(
+        (row.policy for row in rows), {row.policy for row in rows if row.policy == "unlimited"}
+    )
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure, axes = plt.subplots(2, len(traces), figsize=(4.6 * len(traces), 7), squeeze=False, sharex="col")
     for place, trace in enumerate(traces):

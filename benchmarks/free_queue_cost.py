@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
-from sojourn_server.lab.report.results import made_with
+from sojourn_server.simulator.report.results_file import made_with
 
 TURN_BLOCKS = 100
 """Taken and given back a turn: 1,600 tokens of 16 to a block."""
@@ -34,7 +34,7 @@ class Pool:
     """A queue, and the turns that go through it."""
 
     def __init__(self, blocks: int, programs: int, *, by_program: bool) -> None:
-        from sojourn_server.vllm.free_queue import ProgramFreeQueue
+        from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
         from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
         made = [KVCacheBlock(number) for number in range(blocks)]
@@ -42,7 +42,9 @@ class Pool:
         self.queue: Any = FreeKVCacheBlockQueue(made)
         self.ours = by_program
         if by_program:
-            self.queue = ProgramFreeQueue(self.queue, evicted=lambda *_: None, order=self, failed=_raise)
+            self.queue = ProgramFreeBlockQueue(
+                self.queue, evicted=lambda *_: None, scorer=self, failed=_raise
+            )
         self.left: dict[str, list[Any]] = {name: [] for name in self.scores}
         """What each program's newest turn gave back."""
         self._owner: dict[int, str] = {}
@@ -70,7 +72,7 @@ class Pool:
             self._owner[block.block_id] = program
         held = found + new
         if self.ours:
-            spent += _timed(lambda: self.queue.leave_behind(program, 0.0))
+            spent += _timed(lambda: self.queue.mark_abandoned(program, 0.0))
             spent += _timed(lambda: self.queue.own(held, program))
         spent += _timed(lambda: self.queue.append_n(held[::-1]))
         self.left[program] = held

@@ -18,18 +18,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lab_pages import made_by, marked, write_result
+from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sojourn_server.gateway.core import facts
-from sojourn_server.gateway.http.replicas import Replicas
-from sojourn_server.gateway.http.watch import Description
-from sojourn_server.gateway.ray import messages as m
-from sojourn_server.gateway.ray.config import parse_config
-from sojourn_server.gateway.ray.decider import RayDecider
-from sojourn_server.gateway.ray.environment import set_environment
-from sojourn_server.lab.report.results import MadeWith, made_with
+from sojourn_server.gateway.http.engine_monitor import EngineDescription
+from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
+from sojourn_server.gateway.ray import coordinator_messages as m
+from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
+from sojourn_server.gateway.ray.ray_config import parse_config
+from sojourn_server.gateway.ray.ray_environment import set_ray_environment
+from sojourn_server.routing import routing_events
+from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 REPLICAS = 64
 AT_ONCE = (1, 16, 64)
@@ -37,19 +37,21 @@ BATCHES = (24, 120, 480)
 HEAD = ("what", "at once, or a batch", "a second, median", "slowest round")
 
 
-async def decisions(decider: RayDecider, at_once: int, seconds: float, first: int) -> tuple[float, int]:
+async def decisions(
+    routing_backend: CoordinatedRoutingBackend, at_once: int, seconds: float, first: int
+) -> tuple[float, int]:
     """New programs placed in a second; and how many there were."""
     done, number = 0, first
     end = time.perf_counter() + seconds
 
     async def one(name: str) -> None:
-        asked = facts.Asked(name, "t", 100, program_id=name)
-        ticket = decider.open(asked)
-        sent = await ticket.next()
-        assert isinstance(sent, facts.Send)
-        decider.tell(facts.Ended(name, 1, replica_id=sent.replica_id))
-        decider.close(ticket)
-        decider.tell(facts.ProgramEnded(name, "t"))
+        asked = routing_events.RequestReceived(name, "t", 100, program_id=name)
+        request_state = routing_backend.open(asked)
+        sent = await request_state.next()
+        assert isinstance(sent, routing_events.SendRequest)
+        routing_backend.tell(routing_events.RequestFinished(name, 1, replica_id=sent.replica_id))
+        routing_backend.close(request_state)
+        routing_backend.tell(routing_events.ProgramEnded(name, "t"))
 
     async def ask() -> None:
         nonlocal done, number
@@ -66,19 +68,19 @@ async def decisions(decider: RayDecider, at_once: int, seconds: float, first: in
 async def told(calls: Any, batch: int, seconds: float) -> float:
     """Facts taken in a second, from a gateway of its own; four batches on their way at once."""
     name = f"facts-{batch}-{time.perf_counter_ns()}"
-    joined = await calls.join(m.Join(name, 0))
-    sent = facts.Sent("never", "h:0", "t", 10)
-    words = tuple(facts.Began("nobody", "h:0") if at % 2 else sent for at in range(batch))
+    joined = await calls.join(m.JoinRequest(name, 0))
+    sent = routing_events.RequestSent("never", "h:0", "t", 10)
+    words = tuple(routing_events.FirstByteSent("unknown", "h:0") if at % 2 else sent for at in range(batch))
     number, count = 0, 0
     end = time.perf_counter() + seconds
 
     async def say() -> None:
         nonlocal number, count
         while time.perf_counter() < end:
-            tell = m.Tell(name, joined.epoch, number, words)
+            tell = m.ReportRequest(name, joined.epoch, number, words)
             number += 1
             answer = await calls.tell(tell)
-            assert answer.status is m.Status.OK, answer.status
+            assert answer.status is m.ResponseStatus.OK, answer.status
             count += batch
 
     began = time.perf_counter()
@@ -88,20 +90,20 @@ async def told(calls: Any, batch: int, seconds: float) -> float:
 
 async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Rates of each round, by what was done."""
-    from sojourn_server.gateway.ray.actor import ActorCalls
+    from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActorClient
 
-    calls = ActorCalls(config)
+    calls = CoordinatorActorClient(config)
     await register(calls)
     living = asyncio.ensure_future(live(calls))
-    decider = RayDecider(calls, Replicas())
-    running = asyncio.ensure_future(decider.run())
-    while not decider.joined or decider.place("h:1") is None:
+    routing_backend = CoordinatedRoutingBackend(calls, ReplicaAddresses())
+    running = asyncio.ensure_future(routing_backend.run())
+    while not routing_backend.joined or routing_backend.place("h:1") is None:
         await asyncio.sleep(0.05)
     found: dict[str, list[float]] = {}
     number = 0
     for _ in track(range(rounds), description="rounds", transient=True):
         for at_once in AT_ONCE:
-            rate, number = await decisions(decider, at_once, seconds, number)
+            rate, number = await decisions(routing_backend, at_once, seconds, number)
             found.setdefault(f"decisions/{at_once}", []).append(round(rate))
         for batch in BATCHES:
             found.setdefault(f"facts/{batch}", []).append(round(await told(calls, batch, seconds)))
@@ -112,9 +114,9 @@ async def measure(config: Any, rounds: int, seconds: float) -> dict[str, list[fl
 
 async def register(calls: Any) -> None:
     """All replicas say that they are there."""
-    description = Description(1, "1", 100_000, 0, 64, 32_000, False, True)
+    description = EngineDescription(1, "1", 100_000, 0, 64, 32_000, False, True)
     for number in range(REPLICAS):
-        await calls.register(m.Registration(f"e{number}", f"http://h:{number + 1}", description))
+        await calls.register(m.EngineRegistration(f"e{number}", f"http://h:{number + 1}", description))
 
 
 async def live(calls: Any) -> None:
@@ -131,7 +133,7 @@ def lines(found: dict[str, list[float]]) -> list[list[str]]:
     ]
 
 
-def page(found: dict[str, list[float]], made: MadeWith, rounds: int, seconds: float, wall_s: float) -> str:
+def page(found: dict[str, list[float]], made: Provenance, rounds: int, seconds: float, wall_s: float) -> str:
     """The page in benchmarks/results."""
     return f"""# The coordinator on Ray
 
@@ -156,9 +158,9 @@ def main() -> None:
     options = parser.parse_args()
     began, console = time.monotonic(), Console()
     config = parse_config({"model": "tiny"}, source="benchmark")
-    set_environment(config)
+    set_ray_environment(config)
     import ray
-    from sojourn_server.gateway.ray.serving import connect
+    from sojourn_server.gateway.ray.ray_application import connect
 
     connect(config, log_to_driver=False, namespace=config.namespace)
     try:

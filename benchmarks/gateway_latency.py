@@ -25,12 +25,12 @@ from statistics import median
 
 import aiohttp
 from gateway_processes import child, free_port, process
-from lab_pages import made_by, write_result
+from result_pages import made_by, write_result
 from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
-from sojourn_server.lab.report.results import MadeWith, made_with
-from sojourn_server.launch.server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 PROGRAMS = 8
 ARGS = ("--max-model-len", "2048")
@@ -111,7 +111,7 @@ def lines(result: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
     ]
 
 
-def page(result: dict[str, dict[str, dict[str, float]]], made: MadeWith, rounds: int, wall_s: float) -> str:
+def page(result: dict[str, dict[str, dict[str, float]]], made: Provenance, rounds: int, wall_s: float) -> str:
     """The page in benchmarks/results."""
     rows = "\n".join(f"| {' | '.join(row)} |" for row in lines(result))
     return f"""# What a gateway adds to a request

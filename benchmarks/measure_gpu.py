@@ -39,9 +39,17 @@ import torch.nn.functional as functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server_ext"))
 
-from sojourn_server.lab.latency.hardware import Hardware, hardware_from, load_hardware
-from sojourn_server.lab.latency.model_shape import ModelShape, load_model
-from sojourn_server.lab.latency.profile_files import LatencyProfileError, read_toml, shipped_names
+from sojourn_server.simulator.latency.hardware_profile import (
+    HardwareProfile,
+    load_hardware_profile,
+    parse_hardware_profile,
+)
+from sojourn_server.simulator.latency.latency_profile_files import (
+    LatencyProfileError,
+    read_profile_toml,
+    shipped_profile_names,
+)
+from sojourn_server.simulator.latency.model_shape import ModelShape, load_model_shape
 
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
 """Part of CUDA's device name -> whose data sheet it has."""
@@ -250,7 +258,7 @@ def measure_copies(bench: Bench, plan: Plan) -> dict[str, float]:
 
 
 def constants(
-    base: Hardware,
+    base: HardwareProfile,
     model: ModelShape,
     layers: list[dict[str, float]],
     prefills: list[dict[str, float]],
@@ -289,7 +297,7 @@ def constants(
 
 
 def profile_toml(
-    name: str, title: str, base: Hardware, measured: dict[str, float], provenance: dict[str, str]
+    name: str, title: str, base: HardwareProfile, measured: dict[str, float], provenance: dict[str, str]
 ) -> str:
     """A hardware profile: ``measured`` constants, and ``base``'s for all others, each with its source."""
     lines = ["version = 1", f"name = {json.dumps(name)}", f"title = {json.dumps(title)}", "", "[measured]"]
@@ -316,7 +324,7 @@ def main() -> None:
     title = torch.cuda.get_device_name(0) if cuda else "smoke test on a CPU: not a measurement"
     base = _base(arguments.base, title if cuda else "H100")
     plan = SMOKE if arguments.smoke else FULL
-    model = SMOKE_MODEL if arguments.smoke else load_model("llama-3.1-8b")
+    model = SMOKE_MODEL if arguments.smoke else load_model_shape("llama-3.1-8b")
     torch.manual_seed(0)
     with torch.inference_mode():
         bench = Bench(torch.device("cuda" if cuda else "cpu"), plan.repeats)
@@ -352,7 +360,7 @@ def main() -> None:
         _write(arguments.json, json.dumps(document, indent=2) + "\n")
     if arguments.output is not None:
         _write(arguments.output, text)
-        hardware_from(read_toml(arguments.output), arguments.output)
+        parse_hardware_profile(read_profile_toml(arguments.output), arguments.output)
         print(f"written to {arguments.output}")
 
 
@@ -361,19 +369,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="the profile, TOML")
     parser.add_argument("--json", type=Path, help="the curves behind it")
     parser.add_argument("--name", help="the profile's name")
-    parser.add_argument("--base", help=f"whose data sheet: {', '.join(shipped_names('hardware'))}, or a file")
+    parser.add_argument(
+        "--base", help=f"whose data sheet: {', '.join(shipped_profile_names('hardware'))}, or a file"
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shapes on the CPU; the figures mean nothing"
     )
     return parser.parse_args()
 
 
-def _base(named: str | None, title: str) -> Hardware:
+def _base(named: str | None, title: str) -> HardwareProfile:
     guessed = next((base for part, base in BASES.items() if part in title), None)
     if named is None and guessed is None:
         sys.exit(f"error: no data sheet known for {title!r}; name one: --base NAME or FILE.toml")
     try:
-        return load_hardware(named or guessed or "")
+        return load_hardware_profile(named or guessed or "")
     except LatencyProfileError as error:
         sys.exit(f"error: {error}")
 

@@ -1,4 +1,4 @@
-"""An engine whose every step lasts as long as it is told to: a logits processor for ``lab_truth.py --paced``.
+"""A logits processor that makes each engine step last a given time, for ``simulator_validation.py --paced``.
 
     SOJOURN_PACE='[step_s, token_s, pair_s, kv_token_s, request_s]' PYTHONPATH=benchmarks \\
         sojourn serve tiny --logits-processors paced_steps:PacedForcedTokens

@@ -4,7 +4,7 @@
 
 The paper's synthetic steps with tool times of mean 1.2 s (``synthetic:latency-cv:X``), Poisson arrivals until
 all programs have finished. Each row of Table 4 that has a meaning on one replica is run on SAGA as printed
-(``saga-paper``, of the shipped presets), and on ``saga`` (``saga_without/*.toml``). Table 10 is swept
+(``saga-paper``, of the shipped presets), and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
 under stock and both. Writes saga_ablation.json and .md into benchmarks/results; what is between the marks of
 the .md was written by hand and stays.
 """
@@ -16,17 +16,17 @@ import sys
 import time
 from pathlib import Path
 
-from lab_pages import FIRST_WORDS, made_by, write_page
+from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
-from saga_ratio import grid
+from saga_competitive_ratio import grid
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
-from sojourn_server.lab.kept_runs import KeptRuns
-from sojourn_server.lab.report.results import document, made_with
-from sojourn_server.lab.report.row import RunRow
-from sojourn_server.lab.run import RunSpec
+from sojourn_server.simulator.report.results_file import document, made_with
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_cache import RunCache
+from sojourn_server.simulator.simulation_run import RunSpec
 
-WITHOUT = Path(__file__).parent / "saga_without"
+WITHOUT = Path(__file__).parent / "saga_ablations"
 ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("all of it", "saga-paper", "saga", "–"),
     ("without workflow-aware eviction", "saga-no-eviction", f"{WITHOUT}/ours-no-eviction.toml", "+54 %"),
@@ -71,7 +71,7 @@ def main() -> None:
     ablated = [policy for _, printed, ours, _ in ROWS for policy in (printed, ours) if policy]
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}
     wanted |= {(policy, BASE_CV): spec(policy, BASE_CV) for policy in ablated}
-    kept = KeptRuns(options.cache) if options.cache else None
+    kept = RunCache(options.cache) if options.cache else None
     result = run_with_progress(list(wanted.values()), processes=options.jobs, kept=kept)
     rows = dict(zip(wanted, result.rows, strict=True))
     made = made_with(sys.argv)

@@ -58,11 +58,11 @@ FULL_MAX_STEPS = 3_000
 def build(policy: str | None, host_blocks: int = 0) -> Any:
     """An engine with ``RUNNING`` decoding requests; with a policy, also ``KNOWN_PROGRAMS`` programs, and host
     memory below the device where it gets some."""
-    from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     settings = None if policy is None else {"policy": policy, "strict": True}
-    engine = BareEngine(
-        BareEngineOptions(
+    engine = SimulatedEngine(
+        SimulatedEngineOptions(
             # Room enough for all of them to grow as expected: the entry gate is to keep nobody out.
             blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
             block_size=BLOCK_SIZE,
@@ -146,13 +146,13 @@ class FullEngine:
     """An engine that its requests outgrow, with time and copies of its own."""
 
     def __init__(self, policy: str | None, host_blocks: int) -> None:
-        from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+        from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
         self._now_s = 0.0
         # Full of 80 requests after they have written half of what they were given.
         fitting = RUNNING * (CONTEXT_TOKENS + CONTEXT_TOKENS // 16) // BLOCK_SIZE
-        self.engine = BareEngine(
-            BareEngineOptions(
+        self.engine = SimulatedEngine(
+            SimulatedEngineOptions(
                 blocks=fitting + 1,
                 block_size=BLOCK_SIZE,
                 max_num_batched_tokens=65_536,
@@ -180,15 +180,15 @@ class FullEngine:
         """The programs that are known, and that outputs were short."""
         engine = self.engine
         if host_blocks:
-            from sojourn_server.lab.tier_copies import TierCopies
+            from sojourn_server.simulator.tier_transfers import TierTransfers
 
-            self._copies = TierCopies(Link(), 2 << 20)  # type: ignore[arg-type]
+            self._copies = TierTransfers(Link(), 2 << 20)  # type: ignore[arg-type]
         for first in range(0, KNOWN_PROGRAMS, 500):
             for number in range(first, first + 500):
                 engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
             while engine.scheduler.has_unfinished_requests():
                 self.step()
-        lengths = engine.scheduler.sojourn.steward.histories.output_lengths
+        lengths = engine.scheduler.sojourn.program_scheduler.histories.output_lengths
         for tokens in range(1, 501):
             lengths.observe(FULL_AGENT, None, 1 + tokens // 16)
 
@@ -295,11 +295,11 @@ def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: b
 
 def expiry_step(leases: int) -> dict[str, Any]:
     """Wall seconds of every step until ``leases`` leases that run out together are gone."""
-    from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     now = [0.0]
-    engine = BareEngine(
-        BareEngineOptions(
+    engine = SimulatedEngine(
+        SimulatedEngineOptions(
             blocks=2 * leases + 1_000,
             block_size=BLOCK_SIZE,
             sojourn={"policy": "fixed-ttl", "strict": True, "lease_budget_fraction": 1.0},
@@ -316,12 +316,12 @@ def expiry_step(leases: int) -> dict[str, Any]:
                 for n in range(first, first + 500)
             )
         )
-    held = len(engine.scheduler.sojourn.steward.leases)
+    held = len(engine.scheduler.sojourn.program_scheduler.leases)
     engine.add("running", range(10), max_tokens=1_000)
     engine.step()
     now[0] += 100.0
     steps = []
-    while len(engine.scheduler.sojourn.steward.leases):
+    while len(engine.scheduler.sojourn.program_scheduler.leases):
         begin = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - begin)
@@ -364,7 +364,7 @@ def main() -> None:
     gc.enable()
     result: dict[str, Any] = {
         **made(command, options),
-        "known_programs": len(ours.scheduler.sojourn.steward.table),
+        "known_programs": len(ours.scheduler.sojourn.program_scheduler.table),
     }
     for position, name in enumerate(("schedule", "schedule_and_update")):
         result[name] = {

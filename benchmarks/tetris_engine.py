@@ -27,14 +27,14 @@ from statistics import median
 from typing import Any
 
 import httpx
-from lab_pages import FIRST_WORDS, less, made_by, marked, write_page
+from result_pages import FIRST_WORDS, less, made_by, marked, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
-from sojourn_server.lab.report.results import made_with
+from sojourn_server.simulator.report.results_file import made_with
 
 BLOCK_TOKENS = 32
-FOLDER = Path(__file__).parent / "tetris_without"
+FOLDER = Path(__file__).parent / "tetris_ablations"
 HOST = ("--kv-host-gib", "1")
 ARMS: dict[str, tuple[str, ...]] = {
     "stock": ("stock",),
@@ -91,8 +91,8 @@ def run_arm(
     name: str, load: Path, warm_up: Path, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """One server, one replay."""
-    from sojourn_server.launch.command import FORCED_TOKENS
-    from sojourn_server.launch.server import EngineServer
+    from sojourn_server.launch.engine_server import EngineServer
+    from sojourn_server.launch.serve_command import FORCED_TOKENS
 
     policy, *more = ARMS[name]
     if policy.endswith(".toml"):

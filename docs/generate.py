@@ -1,5 +1,6 @@
-"""Write what the documents take from elsewhere: docs/metrics.md from the catalogue, the tables from the
-committed results, the differences in docs/frameworks.md from the examples, docs/lab.md's lists and example.
+"""Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
+committed results, the differences in docs/frameworks.md from the examples, the lists and the example of
+docs/simulator.md, the table of packages in docs/architecture.md.
 
 python docs/generate.py
 
@@ -9,29 +10,30 @@ A test fails where the files differ from what this writes.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from sojourn_server.lab.latency.profile_files import shipped_names
-from sojourn_server.lab.policies import find_policy, policy_names
-from sojourn_server.metrics.catalog import (
-    CATALOG,
+from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     MAX_TOOLS,
+    METRIC_CATALOG,
     OTHER_TOOL,
     SERIES_BUDGET,
     MetricSpec,
     OpenLabel,
 )
-from sojourn_server.policy.preset import load_preset
+from sojourn_server.policies.preset import load_preset
+from sojourn_server.simulator.latency.latency_profile_files import shipped_profile_names
+from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 
 TARGET = Path(__file__).parent / "metrics.md"
 
 HEAD = f"""# Metrics
 
-Generated from `server_ext/sojourn_server/metrics/catalog.py` by `docs/generate.py`; do not edit.
+Generated from `server_ext/sojourn_server/metrics/metric_catalog.py` by `docs/generate.py`; do not edit.
 
 All are in the server's `/metrics`, beside vLLM's own. Each has the label `{ENGINE_LABEL}` in addition: the
 engine's index, as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or
@@ -42,7 +44,7 @@ engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} learnt
 Counters without that label are there from the start, at 0, so that `rate()` sees their first increment; of
 `sojourn_placements_total` only what our own policies can do, and the rest once it is counted, and of
 `sojourn_link_bytes_total` each link in its own directions. `sojourn_link_…` and `sojourn_path_…` are of
-engines of a [pair](dualpath.md#start-a-pair).
+engines of a [pair](prefill-decode.md#start-a-pair).
 
 Use ratios of rates, not a ratio of totals; for instance, the share of prompt tokens computed again:
 
@@ -57,7 +59,7 @@ sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_p
 
 def document() -> str:
     """The whole page."""
-    return HEAD + "".join(_row(spec) for spec in CATALOG.values())
+    return HEAD + "".join(_row(spec) for spec in METRIC_CATALOG.values())
 
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
@@ -165,20 +167,35 @@ def with_diffs(text: str) -> str:
     return text
 
 
-LAB = Path(__file__).parent / "lab.md"
+SIMULATOR = Path(__file__).parent / "simulator.md"
+ARCHITECTURE = Path(__file__).parent / "architecture.md"
 
 
-def lab_page(text: str) -> str:
-    """docs/lab.md with what it takes from the code: profiles, policies, the example of one's own."""
-    named = {kind: ", ".join(f"`{name}`" for name in shipped_names(kind)) for kind in ("hardware", "models")}
+def package_table() -> str:
+    """Return the table of packages that ``scripts/house.py`` makes."""
+    spec = importlib.util.spec_from_file_location("house", Path(__file__).parents[1] / "scripts" / "house.py")
+    assert spec is not None
+    assert spec.loader is not None
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    table: str = house.package_table()
+    return table
+
+
+def simulator_page(text: str) -> str:
+    """docs/simulator.md with what it takes from the code: profiles, policies, the example of one's own."""
+    named = {
+        kind: ", ".join(f"`{name}`" for name in shipped_profile_names(kind))
+        for kind in ("hardware", "models")
+    }
     text = placed(text, "profiles", f"Hardware: {named['hardware']}. Models: {named['models']}.")
-    text = placed(text, "lab-policies", policies_table())
+    text = placed(text, "simulator-policies", policies_table())
     results = RESULT.parent
-    truth = json.loads((results / "lab_truth.json").read_text(encoding="utf-8"))
-    text = placed(text, "lab-truth", truth_table(truth))
-    speed = json.loads((results / "lab_speed.json").read_text(encoding="utf-8"))
-    text = placed(text, "lab-speed", speed_line(speed))
-    own = EXAMPLES / "lab_policy" / "break_even"
+    truth = json.loads((results / "simulator_validation.json").read_text(encoding="utf-8"))
+    text = placed(text, "simulator-truth", truth_table(truth))
+    speed = json.loads((results / "simulator_speed.json").read_text(encoding="utf-8"))
+    text = placed(text, "simulator-speed", speed_line(speed))
+    own = EXAMPLES / "custom_policy" / "break_even"
     for name, suffix, language in (("own-preset", ".toml", "toml"), ("own-policy", ".py", "python")):
         code = own.with_suffix(suffix).read_text(encoding="utf-8")
         text = placed(text, name, f"```{language}\n{code}```")
@@ -186,7 +203,7 @@ def lab_page(text: str) -> str:
 
 
 def truth_table(truth: dict[str, Any]) -> str:
-    """What ``benchmarks/lab_truth.py`` found, real engine and lab side by side."""
+    """What ``benchmarks/simulator_validation.py`` found, real engine and lab side by side."""
     played, machine = truth["scenario"], truth["machine"]
     lines = [
         f"`{truth['command']}`: {played['programs']} programs of `{played['workload']}`, lengths times "
@@ -211,7 +228,7 @@ def truth_table(truth: dict[str, Any]) -> str:
 
 
 def speed_line(speed: dict[str, Any]) -> str:
-    """What ``benchmarks/lab_speed.py`` found, in a sentence."""
+    """What ``benchmarks/simulator_speed.py`` found, in a sentence."""
     made = speed["made_with"]
     points = ", ".join(
         f"{point['virtual_s_per_wall_s']:.0f} at {point['programs']} programs" for point in speed["points"]
@@ -273,4 +290,7 @@ if __name__ == "__main__":
     if overhead_reports():
         page = placed(page, "framework-overhead", overhead_table(overhead_reports()))
     FRAMEWORKS.write_text(page, encoding="utf-8")
-    LAB.write_text(lab_page(LAB.read_text(encoding="utf-8")), encoding="utf-8")
+    ARCHITECTURE.write_text(
+        placed(ARCHITECTURE.read_text(encoding="utf-8"), "packages", package_table()), encoding="utf-8"
+    )
+    SIMULATOR.write_text(simulator_page(SIMULATOR.read_text(encoding="utf-8")), encoding="utf-8")

@@ -34,17 +34,17 @@ else:
 
 
 LONG = (
-    "test_engine_paths.py",
+    "test_engine_kv_transfer.py",
     "test_engine_gateway_ray.py",
-    "test_engine_pairs_ray.py",
+    "test_engine_prefill_decode_ray.py",
     "test_engine_tokens.py",
     "test_engine_gateway.py",
-    "test_routes_engine.py",
+    "test_engine_routes.py",
     "test_engine_faults.py",
     "engine",
     "ray",
-    "test_lab_truth.py",
-    "test_lab_parity_engine.py",
+    "test_simulator_validation.py",
+    "test_simulator_parity_engine.py",
     "demo",
 )
 """Files and folders whose tests take minutes, the longest first: begun last, they would leave a core idle."""

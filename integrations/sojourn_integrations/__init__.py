@@ -1,1 +1,4 @@
-"""A file or folder per agent framework; each imports the SDK and, lazily, its framework."""
+"""Integrations: one file or folder per agent framework.
+
+Each imports the SDK and, lazily, its framework. Start reading at ``litellm`` or ``langchain``.
+"""

@@ -1,19 +1,19 @@
-"""LangGraph 1.x: what ``langchain``'s callbacks cannot know of a graph that runs.
+"""LangGraph 1.x: what ``langchain``'s callbacks do not report about a running graph.
 
 Programs, nodes and tool calls come from the callbacks. This module adds the graph itself (``graph_of``),
 its threads, and the breakpoints at which it stops. ``patch`` wraps ``stream`` and ``astream``, which every
 other way to run a graph ends in, and ``batch`` and ``abatch``; ``wrap(graph)`` does it for one graph.
 
 Interrupts. A run that stops at an ``interrupt()`` or a breakpoint is not over: its program stays open, the
-wait is a tool call of class ``human`` without heartbeats (see ``langchain.waiting``), and the next run of the
-same thread goes on with it. A run that comes to its end ends the program; a later run of the same thread
-bears the same id again.
+wait is a tool call of class ``human`` without heartbeats (see ``langchain.interrupted_programs``), and the
+next run of the same thread continues it. A run that reaches its end ends the program; a later run of the same
+thread has the same id again.
 
-``conversation_ids`` says which program id belongs to a thread. Without checkpointer a thread id means
-nothing, here as there.
+``langchain.thread_program_ids`` derives the program id of a thread. Without a checkpointer a thread id has no
+meaning, as in LangGraph.
 
 Known limits: a breakpoint is noticed only where the stream carries ``updates`` (``invoke`` does). A second
-run of a thread while one is under way has an id of its own.
+run of a thread while one is in progress has an id of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from weakref import WeakKeyDictionary
 from sojourn.aeg import END, START, Aeg
 
 from . import langchain
-from .langchain.runs import Start, batching, starting
-from .overlay import Around, lay
-from .patches import in_place_of
-from .scope import fault
+from .langchain.run_tree import GraphStart, batch_context, starting_graph
+from .method_overlay import Around, overlay_method
+from .monkey_patches import wrap_like
+from .safe_scope import fault
 
 __all__ = ["graph_of", "patch", "unpatch", "wrap"]
 
@@ -41,12 +41,12 @@ _ABSENT = object()
 _patched: dict[str, tuple[type, Any, Any]] = {}
 """Method → class, our function, and the class's own or ``_ABSENT``."""
 _graphs: WeakKeyDictionary[Any, dict[frozenset[str], Aeg | None]] = WeakKeyDictionary()
-"""By builder, which all copies of a compiled graph share, and by its nodes when it was compiled."""
+"""Graphs by builder, which all copies of a compiled graph share, and by the nodes at compilation."""
 
 
 def patch() -> bool:
-    """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs; for ``sojourn.instruments``.
-    False, and nothing changed, where they are not there."""
+    """Wrap ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs; for ``sojourn.instrumentation``.
+    Returns False, without changes, where they are missing."""
     global _active
     from langgraph.pregel import Pregel
 
@@ -66,7 +66,7 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Put LangGraph's own functions back, unless somebody patched on top of us."""
+    """Restore LangGraph's own functions, except where another patch covers ours."""
     global _active
     _active = False
     for name, (owner, ours, theirs) in list(_patched.items()):
@@ -81,15 +81,15 @@ def unpatch() -> None:
 
 
 def wrap(graph: Any) -> Any | None:
-    """A copy of this compiled graph that is told of, with the same checkpointer and store; ``None`` for what
-    is no graph. Graphs that it runs are told of as part of it."""
+    """Return an instrumented copy of this compiled graph, with the same checkpointer and store; ``None`` for
+    other objects. Graphs that it runs are reported as part of it."""
     from langgraph.pregel import Pregel
 
     if not isinstance(graph, Pregel):
         return None
     copy = graph.with_config({"callbacks": [langchain._handler_class()()]})
     for name, around in _AROUND.items():
-        lay(copy, name, around)
+        overlay_method(copy, name, around)
     return copy
 
 
@@ -98,17 +98,17 @@ def wrap(graph: Any) -> Any | None:
 
 def _method(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active:  # somebody patched on top of us, and calls us still
+        if not _active:  # another patch covers ours and still calls it
             return original(self, *args, **kwargs)
         return around(self, functools.partial(original, self), args, kwargs)
 
-    return in_place_of(original, method)
+    return wrap_like(original, method)
 
 
 def _stream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start = _start(graph, args, kwargs)
     inner = original(*args, **kwargs)
-    if start is None or not hasattr(inner, "__next__"):  # a subclass may answer with anything
+    if start is None or not hasattr(inner, "__next__"):  # a subclass may return anything
         return inner
     return _steps(start, inner, _watches(graph, kwargs))
 
@@ -121,13 +121,13 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
     return _async_steps(start, inner, _watches(graph, kwargs))
 
 
-def _steps(start: Start, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
-    """``inner``, whose first step begins the run."""
-    token = starting.set(start)
+def _steps(start: GraphStart, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
+    """Yield from ``inner``, whose first step begins the run."""
+    token = starting_graph.set(start)
     try:
         chunk = next(inner, _ABSENT)
     finally:
-        _reset(starting, token)
+        _reset(starting_graph, token)
     try:
         if chunk is _ABSENT:
             return
@@ -145,12 +145,12 @@ def _steps(start: Start, inner: Iterator[Any], watch: bool) -> Iterator[Any]:
 
 
 class _Unfinished:
-    """Held by a generator alone. One whose event loop is gone is destroyed as it stands, for nobody can close
-    it: then its run is over too."""
+    """Referenced by one generator only. A generator without an event loop is destroyed unclosed; then its run
+    ends too."""
 
     __slots__ = ("_start",)
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: GraphStart) -> None:
         self._start = start
 
     def __del__(self) -> None:
@@ -161,13 +161,13 @@ class _Unfinished:
             fault("internal_error")
 
 
-async def _async_steps(start: Start, inner: AsyncIterator[Any], watch: bool) -> AsyncIterator[Any]:
+async def _async_steps(start: GraphStart, inner: AsyncIterator[Any], watch: bool) -> AsyncIterator[Any]:
     unfinished = _Unfinished(start)  # noqa: F841
-    token = starting.set(start)
+    token = starting_graph.set(start)
     try:
         chunk = await anext(inner, _ABSENT)
     finally:
-        _reset(starting, token)
+        _reset(starting_graph, token)
     try:
         if chunk is _ABSENT:
             return
@@ -185,21 +185,21 @@ async def _async_steps(start: Start, inner: AsyncIterator[Any], watch: bool) -> 
 
 
 def _batch(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    token = batching.set(_mark())
+    token = batch_context.set(_mark())
     try:
         return original(*args, **kwargs)
     finally:
-        _reset(batching, token)
+        _reset(batch_context, token)
 
 
 async def _abatch(
     graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    token = batching.set(_mark())
+    token = batch_context.set(_mark())
     try:
         return await original(*args, **kwargs)
     finally:
-        _reset(batching, token)
+        _reset(batch_context, token)
 
 
 _AROUND: dict[str, Around] = {"stream": _stream, "astream": _astream, "batch": _batch, "abatch": _abatch}
@@ -210,7 +210,7 @@ def _nothing() -> None:
 
 
 def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
-    # A generator that is finalised after its event loop is in another context.
+    # A generator finalised after its event loop runs in another context.
     with suppress(ValueError):
         variable.reset(token)
 
@@ -223,24 +223,25 @@ def _mark() -> Any:
         return None
 
 
-def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Start | None:
-    """``None`` where it is announced already: the class is patched and the object wrapped."""
+def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
+    """Return the start of a run; ``None`` where it is announced already (class patched and object
+    wrapped)."""
     try:
-        around = starting.get()
+        around = starting_graph.get()
         if around is not None and around.run is None and around.graph is graph:
             return None
         config = kwargs.get("config") or (args[1] if len(args) > 1 else None) or {}
-        # ``True`` and ``None`` leave it to the graph around; LangGraph's own server gives it with each run.
+        # ``True`` and ``None`` mean that of the graph around it; LangGraph's server passes one with each run.
         saver = graph.checkpointer or (config.get("configurable") or {}).get("__pregel_checkpointer")
         saver = None if isinstance(saver, bool) else saver
-        return Start(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
+        return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
     except Exception:
         fault("internal_error")
         return None
 
 
 def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
-    """It may stop at a breakpoint, of which no callback tells."""
+    """Return whether the graph may stop at a breakpoint, for which no callback is called."""
     return bool(
         kwargs.get("interrupt_before")
         or kwargs.get("interrupt_after")
@@ -249,8 +250,8 @@ def _watches(graph: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _look(start: Start, chunk: Any) -> None:
-    """Whether this is the last word before a wait."""
+def _look(start: GraphStart, chunk: Any) -> None:
+    """Mark the run as waiting where this chunk is an interrupt."""
     try:
         payload = chunk[-1] if isinstance(chunk, tuple) and chunk else chunk
         if isinstance(payload, dict) and payload.get("type") == "updates":
@@ -265,14 +266,14 @@ def _look(start: Start, chunk: Any) -> None:
 
 
 def graph_of(graph: Any) -> Aeg | None:
-    """The Agent Execution Graph of a compiled LangGraph, sub-graphs opened up; ``None`` where it cannot be
-    read. Kept with the graph's builder.
+    """Return the Agent Execution Graph of a compiled LangGraph, sub-graphs expanded; ``None`` where it cannot
+    be read. Cached by the graph's builder.
 
-    It is complete only where every way out of every node is declared. It is not where a router's targets are
-    neither listed nor in its return type, nor where a node has no way out and so may return a ``Command``:
-    ``get_graph()`` makes an edge to the end of both, and drops what it then cannot reach. Hence it is asked
-    only where there is no builder; where all is declared the two agree, but for its marks of where
-    sub-graphs begin and end, which no run ever enters.
+    It is complete only where every edge of every node is declared. It is incomplete where a router's targets
+    are neither listed nor in its return type, and where a node has no edge and so may return a ``Command``.
+    For both ``get_graph()`` makes an edge to the end, and drops nodes that become unreachable. So it is used
+    only without a builder. Where all is declared the two agree, except for its nodes at the start and end of
+    sub-graphs, which no run enters.
     """
     builder = getattr(graph, "builder", None)
     key = frozenset(graph.nodes)
@@ -284,7 +285,7 @@ def graph_of(graph: Any) -> Aeg | None:
         try:
             known[key] = _read(graph)
         except Exception:
-            known[key] = None  # one that nobody can draw, or too large to be sent
+            known[key] = None  # it cannot be drawn, or is too large to be sent
     return known[key]
 
 
@@ -310,8 +311,8 @@ class _Declared(NamedTuple):
 
 
 def _declared(graph: Any, above: frozenset[int]) -> _Declared | None:
-    """What the builder was told, sub-graphs opened up; ``None`` where there is no builder: the functional API
-    declares nothing."""
+    """Return the builder's declarations, sub-graphs expanded; ``None`` without a builder, as in the
+    functional API."""
     builder = getattr(graph, "builder", None)
     if builder is None or id(builder) in above:
         return None

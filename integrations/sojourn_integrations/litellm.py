@@ -1,13 +1,13 @@
-"""litellm: the providers for which it does not use the ``openai`` package (``hosted_vllm/``, its Responses
-API, and others) send by two classes of its own, whose ``post`` is patched.
+"""litellm: patches ``post`` of its two HTTP classes, which send the requests that bypass the ``openai``
+package (``hosted_vllm/``, its Responses API and others).
 
-So the server is known from the URL that is really used, streams are followed to their last byte, and
-functions imported by name before (``from litellm import completion``) are covered too. Models of ``openai/``
-go through the openai client, which has a patch of its own; no request passes both.
+So the URL really used names the server, streams are followed to their last byte, and functions imported by
+name before (``from litellm import completion``) are covered too. Models of ``openai/`` use the openai client,
+which has a patch of its own; no request passes both.
 
-``completion`` and its kin are wrapped as well, for one thing only: what litellm sends again by
-``num_retries``, and a ``Router`` to another deployment, is the same logical request. Imported by name before
-the patch, they go unwrapped: each attempt then counts as a request.
+``completion`` and the like are wrapped as well, so that a retry by ``num_retries``, or by a ``Router`` to
+another deployment, belongs to the same logical request. Functions imported by
+name before the patch stay unwrapped: each attempt then counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and the like), and
 litellm's proxy as a server of its own. Checked with 1.83.0 and 1.106.0.
@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sojourn.config import host_key
-from sojourn.outgoing import PATHS, OneRequest, Outgoing
+from sojourn.outgoing_request import LLM_PATHS, OutgoingRequest, RetryScope
 from sojourn.runtime import session
 
-from .overlay import lay
-from .patches import Patches
-from .scope import fault
+from .method_overlay import overlay_method
+from .monkey_patches import Patches
+from .safe_scope import fault
 
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 _SMALL_BYTES = 4096
-"""Values of the user's body up to this size are decoded; ours is never to be merged with a longer one."""
+"""Values of the user's body up to this size are decoded; ours is never merged with a longer one."""
 
 _MAX_TARGETS = 256
 
@@ -43,12 +43,13 @@ _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
 _targets: dict[str, tuple[str, str] | None] = {}
-"""URL → host and path of an LLM request; ``None`` for any other. Taking URLs apart is slow."""
+"""URL → host and path of an LLM request; ``None`` for any other. A cache, since parsing URLs is slow."""
 _posting: ContextVar[bool] = ContextVar("sojourn_litellm_posting", default=False)
 
 
 def patch() -> bool:
-    """Patch litellm's HTTP handlers, and its functions that retry. False where the handlers are not there."""
+    """Patch litellm's HTTP handlers, and its functions that retry. Returns False where the handlers are
+    missing."""
     import litellm
     from litellm.llms.custom_httpx import http_handler
 
@@ -68,18 +69,18 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Put litellm's own functions back, unless somebody patched on top of us."""
+    """Restore litellm's own functions, except where another patch covers ours."""
     _patches.undo()
 
 
 def wrap(target: Any) -> Any | None:
-    """One ``HTTPHandler`` or ``AsyncHTTPHandler``, to be given to ``completion(client=…)``; ``None`` else."""
+    """Wrap one ``HTTPHandler`` or ``AsyncHTTPHandler``, for ``completion(client=…)``; ``None`` for others."""
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
 
     if isinstance(target, AsyncHTTPHandler):
-        lay(target, "post", _async_post)
+        overlay_method(target, "post", _async_post)
     elif isinstance(target, HTTPHandler):
-        lay(target, "post", _post)
+        overlay_method(target, "post", _post)
     else:
         return None
     return target
@@ -89,7 +90,7 @@ def wrap(target: Any) -> Any | None:
 
 
 class _Answer(NamedTuple):
-    """As clients present a response whose body may still be open."""
+    """A response whose body may still be open, in the form of other clients."""
 
     http_response: Any
 
@@ -148,9 +149,9 @@ async def _async_post(
 
 def _begin(
     args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Outgoing | None, tuple[Any, ...], dict[str, Any]]:
-    """The request, and the arguments of ``post`` with ours added; unchanged for other hosts and paths."""
-    outgoing: Outgoing | None = None
+) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
+    """Return the request, and the arguments of ``post`` with ours added; unchanged for other URLs."""
+    outgoing: OutgoingRequest | None = None
     try:
         live = session()
         if live.config is None or live.emitter is None or _posting.get():
@@ -162,7 +163,7 @@ def _begin(
         host, path = target
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
-        outgoing = Outgoing.begin(live, host, path, theirs)
+        outgoing = OutgoingRequest.begin(live, host, path, theirs)
         named = kwargs.get("headers") or {}
         body, headers = outgoing.parts(host, theirs, named)
         added: dict[str, Any] = {"headers": {**headers, **named}}
@@ -175,9 +176,10 @@ def _begin(
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
-    """Which argument holds the body, its fields (``None`` where it is no JSON object), and how to write it.
+    """Return the argument that holds the body, its fields (``None`` where it is no JSON object), and its
+    encoder.
 
-    Fields of a text stay as they are written: a long conversation is neither read nor written again.
+    Fields of a text stay encoded: a long conversation is neither decoded nor encoded again.
     """
     if kwargs.get("files"):
         return "", None, dict
@@ -187,7 +189,7 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
     for name in ("content", "data"):
         text = kwargs.get(name)
         if isinstance(text, (str, bytes)):
-            # Half characters and infinities only Python's own JSON reads and writes.
+            # Only Python's own JSON reads and writes lone surrogates and infinities.
             for read, write in ((_as_written.decode, msgspec.json.encode), (json.loads, json.dumps)):
                 with suppress(msgspec.DecodeError, ValueError):
                     fields = read(text)
@@ -198,13 +200,13 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
 def _target(url: str) -> tuple[str, str] | None:
     if len(_targets) >= _MAX_TARGETS:
         _targets.clear()
-    path = next(filter(url.partition("?")[0].endswith, PATHS), None)
+    path = next(filter(url.partition("?")[0].endswith, LLM_PATHS), None)
     found = _targets[url] = None if path is None else (host_key(url), path)
     return found
 
 
 def _read(name: str, value: Any) -> Any:
-    """A field as Python has it where it may matter to us: the model, objects and nulls, but for long ones."""
+    """Return a field decoded where we may need it: the model, objects and nulls, but not long ones."""
     if type(value) is not msgspec.Raw:
         return value
     text = memoryview(value)
@@ -224,7 +226,7 @@ def _as_one_request(original: Callable[..., Any]) -> Callable[..., Any]:
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             if not _patches.active:
                 return await original(*args, **kwargs)
-            with OneRequest():
+            with RetryScope():
                 return await original(*args, **kwargs)
 
         return call_async
@@ -233,7 +235,7 @@ def _as_one_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _patches.active:
             return original(*args, **kwargs)
-        with OneRequest():
+        with RetryScope():
             return original(*args, **kwargs)
 
     return call

@@ -6,13 +6,13 @@ Three ways in, none of which needs a change to mini:
 - ``instrument()`` once per process, which ``sojourn run mini …`` does for you;
 - ``attach(agent)`` for one agent built by hand.
 
-Its requests are told by the patches of openai and litellm, which ``sojourn.init`` makes; here they are only
-joined: what mini sends again is the same logical request.
+The patches of openai and litellm, which ``sojourn.init`` makes, report its requests. This module only joins
+mini's retries to one logical request.
 
-An agent, its model and its environment get a subclass of their own class each,
-with the same name (see ``overlay``), so that ``isinstance`` and ``serialize()`` say what they said,
-and copies act on themselves. Everything the user's code raises passes unchanged; nothing of ours
-is ever raised into an agent. mini is not imported before it is needed. Checked with 2.0.0 and 2.4.6.
+An agent, its model and its environment each get a subclass of their own class with the same name (see
+``method_overlay``), so that ``isinstance`` and ``serialize()`` are unchanged, and copies act on themselves.
+Exceptions of the user's code pass unchanged; none of ours reaches an agent. mini is imported only when it is
+needed. Checked with 2.0.0 and 2.4.6.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import sojourn
-from sojourn.commandline import command_class
-from sojourn.outgoing import OneRequest
+from sojourn.outgoing_request import RetryScope
+from sojourn.shell_command import command_class
 
-from .overlay import Around, lay, lift, lift_all
-from .patches import Patches
-from .scope import enter, fault, leave
+from .method_overlay import Around, overlay_method, remove_all_overlays, remove_overlay
+from .monkey_patches import Patches
+from .safe_scope import enter, fault, leave
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
 
@@ -41,8 +41,8 @@ _patches = Patches()
 def attach(agent: Any) -> Any:
     """Wrap ``run``, its model's ``query`` and its environment's ``execute`` for this agent; returns it.
 
-    Repeating it is harmless. Objects that refuse another class are left as they are. Copies of the agent are
-    attached too; one read from a pickle is not, unless ``instrument`` was called in the process that runs it.
+    Repeating it is harmless. Objects that refuse another class stay unchanged. Copies of the agent are
+    attached too; an unpickled one is only where ``instrument`` was called in the process that runs it.
     """
     _lay(agent, "run", _in_program)
     _attach_parts(agent)
@@ -52,14 +52,14 @@ def attach(agent: Any) -> Any:
 def detach(agent: Any) -> Any:
     """Undo ``attach`` for one agent, its model and its environment; returns it."""
     for owner, _, _ in ((agent, "run", _in_program), *_parts(agent)):
-        lift(owner)
+        remove_overlay(owner)
     return agent
 
 
 def instrument() -> None:
     """Attach to every agent made or run from now on in this process. Idempotent; imports mini.
 
-    Where this mini has no ``DefaultAgent`` with ``run``, it is left untouched.
+    A mini without a ``DefaultAgent`` with ``run`` stays unchanged.
     """
     patch()
 
@@ -67,10 +67,10 @@ def instrument() -> None:
 def uninstrument() -> None:
     """Undo ``instrument`` and every ``attach``, for agents that exist already too.
 
-    What somebody else put above our patch stays; ours then does nothing below it.
+    A patch above ours stays; ours then does nothing.
     """
     _patches.undo()
-    lift_all()
+    remove_all_overlays()
 
 
 def patch() -> bool:
@@ -88,14 +88,14 @@ unpatch = uninstrument
 
 
 def wrap(target: Any) -> Any | None:
-    """``attach``, for ``sojourn.wrap``. ``None`` where it is no agent of mini's."""
+    """``attach``, for ``sojourn.wrap``. Returns ``None`` for other objects than mini's agents."""
     if not all(hasattr(target, name) for name in ("run", "model", "env")):
         return None
     return attach(target)
 
 
 def __getattr__(name: str) -> Any:
-    """``DefaultAgent`` and ``InteractiveAgent``, made when first asked for: that imports mini."""
+    """Create ``DefaultAgent`` and ``InteractiveAgent`` at first use, which imports mini."""
     if name == "DefaultAgent":
         from minisweagent.agents.default import DefaultAgent as base
     elif name == "InteractiveAgent":
@@ -131,7 +131,7 @@ def _running_in_program(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _patches.active:
             return original(self, *args, **kwargs)
-        _attach_parts(self)  # made by a copy or a pickle, it was never initialised
+        _attach_parts(self)  # a copy or unpickled agent was never initialised
         return _in_program(self, functools.partial(original, self), args, kwargs)
 
     return run
@@ -175,7 +175,7 @@ def _in_tool_call(
     try:
         output = execute(*args, **kwargs)
     except InterruptAgentFlow:
-        # Submitted comes out of execute() when the agent finishes: the command itself went well.
+        # execute() raises Submitted when the agent finishes: the command itself succeeded.
         leave(scope)
         raise
     except BaseException as error:
@@ -210,8 +210,9 @@ def _status(output: Any) -> str:
 def _as_one_request(
     model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """mini tries again by itself, ten times; what is sent is told by the patches of openai and litellm."""
-    with OneRequest():
+    """Call ``query``, which retries up to ten times; the patches of openai and litellm report the
+    requests."""
+    with RetryScope():
         return query(*args, **kwargs)
 
 
@@ -228,7 +229,7 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
     if environment is not None:
         yield environment, "execute", _in_tool_call
     model = getattr(agent, "model", None)
-    # A model that switches between others (roulette) makes its requests through them.
+    # A model that switches between others (roulette) sends its requests through them.
     for each in (model, *(getattr(model, "models", None) or ())):
         if each is not None:
             yield each, "query", _as_one_request
@@ -236,6 +237,6 @@ def _parts(agent: Any) -> Iterator[tuple[Any, str, Around]]:
 
 def _lay(owner: Any, name: str, around: Around) -> None:
     try:
-        lay(owner, name, around)
+        overlay_method(owner, name, around)
     except Exception:
         fault("attach_error")

@@ -1,22 +1,24 @@
-"""Tell an inference server what an agent is doing, so that its KV cache survives its tool calls.
+"""The SDK: tells an inference server what an agent does, so that its KV cache survives its tool calls.
 
     import sojourn
     sojourn.init("http://127.0.0.1:8000")
     with sojourn.program("fix-issue"):
-        ...                                   # OpenAI clients of that host are taken care of
+        ...                                   # OpenAI clients of that host are instrumented
 
-Nothing here raises once an agent runs, blocks it, or sends prompts, arguments or outputs.
+Nothing here raises into a running agent, blocks it, or sends prompts, arguments or outputs. This package
+imports the standard library and msgspec. Start reading at ``program`` and ``request``.
 """
 
 from __future__ import annotations
 
 from .aeg import Aeg
 from .errors import ArgumentError, ConfigError, SojournError
-from .instruments import active as _active
-from .instruments import instrument, uninstrument, wrap
-from .program import Program, current_program, program
+from .instrumentation import active as _active
+from .instrumentation import instrument, uninstrument, wrap
+from .lifecycle import init, shutdown
+from .program import Program
+from .program_scope import current_program, program
 from .request import headers, request_fields, request_parts
-from .runtime import init, shutdown
 from .runtime import session as _session
 from .stats import Stats
 from .step import Step, step
@@ -53,13 +55,13 @@ __all__ = [
 
 
 def stats() -> Stats:
-    """A snapshot of what was done, sent and dropped; the names are listed in ``sojourn.stats``."""
+    """Return a snapshot of all counts; the names are listed in ``sojourn.stats``."""
     snapshot = _session().stats()
     snapshot.instrumented = _active()
     return snapshot
 
 
 def flush(timeout_s: float = 1.0) -> bool:
-    """Wait until no event is unsent. True if so within ``timeout_s`` seconds and none was lost meanwhile."""
+    """Wait until all events are sent. Returns True if that took at most ``timeout_s`` and lost none."""
     emitter = _session().emitter
     return emitter is None or emitter.flush(timeout_s)

@@ -1,10 +1,9 @@
-"""Agent Execution Graph: the steps an agent can take, what follows what, and which tools each step may use.
+"""The Agent Execution Graph: the steps of an agent, their order, and the tools of each step.
 
-G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per kind of agent, by hand
-or by an adapter that reads it from the framework; requests then only name their
-node. Frameworks cannot always tell the truth (a router without a declared return
-type looks like an edge to the end), so a graph carries ``complete``: where it is
-False, what was observed counts for more than what was declared.
+G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
+from the framework; requests then name only their node. Frameworks do not always know the graph: a router
+without a declared return type looks like an edge to the end. So a graph has the flag ``complete``. Where it
+is False, observed edges weigh more than declared ones.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from types import MappingProxyType
 
 from .errors import ArgumentError
 from .events import AegEdge, AegGraph, AegNode
-from .naming import name_of
 from .wire import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, MAX_GRAPH_TOOLS, encode
+from .wire_names import name_of
 
 START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
 _INCOMPLETE_WEIGHT = 0.5
-"""Visits that a declaration is worth against what is seen."""
+"""Weight of a declaration against observed runs, in visits."""
 _FADED = 0.03
 _MAX_FOUND_NODES = 256
-"""Nodes added that nobody declared."""
+"""Undeclared nodes that are added at most."""
 
 Edge = tuple[str, str] | tuple[str, str, float | None]
 """Source, target and, where known, the probability of taking it."""
@@ -39,11 +38,10 @@ class Aeg:
         Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9),
             ("act", END, 0.1)])
 
-    ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need
-    no declaration. Cycles are what agents do, and allowed. ``complete=False`` says that there may be edges
-    not listed; so does a node that cannot be reached from ``START``, where ``START`` is used at all.
-    Raises ``ArgumentError`` for a dangling edge, probabilities outside 0..1 or that sum to more than 1 from
-    one node, and graphs beyond the wire's limits.
+    ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need no
+    declaration. Cycles are allowed. ``complete=False`` means that edges may be missing; so does a node that
+    cannot be reached from ``START``, where ``START`` is used. Raises ``ArgumentError`` for a dangling edge,
+    probabilities outside 0..1 or that sum to more than 1 from one node, and graphs beyond the wire's limits.
     """
 
     __slots__ = ("_next", "complete", "edges", "hash", "nodes")
@@ -64,7 +62,7 @@ class Aeg:
         for end in (START, END):
             known.pop(end, None)
         self.nodes: Mapping[str, tuple[str, ...]] = MappingProxyType(known)
-        """Each node's tools."""
+        """Node → its tools."""
         self.edges: Mapping[tuple[str, str], float | None] = MappingProxyType(dict(_checked(edges, known)))
         """(source, target) → probability, or ``None`` where it was not given."""
         _check_size(self)
@@ -80,22 +78,22 @@ class Aeg:
                 f"the graph takes {len(content)} bytes; at most {MAX_GRAPH_BYTES} can be sent"
             )
         self.hash = sha256(content).hexdigest()[:32]
-        """Of the content, 32 hexadecimal digits; the order of declaration does not matter."""
+        """Hash of the content, 32 hexadecimal digits; the order of declaration does not matter."""
 
     def successors(self, node: str) -> tuple[str, ...]:
-        """What may follow ``node``, in the order declared; empty for one that is not known."""
+        """Return the nodes that may follow ``node``, in the order declared; empty for an unknown node."""
         return self._next.get(node, ())
 
     def following(self, node: str) -> dict[str, float]:
-        """What may follow ``node``, each with its probability; they sum to one.
+        """Return the nodes that may follow ``node`` with their probabilities, which sum to one.
 
-        Edges without a probability share evenly what the others leave. Empty for a node that nothing is
-        declared to follow, and where all that follows has probability 0.
+        Edges without a probability share the rest evenly. Empty for a node without successors, and where all
+        of them have probability 0.
         """
         return _shares({target: self.edges[node, target] for target in self.successors(node)})
 
     def unreachable(self) -> frozenset[str]:
-        """Nodes no path leads to from ``START``; none where ``START`` is not part of the graph."""
+        """Return the nodes without a path from ``START``; none where the graph has no ``START``."""
         if START not in self._next:
             return frozenset()
         seen = {START}
@@ -110,15 +108,14 @@ class Aeg:
     def corrected(
         self, seen: Mapping[tuple[str, str], float], tools: Mapping[str, Iterable[str]] = MappingProxyType({})
     ) -> Aeg:
-        """This graph as what was seen says it: with probabilities, and the edges taken though not declared.
+        """Return this graph with observed probabilities and undeclared edges.
 
-        ``seen`` counts how often each edge was taken, ``tools`` names further ones of a node. From a node
-        that was left at least once, p = (count + w · declared) / (all counts + w), where what is declared
-        weighs as much as ``w`` = 2 visits, or half a visit where the graph is not complete: so an edge that
-        nobody takes fades. It is dropped below 0.03 from a graph that is not complete, and kept at its small
-        p in one that claims to be. A node never left keeps its edges. Of the nodes not declared the 256 most
-        visited are added. Complete only where this graph is and nothing else was seen. Raises
-        ``ArgumentError`` where names are so long that the result could not be sent.
+        ``seen`` counts how often each edge was taken; ``tools`` adds tools of nodes. For a node that was left
+        at least once, p = (count + w · declared) / (all counts + w). The declaration weighs ``w`` = 2 visits,
+        or half a visit where the graph is not complete, so unused edges fade. A graph that is not complete
+        loses edges below 0.03; a complete one keeps them. A node that was never left keeps its edges. The 256
+        most visited undeclared nodes are added. The result is complete where this graph is and no undeclared
+        edge was seen. Raises ``ArgumentError`` where names are too long to be sent.
         """
         counts = {
             (_name(source), _name(target)): float(count)
@@ -141,7 +138,7 @@ class Aeg:
             for target in taken.keys() | declared.keys():
                 p = (taken.get(target, 0.0) + weight * declared.get(target, 0.0)) / total
                 if target in taken or self.complete or p >= _FADED:
-                    # Rounded, so that what is nearly the same is the same; down, so that the sum stays ≤ 1.
+                    # Rounded, so that nearly equal graphs are equal; down, so that the sum stays ≤ 1.
                     edges.append((source, target, math.floor(p * 1000 + 1e-6) / 1000))
         left = {source for source, _ in counts}
         edges += [(*edge, p) for edge, p in self.edges.items() if edge[0] not in left]
@@ -150,7 +147,7 @@ class Aeg:
         return Aeg(nodes, edges[:MAX_GRAPH_EDGES], complete=self.complete and not news)
 
     def wire(self) -> AegGraph:
-        """As it is sent; sorted, so that equal graphs are equal bytes."""
+        """Return the wire form; sorted, so that equal graphs have equal bytes."""
         return AegGraph(
             nodes=[AegNode(id=node, tools=list(tools)) for node, tools in sorted(self.nodes.items())],
             edges=[
@@ -189,7 +186,7 @@ def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, f
 
 
 def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:
-    """Declared probabilities that sum to one; those not given share evenly what the others leave."""
+    """Return probabilities that sum to one; edges without one share the rest evenly."""
     open_ones = sum(p is None for p in declared.values())
     given = sum(p for p in declared.values() if p is not None)
     each = max(0.0, 1.0 - given) / open_ones if open_ones else 0.0

@@ -1,4 +1,4 @@
-"""Settings, resolved once. The only file that reads, and for one mark writes, the environment."""
+"""Settings, resolved once. Only this file reads the environment; it also writes one variable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLAIM = "SOJOURN_PROGRAM_CLAIM"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """The variables this package knows."""
+    """The environment variables of this package."""
 
     url: str | None = None
     """``SOJOURN_URL``: the server, for ``init()`` without an argument and for use without ``init()``."""
@@ -39,7 +39,7 @@ class Environment:
     history: str | None = None
     """``SOJOURN_HISTORY``: the file that keeps what was learned of tools and programs; ``off`` keeps none."""
     data_home: str | None = None
-    """Where this platform has applications keep what they learn; ``None`` where there is no such place."""
+    """The platform's folder for application data; ``None`` where there is none."""
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
@@ -59,7 +59,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What one ``init()`` settled."""
+    """The settings of one ``init()``."""
 
     url: str
     """Root of the server, without a trailing slash and without ``/v1``."""
@@ -67,7 +67,7 @@ class Config:
     host: str = ""
     """``host:port`` of ``url``, which takes the events."""
     hosts: frozenset[str] = frozenset()
-    """``host:port`` of every server that may be told about programs. Loopback names count as one host."""
+    """``host:port`` of every server that may receive program ids. Loopback names count as one host."""
     dialect: str | None = None
     """Name given by the caller; ``None`` asks the server."""
     tool_events: str | None = None
@@ -77,7 +77,7 @@ class Config:
     threads: bool = False
     """Carry the current program into new threads and thread pools."""
     instrument: bool = True
-    """Attach to every framework; else to what ``instrument()`` and ``wrap()`` are given."""
+    """Patch every framework; else only those given to ``instrument()`` and ``wrap()``."""
     history: str | None = None
     """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
     program_id: str | None = None
@@ -85,11 +85,11 @@ class Config:
     """Events held unsent; further ones are dropped and counted."""
     batch_events: int = 256
     linger_s: float = 0.005
-    """How long a batch waits for company, so that a request can take its events along first."""
+    """How long a batch waits for more events, so that a request can carry its events first."""
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
-    """Bound on what is still sent while the process exits."""
+    """Time bound for sending while the process exits."""
 
     @classmethod
     def resolve(
@@ -106,7 +106,7 @@ class Config:
         history: str | os.PathLike[str] | bool | None = None,
         environment: Environment | None = None,
     ) -> Config:
-        """Join arguments and environment; arguments win. Raises ``ConfigError``."""
+        """Merge arguments and environment; arguments win. Raises ``ConfigError``."""
         environment = Environment.read() if environment is None else environment
         url = url or environment.url
         if not url:
@@ -146,9 +146,9 @@ class Config:
 
 
 def host_key(host: str, like: str = "http://") -> str:
-    """``host:port`` in one spelling, from a URL or a bare ``host[:port]``. Raises ``ConfigError``.
+    """Return the normal form of ``host:port`` for a URL or ``host[:port]``. Raises ``ConfigError``.
 
-    A missing port is the default one of the scheme; a bare host takes the scheme of ``like``.
+    A missing port is the default of the scheme; a bare host has the scheme of ``like``.
     """
     text = host if "://" in host else f"{urlsplit(like).scheme}://{host}"
     try:
@@ -163,14 +163,14 @@ def host_key(host: str, like: str = "http://") -> str:
 
 @lru_cache(maxsize=256)
 def canonical_host(hostname: str, port: int) -> str:
-    """``host:port`` with one name for this machine, since ``localhost`` and ``127.0.0.1`` get mixed
-    freely."""
+    """Return ``host:port`` with one name for this machine, since users mix ``localhost`` and
+    ``127.0.0.1``."""
     name = hostname.lower().rstrip(".").strip("[]")
     return f"{'localhost' if name in _LOOPBACK else name}:{port}"
 
 
 def checked_id(field: str, value: str | None) -> str | None:
-    """``value`` where the wire accepts it as an id. Raises ``ConfigError``."""
+    """Return ``value`` where the wire accepts it as an id. Raises ``ConfigError``."""
     if value is None:
         return None
     size = len(value.encode("utf-8", "replace"))
@@ -180,10 +180,10 @@ def checked_id(field: str, value: str | None) -> str | None:
 
 
 def claim(program_id: str) -> bool:
-    """Whether this process is the one that ends the program named by ``SOJOURN_PROGRAM_ID``.
+    """Return whether this process ends the program named by ``SOJOURN_PROGRAM_ID``.
 
-    The first to ask leaves its pid in the environment, where forked workers and the programs it starts find
-    it. A child that was given an id of its own finds a mark for another, and makes its own.
+    The first process that calls this writes its pid to the environment, which forked workers and child
+    processes inherit. A child with another program id claims that one itself.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")
@@ -194,13 +194,13 @@ def claim(program_id: str) -> bool:
 
 
 def unclaim() -> None:
-    """Take back this process's own mark, if any."""
+    """Remove this process's claim, if any."""
     if os.environ.get(_CLAIM, "").partition(" ")[0] == str(os.getpid()):
         os.environ.pop(_CLAIM, None)
 
 
 def _zmq_endpoint(text: str | None) -> str | None:
-    """``text`` where one can connect to it. Raises ``ConfigError``."""
+    """Return ``text`` where it is an endpoint to connect to. Raises ``ConfigError``."""
     if text is None:
         return None
     scheme, separator, rest = text.partition("://")
@@ -220,7 +220,7 @@ def _root(url: str) -> tuple[str, str]:
     if scheme not in _DEFAULT_PORT or not hostname:
         raise ConfigError(f"{url!r} is not the URL of a server; expected e.g. 'http://127.0.0.1:8000'")
     host = host_key(url)
-    # People paste the base_url of their OpenAI client; the events live beside /v1, not under it.
+    # Users paste the base_url of their OpenAI client; the events endpoint is beside /v1, not below it.
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{scheme}://{parts.netloc}{path}", host
 
@@ -239,12 +239,12 @@ def _history(given: str | os.PathLike[str] | bool | None, environment: Environme
     path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
         raise ConfigError(f"history is {given!r}; expected a path, False for none, True for the usual place")
-    # Absolute, so that a process that changes its folder keeps one history.
+    # Absolute, so that a process that changes its directory keeps one history.
     return os.path.abspath(os.path.expanduser(path))
 
 
 def _data_home(env: Mapping[str, str]) -> str | None:
-    """``$XDG_DATA_HOME``, else the platform's own place."""
+    """Return ``$XDG_DATA_HOME``, else the platform's folder."""
     named = env.get("XDG_DATA_HOME", "")
     if os.path.isabs(named):  # "all paths must be absolute … if relative, ignore": XDG base directories
         return named

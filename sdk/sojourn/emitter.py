@@ -1,19 +1,16 @@
-"""The bounded background sender. ``put`` never blocks, never raises; what cannot be sent is dropped and
-counted.
+"""The bounded background sender. ``put`` never blocks and never raises; events that cannot be sent are
+dropped and counted.
 
-    agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── courier ──▶ server
-                                               └── take ──▶ rides along on the program's next request
+    agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
+                                               └── take ──▶ carried by the program's next request
 
-How a batch travels is the dialect's matter: its *courier* knows (``dialects/courier.py``).
-An event leaves by one of the two doors, and comes back from the second where the
-request failed. A batch that failed is dropped, not sent again: what happened
-seconds ago helps nobody decide now, and the server copes with silence by leases.
-Locks are re-entrant since a garbage collection inside ``take`` may close a
-generator that ends a program, which puts an event.
+The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
+with a request, and returns to the queue where that request failed. A failed batch is dropped, not resent: old
+facts no longer help decisions, and the server handles silence by leases. Locks are re-entrant: a garbage
+collection inside ``take`` may close a generator that ends a program, which puts an event.
 
-What an agent's thread pays for is mostly what it has not touched for a while: the model answered, and
-caches are cold. So ``put`` takes no lock and wakes nobody while the thread looks by itself, as it does for
-some seconds after each event: waking it cost the agent more than all the rest, for both then want the
+``put`` takes no lock, and wakes no thread while the sender polls, as it does for some seconds after each
+event. Waking the sender cost the agent more than all else, since both threads then compete for the
 interpreter.
 """
 
@@ -29,35 +26,35 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .backlog import Backlog, Pending
-from .dialects import Batch, Courier, Delivery, Road, SojournCourier
+from .dialects import DeliveryResult, EventTransport, PendingBatch, SojournEventTransport, TransportContext
+from .event_queue import EventQueue, PendingEvent
 from .events import Event, Heartbeat
+from .http_transport import ServerTransport
 from .ids import EmitterId
 from .stats import Counters
-from .transport import Transport
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
 MAX_BEATING_BACKOFF_S = 5.0
-"""While a heartbeat is promised: leases end after 10 to 20 s of silence, so two tries must fit in."""
+"""Longest backoff while heartbeats are due: leases end after 10 to 20 s of silence, so two tries must fit."""
 THREAD_RETRY_S = 1.0
-"""A thread that could not be started is not tried again with every event."""
-LOOK_EVERY_S = 0.02
-"""How often the thread looks for events while it expects some: the longest that one waits to be noticed."""
-LOOK_FOR_S = 5.0
-"""After the last event; then the next one wakes it."""
-_LOOKS = round(LOOK_FOR_S / LOOK_EVERY_S)
+"""Pause before another attempt to start the thread."""
+POLL_EVERY_S = 0.02
+"""Polling interval while events are expected; the longest delay of an event."""
+POLL_FOR_S = 5.0
+"""How long the thread polls after the last event; then the next event wakes it."""
+_POLLS = round(POLL_FOR_S / POLL_EVERY_S)
 
 
-class Source(Protocol):
-    """Who an event is about: a ``Program``."""
+class EventSource(Protocol):
+    """What an event is about: a ``Program``."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def is_open(self) -> bool:
-        """Not ended: a beat may still be sent for it."""
+        """Not ended: a beat may still be sent."""
 
 
 class Emitter:
@@ -65,7 +62,7 @@ class Emitter:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ServerTransport,
         counters: Counters,
         *,
         queue_events: int = 10_000,
@@ -75,15 +72,16 @@ class Emitter:
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], None] | None = None,
         promised: Callable[[], bool] = lambda: False,
-        beats: Callable[[float], tuple[Iterable[tuple[Source, type[Event]]], float | None]] | None = None,
+        beats: Callable[[float], tuple[Iterable[tuple[EventSource, type[Event]]], float | None]]
+        | None = None,
         delivered: Callable[[], object] | None = None,
-        unsupported: Callable[[], Courier | None] | None = None,
+        unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``first`` runs once on the thread before anything is sent. ``promised()`` tells whether a server
-        counts on heartbeats. ``beats(now)`` gives events that are due by the clock alone, and the seconds
-        until it wants to be asked again. ``delivered`` and ``unsupported`` run on the thread when the server
-        showed that it reads our batches, or turned out to have no place for one; the latter may give another
-        courier to go on with. Events travel as sojourn's own until ``use`` says otherwise.
+        """``first`` runs once on the thread before anything is sent. ``promised()`` returns whether a server
+        expects heartbeats. ``beats(now)`` returns events that are due by the clock, and the seconds until the
+        next call. ``delivered`` runs on the thread once the server has read a batch; ``unsupported`` runs
+        where it has no endpoint for one, and may return another transport. Events are sent in sojourn's own
+        format until ``use`` sets another.
         """
         self.counters = counters
         self._transport = transport
@@ -97,7 +95,7 @@ class Emitter:
         self._beats = beats
         self._on_delivered = delivered
         self._on_unsupported = unsupported
-        self._courier: Courier = SojournCourier(Road(transport, counters))
+        self._event_transport: EventTransport = SojournEventTransport(TransportContext(transport, counters))
         self._supported = True
         self._thread: threading.Thread | None = None
         self._fresh()
@@ -107,34 +105,34 @@ class Emitter:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._drained = threading.Condition(self._lock)
-        self._inbox: deque[Pending] = deque()
-        """Put and not yet numbered. Whoever holds the lock takes them into ``_pending``; no order is lost."""
-        self._pending = Backlog(self._queue_events)
+        self._inbox: deque[PendingEvent] = deque()
+        """Events without a number yet. The holder of the lock moves them into ``_pending``, in order."""
+        self._pending = EventQueue(self._queue_events)
         self._sending = 0
         self._seq = itertools.count()
         self._hurry = 0
         self._idle = False
-        """The thread waits to be woken."""
+        """True while the thread waits to be woken."""
         self._asleep = True
-        """So it does, or there is none: ``put`` has to ring."""
+        """True while the thread is idle or absent: ``put`` has to wake or start it."""
         self._looks_left = 0
         self.backing_off = False
-        """The thread leaves the server alone for a while."""
+        """True while the thread waits before it contacts the server again."""
         self._starting = False
         self._no_start_before_s = float("-inf")
         self._closed = False
         self._thread = None
-        self._open_door()
+        self._update_accepted_kinds()
 
-    def _open_door(self) -> None:
-        """Which events are taken now."""
+    def _update_accepted_kinds(self) -> None:
+        """Set which events are accepted now."""
         shut = self._closed or not self._supported
-        self._kinds: frozenset[type[Event]] = frozenset() if shut else self._courier.kinds
+        self._kinds: frozenset[type[Event]] = frozenset() if shut else self._event_transport.kinds
 
     # ---- the agent's side
 
-    def put(self, source: Source, kind: type[Event], **fields: Any) -> bool:
-        """Queue an event that happened now. False where it had to be dropped."""
+    def put(self, source: EventSource, kind: type[Event], **fields: Any) -> bool:
+        """Queue an event that happened now. Returns False where it was dropped."""
         try:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
@@ -144,8 +142,8 @@ class Emitter:
             if len(inbox) + self._pending.size >= self._queue_events:
                 self.counters.add("dropped_full")
                 return False
-            inbox.append(Pending(source.id, kind, -1, self._clock(), fields))
-            # Looked at after the event is there; the thread looks for events after it says that it sleeps.
+            inbox.append(PendingEvent(source.id, kind, -1, self._clock(), fields))
+            # Read after the append; the thread sets it before its last look at the inbox.
             if self._asleep:
                 self._ring()
             return True
@@ -161,29 +159,29 @@ class Emitter:
             else:
                 self._ensure_thread()
 
-    def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[Pending]:
-        """Remove and return the oldest unsent events of one program: they ride on its request.
+    def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[PendingEvent]:
+        """Remove and return the oldest unsent events of one program, for its next request.
 
-        At most ``max_events`` of at most ``max_bytes`` of JSON together, with one byte each for the comma.
-        Without that bound nothing is encoded here.
+        At most ``max_events``, with at most ``max_bytes`` of JSON including one byte each for the comma.
+        Without ``max_bytes`` nothing is encoded here.
         """
         if not (self._inbox or self._pending.size):
             return []
         with self._lock:
             self._take_in()
-            taken, unsayable = self._pending.take(
+            taken, unencodable = self._pending.take(
                 program_id, self._clock, max_events=max_events, max_bytes=max_bytes
             )
             if self._hurry:
                 self._drained.notify_all()
-        if unsayable:
-            self.counters.add("encode_error", unsayable)
+        if unencodable:
+            self.counters.add("encode_error", unencodable)
         if taken:
             self.counters.add("events_piggybacked", len(taken))
         return taken
 
-    def untake(self, taken: list[Pending]) -> None:
-        """As if they had not been taken; nothing was sent meanwhile."""
+    def undo_take(self, taken: list[PendingEvent]) -> None:
+        """Undo ``take``; nothing was sent meanwhile."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -191,10 +189,10 @@ class Emitter:
         if lost:
             self.counters.add("dropped_full", lost)
 
-    def put_back(self, emitter: EmitterId, taken: list[Pending]) -> None:
-        """The request which took these events failed: they go first again. The server may have seen them
-        though, and tells that by their numbers. ``emitter`` is the id under which they were taken: a fork's
-        child must not send its parent's numbers as its own. Never raises.
+    def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
+        """Put the events of a failed request back, before all others. The server recognises events that it
+        has seen by their numbers. ``emitter`` is the id under which they were taken: a forked child must not
+        send its parent's numbers. Never raises.
         """
         try:
             with self._lock:
@@ -205,14 +203,14 @@ class Emitter:
                 self.counters.add("events_returned", len(taken) - lost)
                 if lost:
                     self.counters.add("dropped_full", lost)
-                self._looks_left = _LOOKS
+                self._looks_left = _POLLS
                 if self._asleep:
                     self._ring()
         except Exception:
             self.counters.add("internal_error")
 
     def server_answered(self) -> None:
-        """The server was just seen alive: a sender that waits because it was not may try again."""
+        """End the backoff: the server has just answered a request."""
         if self.backing_off:
             with self._lock:
                 self.backing_off = False
@@ -220,24 +218,24 @@ class Emitter:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held for short steps only. For what must be one step with a ``put`` inside."""
+        """The queue's lock, for a short atomic step that includes a ``put``."""
         return self._lock
 
     @property
     def pending(self) -> int:
-        """Events queued or being sent right now; all of them are in the count ``events_queued`` by then."""
+        """Events queued or being sent; the count ``events_queued`` includes all of them."""
         with self._lock:
             self._take_in()  # a thread that hangs in a send numbers nothing
             return self._pending.size + self._sending
 
     def start(self) -> None:
-        """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` where it cannot."""
+        """Start the thread before the first event, for ``first``. Raises ``RuntimeError`` on failure."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait until nothing is unsent. True if so within ``timeout_s`` and no batch failed meanwhile."""
+        """Wait until all is sent. Returns True if that took at most ``timeout_s`` and no batch failed."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
@@ -261,7 +259,7 @@ class Emitter:
         try:
             with self._lock:
                 self._closed = True
-                self._open_door()
+                self._update_accepted_kinds()
                 self._wake.notify_all()
                 thread = self._thread
             if thread is not None and thread is not threading.current_thread():
@@ -273,7 +271,7 @@ class Emitter:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="sojourn-emitter", daemon=True)
-        # An empty context: else the thread would hold the first caller's context variables for ever.
+        # An empty context: the thread must not keep the first caller's context variables alive.
         contextvars.Context().run(thread.start)
         self._thread = thread
         self._asleep = False
@@ -285,8 +283,8 @@ class Emitter:
             return
         if self._clock() < self._no_start_before_s:
             return
-        self._starting = True  # a garbage collection meanwhile may put an event, and end up here
-        self._sending = 0  # what a thread had in hand when it died is lost
+        self._starting = True  # a garbage collection may put an event and so call this method
+        self._sending = 0  # the batch of a dead thread is lost
         try:
             self._start()
         except Exception:  # RuntimeError: can't start new thread
@@ -314,7 +312,7 @@ class Emitter:
             try:
                 batch = self._pop()
                 if not batch:
-                    continue  # a request took them along meanwhile
+                    continue  # a request took the events meanwhile
                 delivered = self._send(batch)
             except Exception:
                 self.counters.add("internal_error")
@@ -328,17 +326,17 @@ class Emitter:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
                 self._back_off(backoff_s)
         with contextlib.suppress(Exception):
-            self._courier.close()
+            self._event_transport.close()
         with contextlib.suppress(Exception):
             self._transport.close()
 
     def _back_off(self, longest_s: float) -> None:
-        """Leave the server alone, with the lock held. ``flush``, ``close`` and signs of life cut it short;
-        ``put`` does not, it wakes the idle only."""
+        """Wait with the lock held. ``flush``, ``close`` and an answer of the server cut it short; ``put``
+        does not, since it wakes an idle thread only."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._hurry:
-            # Asked again and again: a program may open meanwhile and promise to be heard from.
+            # Asked each time: a program with heartbeats may open meanwhile.
             limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
             left_s = started_s + limit_s - time.monotonic()
             if left_s <= 0:
@@ -347,7 +345,7 @@ class Emitter:
         self.backing_off = False
 
     def _wait_for_events(self) -> bool:
-        """Sleep until there is something to send. False once closed and empty."""
+        """Sleep until there are events to send. Returns False once closed and empty."""
         while True:
             due, wait_s = self._due()
             with self._lock:
@@ -355,7 +353,7 @@ class Emitter:
                 looks_left = self._looks_left
                 for source, kind in due:
                     if source.is_open and not (self._pending.full or self._closed):
-                        self._inbox.append(Pending(source.id, kind, -1, self._clock(), {}))
+                        self._inbox.append(PendingEvent(source.id, kind, -1, self._clock(), {}))
                         self._take_in()
                 self._looks_left = looks_left  # a beat does not announce another event
                 if self._pending.size:
@@ -366,7 +364,7 @@ class Emitter:
                     return False
                 if self._looks_left > 0:
                     self._looks_left -= 1
-                    self._wake.wait(LOOK_EVERY_S if wait_s is None else min(LOOK_EVERY_S, wait_s))
+                    self._wake.wait(POLL_EVERY_S if wait_s is None else min(POLL_EVERY_S, wait_s))
                     continue
                 self._idle = self._asleep = True
                 try:
@@ -375,7 +373,7 @@ class Emitter:
                 finally:
                     self._idle = self._asleep = False
 
-    def _due(self) -> tuple[Iterable[tuple[Source, type[Event]]], float | None]:
+    def _due(self) -> tuple[Iterable[tuple[EventSource, type[Event]]], float | None]:
         if self._beats is None or Heartbeat not in self._kinds:
             return (), None
         try:
@@ -385,59 +383,59 @@ class Emitter:
             return (), None
 
     def _take_in(self) -> None:
-        """Number what was put since. With the lock held."""
+        """Number the events in the inbox. Called with the lock held."""
         if self._inbox:
-            # One row of numbers for all programs: it grows within each too, whoever resumes one by its id.
+            # One sequence for all programs: it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)
-            self._looks_left = _LOOKS
+            self._looks_left = _POLLS
             self.counters.add("events_queued", count)
 
-    def _pop(self) -> list[Pending]:
+    def _pop(self) -> list[PendingEvent]:
         with self._lock:
             self._take_in()
             batch = self._pending.batch(self._batch_events)
             self._sending = len(batch)
         return batch
 
-    def _send(self, events: list[Pending]) -> bool:
-        """Whether the server may be spoken to at once again."""
+    def _send(self, events: list[PendingEvent]) -> bool:
+        """Send a batch. Returns whether the next one may follow at once."""
         if not self._supported:
             self.counters.add("dropped_unsupported", len(events))
             return True
         dropped = self.counters["dropped_full"] + self.counters["dropped_send"]
-        delivery = self._courier.deliver(Batch(self.id, events, self._clock(), dropped))
-        if delivery is Delivery.SHOWN and self._on_delivered is not None:
+        delivery = self._event_transport.deliver(PendingBatch(self.id, events, self._clock(), dropped))
+        if delivery is DeliveryResult.SHOWN and self._on_delivered is not None:
             self._on_delivered()
-        elif delivery is Delivery.NO_PLACE:
+        elif delivery is DeliveryResult.NO_PLACE:
             self.use(None if self._on_unsupported is None else self._on_unsupported())
-        return delivery is not Delivery.FAILED
+        return delivery is not DeliveryResult.FAILED
 
-    def use(self, courier: Courier | None) -> None:
-        """Let events travel with this one from now on; ``None``: this server takes none, so those queued are
-        forgotten and later ones dropped. On the emitter's thread, or before it starts."""
-        before = self._courier
+    def use(self, event_transport: EventTransport | None) -> None:
+        """Send events by this transport from now on. ``None``: the server takes none, so queued events and
+        later ones are dropped. On the emitter's thread, or before it starts."""
+        before = self._event_transport
         with self._lock:
-            if courier is not None:
-                self._courier, self._supported = courier, True
-                self._open_door()
+            if event_transport is not None:
+                self._event_transport, self._supported = event_transport, True
+                self._update_accepted_kinds()
                 unsent = 0
             else:
                 self._supported = False
-                self._open_door()
+                self._update_accepted_kinds()
                 self._take_in()
                 unsent = self._pending.clear()
             self._drained.notify_all()
         if unsent:
             self.counters.add("dropped_unsupported", unsent)
-        if before is not courier:
+        if before is not event_transport:
             with contextlib.suppress(Exception):
                 before.close()
 
     # ---- processes
 
     def after_fork(self) -> None:
-        """In the child: nothing of the parent's queue, connection or numbering is used again."""
+        """In the child: drop the parent's queue, connection and numbering."""
         self._first = None
-        self._courier.after_fork()
+        self._event_transport.after_fork()
         self._transport.after_fork()
         self._fresh()

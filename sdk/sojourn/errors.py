@@ -1,11 +1,11 @@
-"""What the SDK raises, and only for a caller's mistake in setting it up.
+"""The errors of the SDK, raised only for a caller's mistake in setting it up.
 
     SojournError
     ├── ConfigError      init(), an environment variable
     └── ArgumentError    program(), wrap(), instrument()
 
-Nothing raises once an agent runs: a fault of ours, of the network or of the
-server ends in a counter of ``sojourn.stats()``.
+Nothing raises into a running agent: an error of the SDK, the network or the server is counted in
+``sojourn.stats()``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts an agent reports: what its program and its tools did. Never arguments, never outputs.
+"""The events that an agent reports about its program and tools. Never arguments, never outputs.
 
 Every event names its program and carries a sequence number that grows within
 (emitter, program). ``age_s`` is how long ago it happened, on the client's
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
-    """What all events share."""
+    """The fields of every event."""
 
     program_id: str
     seq: int
@@ -32,7 +32,7 @@ class ProgramStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pr
     heartbeat: bool = False
     """The client promises heartbeats: silence then ends leases."""
     tenant: str | None = None
-    """On whose behalf it runs, as the client says. Advice: fairness goes by authenticated identity."""
+    """The tenant that the client names. Advice only: fairness uses the authenticated identity."""
 
 
 class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_start"):
@@ -60,7 +60,7 @@ class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_s
 
 
 class Heartbeat(Event, frozen=True, kw_only=True, omit_defaults=True, tag="heartbeat"):
-    """The client lives and still means to come back."""
+    """The client is alive and will send another request."""
 
 
 class AegNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,12 +90,12 @@ class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
-    """The program follows this graph. Each emitter spells a graph out once, then only gives its hash."""
+    """The program follows this graph. Each emitter sends a graph in full once, then only its hash."""
 
     graph_hash: str
     agent_type: str | None = None
     graph: AegGraph | None = None
-    """Absent where this emitter has told it before."""
+    """Absent where this emitter has sent it before."""
 
 
 class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):

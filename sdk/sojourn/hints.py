@@ -1,7 +1,7 @@
-"""Advice that rides on an LLM request. Field names are those of vLLM Router's ``agentic_context``.
+"""The hints that an LLM request carries. Field names are those of vLLM Router's ``agentic_context``.
 
-A hint is never a command: missing, late or false ones leave the engine's
-default behaviour, and none changes an output token.
+A hint is never a command: without one, or with a late or false one, the engine keeps its default behaviour.
+No hint changes an output token.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     v: int = 1
     emitter: str | None = None
-    """Who numbered ``events``; needed to recognise duplicates."""
+    """Id of the emitter that numbered ``events``; needed to detect duplicates."""
     agent_type: str | None = None
     node: str | None = None
     """Node of the Agent Execution Graph this turn belongs to."""
     heartbeat: bool = False
-    """This client sends heartbeats: its silence may end leases."""
+    """The client sends heartbeats: its silence may end leases."""
     implicit: bool = False
-    """No program was opened: the id stands for a whole process, whose requests have nothing in common."""
+    """No program was opened: the id stands for a whole process, whose requests are unrelated."""
     final: bool = False
     """No further turn will follow."""
     tenant: str | None = None
@@ -29,7 +29,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     expected_steps_left: float | None = None
     """Turns the client expects to follow this one, from the programs of this kind it has seen; ≥ 0."""
     events: list[msgspec.Raw] = []
-    """Events not yet sent, riding along because the request would overtake them."""
+    """Unsent events, carried because the request would overtake them."""
 
 
 class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     expected_resume: bool | None = None
     """False: the client expects no further turn after this one."""
     request_id: str | None = None
-    """One logical request; its retries say the same, so that a second attempt is not taken for a turn."""
+    """Id of the logical request; retries carry the same, so that a retry does not count as a turn."""
     step_id: str | None = None
     priority: int | None = None
     """Higher matters more; each dialect converts."""

@@ -1,4 +1,4 @@
-"""Names for the strings that cross rooms, so that a program id is never handed over as a tool name."""
+"""Types of the id strings, so that a program id is never passed as a tool name."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""OpenAI clients (``openai`` ≥ 1.40): every LLM request to a named host says whose turn it is.
+"""The patch of OpenAI clients (``openai`` ≥ 1.40): LLM requests to a named host carry their program.
 
-Two methods of the client's base classes are all it takes: ``request`` runs once for a
-logical request, ``_build_request`` once for each HTTP attempt of it. Everything
-else of the package ends there: raw and streaming responses, ``parse``, ``stream``,
-Azure (whose ``_prepare_options`` never reaches the base class), LangChain, AutoGen.
-Not covered: the Responses *websocket* transport.
+Two methods of the client's base classes are patched: ``request`` runs once per logical request,
+``_build_request`` once per HTTP attempt. All other calls of the package end there: raw and streaming
+responses, ``parse``, ``stream``, Azure (whose ``_prepare_options`` never reaches the base class), LangChain,
+AutoGen. Not covered: the Responses *websocket* transport.
 
-The user's code is called exactly once, outside our ``try``; whatever it raises
-passes unchanged; a fault of ours ends in a counter and the request goes out bare.
+The user's code is called exactly once, outside our ``try``, and its exceptions pass unchanged. An error of
+ours is counted, and the request goes out without our fields.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any
 
 from . import runtime
 from .config import canonical_host
-from .outgoing import PATHS, Outgoing
+from .outgoing_request import LLM_PATHS, OutgoingRequest
 
-_under_way: ContextVar[Outgoing | None] = ContextVar("sojourn_request", default=None)
+_under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, str]] = {}
-"""A client's URL, by its id, and a request's → the former, kept so that nothing else gets its id, and the
-host: taking URLs apart is slow."""
+"""(id of a client's URL, URL of a request) → the client's URL, kept so that its id stays unique, and the
+host. A cache, since parsing URLs is slow."""
 _swapped: dict[type, type] = {}
 _patched: dict[tuple[type, str], tuple[Any, Any]] = {}
-"""Class and method → our function and theirs. Kept here: ``functools.wraps`` copies marks made on a function
-to whatever a tracer puts on top of it."""
+"""Class and method → our function and theirs. Kept here, since ``functools.wraps`` would copy a mark on our
+function to a tracer's wrapper."""
 
 
 def patch() -> bool:
-    """Patch all clients, sync and async. False, and nothing changed, where the methods are not there."""
+    """Patch all clients, sync and async. Returns False, without changes, where the methods are missing."""
     from openai import _base_client
 
     places = {
@@ -56,7 +55,7 @@ def patch() -> bool:
 
 
 def unpatch() -> None:
-    """Put the package's own functions back, unless somebody patched on top of us."""
+    """Restore the package's own functions, except where another patch covers ours."""
     for (kind, name), (ours, theirs) in list(_patched.items()):
         if vars(kind).get(name) is ours:
             setattr(kind, name, theirs)
@@ -64,7 +63,7 @@ def unpatch() -> None:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """``function`` and what it says it wraps."""
+    """Yield ``function`` and the functions it wraps."""
     for _ in range(100):
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -73,7 +72,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def wrap(client: Any) -> Any | None:
-    """Patch this one object by giving it a subclass of its own class. ``None`` where it is no such client."""
+    """Patch this one client by giving it a subclass of its class. Returns ``None`` for other objects."""
     kind = type(client)
     if kind in _swapped.values():
         return client
@@ -144,7 +143,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     return _build_request
 
 
-def _begin(client: Any, options: Any) -> Outgoing | None:
+def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     session = runtime.session()
     try:
         if _under_way.get() is not None:
@@ -152,7 +151,7 @@ def _begin(client: Any, options: Any) -> Outgoing | None:
         target = _target(session, client, options)
         if target is None:
             return None
-        call = Outgoing.begin(session, target, options.url.partition("?")[0], options.json_data)
+        call = OutgoingRequest.begin(session, target, options.url.partition("?")[0], options.json_data)
         call.bound_for = options.url, target
         return call
     except Exception:
@@ -168,7 +167,7 @@ def _leave(token: Any) -> None:
 
 
 def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
-    """``host:port`` of an LLM request that may be told about programs; ``None`` for all others."""
+    """Return ``host:port`` of an LLM request to a named host; ``None`` for all others."""
     config, url = session.config, options.url
     if config is None or session.emitter is None or options.method.lower() != "post":
         return None
@@ -176,7 +175,7 @@ def _target(session: runtime.Session, client: Any, options: Any) -> str | None:
     known = _targets.get((id(base_url), url))
     if known is not None and known[0] is base_url:
         host = known[1]
-    elif not url.partition("?")[0].endswith(PATHS):
+    elif not url.partition("?")[0].endswith(LLM_PATHS):
         return None
     elif "://" in url:
         # An absolute URL in the options goes to its own host, whatever the client's base_url is.
@@ -194,21 +193,21 @@ def _host(url: Any) -> str:
 
 
 def _has_place(options: Any) -> bool:
-    """The body is a JSON object, or will be one: bytes, lists and forms are sent as they are."""
+    """Return whether the body is or becomes a JSON object; bytes, lists and forms stay unchanged."""
     if getattr(options, "content", None) is not None or getattr(options, "files", None):
         return False
     return options.json_data is None or isinstance(options.json_data, Mapping)
 
 
 def _add(client: Any, options: Any) -> None:
-    """Add our fields to one attempt. What the user set stays as it is."""
+    """Add our fields to one attempt. The user's fields stay unchanged."""
     call = _under_way.get()
     if call is None or call.prepared is options:
         return
     session = call.turn.session
     try:
         url, target = call.bound_for
-        if options.url != url:  # somebody's hook sent it elsewhere
+        if options.url != url:  # a hook of the user changed the URL
             target = _target(session, client, options)
         if target is None:
             return
@@ -220,14 +219,16 @@ def _add(client: Any, options: Any) -> None:
             names = {**known, **custom}
         data, extra = options.json_data, options.extra_json
         if type(data) is dict and not extra and _has_place(options):
-            body, said = call.parts(target, data, names)
+            body, added = call.parts(target, data, names)
             if body:
                 options.json_data = {**data, **body}
         else:
             extra = dict(extra or {})
-            body, said = call.parts(target, {**(data or {}), **extra} if _has_place(options) else None, names)
+            body, added = call.parts(
+                target, {**(data or {}), **extra} if _has_place(options) else None, names
+            )
             if body:
                 options.extra_json = {**extra, **body}
-        options.headers = {**said, **known}
+        options.headers = {**added, **known}
     except Exception:
         session.counters.add("inject_error")

@@ -1,56 +1,53 @@
-"""Programs: one agent run each, from its first request to its last.
+"""Programs, and the program, step and tool call around the running code.
 
-    with sojourn.program("fix-issue") as p: ...     # also: async with, @sojourn.program
-
-A program opened inside another is its child. Whoever leaves the block without
-ending the program properly (``os._exit``, SIGKILL, a generator never finished)
-leaves it to the server's leases.
+A program is one agent run, from its first LLM request to its last. One context
+variable holds the program, step and tool call around the code: entering anything is
+one ``set``, and a thread can take over all three at once. Callbacks of some frameworks
+run in contexts of their own and cannot set it. Their adapters add a *resolver* that
+reads the framework's context instead.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from . import runtime
+from .advice import NO_ADVICE, Advice, StepContext
 from .aeg import Aeg
 from .config import claim
-from .context import find, opened
-from .errors import ArgumentError
 from .events import AegReport, ProgramEnd, ProgramStart
-from .ids import MAX_ID_BYTES, ProgramId
-from .naming import name_of, new_program_id
-from .observe import tell
-from .scope import Inside, ProgramScope
-from .scope import status_of as status_of
-from .step import NO_ADVICE, Advice, advice
+from .ids import ProgramId
+from .listener_registry import notify_listeners
+from .wire_names import new_program_id
 
 if TYPE_CHECKING:
-    from .learning.trail import Trail
-    from .resume import ResumeFile
+    from .learning.run_trace import RunTrace
+    from .resume_file import ResumeFile
+    from .stats import Counters
 
-logger = logging.getLogger("sojourn")
+MAX_GRAPHS_REPORTED: Final = 4096
+"""Hashes remembered; after so many different graphs each is sent in full once more."""
 
-MAX_GRAPHS_TOLD: Final = 4096
-"""Hashes remembered; after so many different graphs they are spelt out once more."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 
-class _Inherit:
-    def __repr__(self) -> str:
-        return "INHERIT"
-
-
-INHERIT: Final = _Inherit()
-"""The parent is the program around the running code, if any."""
+def status_of(error: BaseException | None) -> str:
+    """Return ``ok``, ``cancelled`` or ``error``. Compares names, so that asyncio need not be loaded."""
+    if error is None:
+        return "ok"
+    return "cancelled" if any(kind.__name__ in _CANCELLED for kind in type(error).__mro__) else "error"
 
 
 class Program:
-    """One agent run. Its fields do not change, but for ``node`` and the counts of what is under way."""
+    """One agent run. Its fields do not change, but for ``node`` and the activity in progress.
+
+    The server's leases end a program that never reports its end: ``os._exit``, SIGKILL, a generator that is
+    never finished.
+    """
 
     __slots__ = (
         "__weakref__", "_ends", "_pid", "_resume", "_state", "advice", "aeg", "agent_type", "call_id",
@@ -87,20 +84,20 @@ class Program:
         self.advice = advice
         self.heartbeat = heartbeat
         self.implicit = implicit
-        """Stands for the whole process; nobody opened it."""
+        """True for the program that stands for a whole process and was not opened by the user."""
         self.tenant = tenant
         """On whose behalf it runs; a sub-program's is its parent's unless given."""
         self.aeg = aeg
         """The graph it follows, where one is known."""
         self.node: str | None = None
-        """Current node as an adapter last saw it; a ``step()`` comes first."""
+        """Current node as an adapter last saw it; the node of a ``step()`` takes precedence."""
         # Sets, not counts: adding and discarding are atomic, so that threads cannot make them drift.
         self.running_tools: set[str] = set()
-        """Ids of the tool calls under way."""
+        """Ids of the tool calls in progress."""
         self.open_requests: set[object] = set()
-        """LLM requests under way, as far as a patched client tells."""
-        self.trail: Trail | None = None
-        """What the ``Advisor`` has heard of it; nobody else's business."""
+        """LLM requests in progress, as far as patched clients report them."""
+        self.trail: RunTrace | None = None
+        """The ``Advisor``'s record of this run; only the advisor reads it."""
         self._state = "new"
         self._pid = os.getpid()
         self._ends = ends
@@ -108,12 +105,12 @@ class Program:
 
     @property
     def is_open(self) -> bool:
-        """Started and not ended."""
+        """True once started and not ended."""
         return self._state == "open"
 
     @property
     def is_whole(self) -> bool:
-        """All of it happens in this process: no earlier one began it, and no other one ends it."""
+        """True where all of the run happens in this process: it was not resumed, and ends here."""
         return self._ends and (self._resume is None or self._resume.is_new)
 
     def start(self) -> Program:
@@ -137,25 +134,25 @@ class Program:
                     tenant=self.tenant,
                 )
                 self._report_graph(session)
-                tell("program_started", self)
+                notify_listeners("program_started", self)
             except Exception:
                 session.counters.add("internal_error")
         return self
 
     def follows(self, aeg: Aeg) -> None:
-        """The graph became known, or better known, after the start. For adapters. Never raises."""
+        """Set the graph, where it became known or changed after the start. For adapters. Never raises."""
         if self.aeg is not None and self.aeg.hash == aeg.hash:
             return
         self.aeg = aeg
         self.report_graph()
 
     def enter_node(self, node: str) -> None:
-        """An adapter saw this node of the graph begin. Never raises."""
+        """Set the current node of the graph. For adapters. Never raises."""
         self.node = node
-        tell("node_entered", self, node)
+        notify_listeners("node_entered", self, node)
 
     def report_graph(self) -> None:
-        """Tell the graph once more, since the server does not know it. Never raises."""
+        """Send the graph again, since the server does not know it. Never raises."""
         session = runtime.session()
         try:
             if self._state == "open":
@@ -164,18 +161,18 @@ class Program:
             session.counters.add("internal_error")
 
     def _report_graph(self, session: runtime.Session) -> None:
-        # What was seen of other programs of this kind corrects what is declared.
+        # Earlier programs of this kind correct the declared graph.
         aeg = self.aeg if session.advisor is None else session.advisor.graph(self)
         if aeg is None:
             return
-        told = session.graphs_told
+        reported = session.graphs_reported
         lost = session.counters["dropped_send"]
-        # Whoever did not take a batch may have been restarted since.
-        if len(told) >= MAX_GRAPHS_TOLD or lost != session.graphs_lost:
-            told.clear()
+        # A server that missed a batch may have restarted since.
+        if len(reported) >= MAX_GRAPHS_REPORTED or lost != session.graphs_lost:
+            reported.clear()
             session.graphs_lost = lost
-        first = aeg.hash not in told
-        told.add(aeg.hash)
+        first = aeg.hash not in reported
+        reported.add(aeg.hash)
         session.emit(
             self,
             AegReport,
@@ -192,210 +189,33 @@ class Program:
         session = runtime.session()
         try:
             session.heartbeats.closed(self)
-            if self in opened:
-                opened.remove(self)
-            # A forked copy leaving the block does not end its parent's run.
+            if self in process_programs:
+                process_programs.remove(self)
+            # A forked copy that leaves the block does not end its parent's run.
             if self._ends and self._pid == os.getpid():
                 session.emit(self, ProgramEnd, status=status)
-                tell("program_ended", self, status)
+                notify_listeners("program_ended", self, status)
                 if self._resume is not None:
                     self._resume.remove() if status == "ok" else self._resume.close()
         except Exception:
             session.counters.add("internal_error")
 
-    def here(self) -> Inside:
-        """``with p.here(): ...``: this code belongs to the program, in whatever thread, task or process it
-        runs; the block starts and ends nothing. For workers that take jobs from a queue."""
-        return Inside(self)
+    def here(self) -> EnteredProgram:
+        """Return a block whose code belongs to the program: ``with p.here(): ...``. The block works in any
+        thread, task or process, and neither starts nor ends the program. For workers with a job queue."""
+        return EnteredProgram(self)
 
     def __reduce__(self) -> Any:
-        """To another process it goes as one that is under way: it neither beats nor reports the end."""
+        """Pickle as a program in progress, which sends no beats and does not report the end."""
         names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "advice", "tenant", "node")
-        return _from_elsewhere, (self.id, {name: getattr(self, name) for name in names})
+        return _remote_program, (self.id, {name: getattr(self, name) for name in names})
 
     def __repr__(self) -> str:
         label = f" {self.name!r}" if self.name else ""
         return f"<Program{label} {self.id} {self._state}>"
 
 
-@overload
-def program(name: Callable[P, R], /) -> Callable[P, R]: ...
-
-
-@overload
-def program(
-    name: str | None = None,
-    *,
-    id: str | None = None,
-    agent_type: str | None = None,
-    parent: Program | str | _Inherit | None = INHERIT,
-    priority: int | None = None,
-    deadline_s: float | None = None,
-    expected_output_length: int | None = None,
-    kv_retention_ttl_s: float | None = None,
-    blocks_parent: bool | None = None,
-    tenant: str | None = None,
-    aeg: Aeg | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    heartbeat: bool = True,
-) -> ProgramScope: ...
-
-
-def program(
-    name: str | Callable[..., Any] | None = None,
-    *,
-    id: str | None = None,
-    agent_type: str | None = None,
-    parent: Program | str | _Inherit | None = INHERIT,
-    priority: int | None = None,
-    deadline_s: float | None = None,
-    expected_output_length: int | None = None,
-    kv_retention_ttl_s: float | None = None,
-    blocks_parent: bool | None = None,
-    tenant: str | None = None,
-    aeg: Aeg | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    heartbeat: bool = True,
-) -> Any:
-    """One agent run, as ``with``, ``async with`` or decorator (bare or called; sync, async, generators).
-
-    ``id`` resumes a known program, else a fresh one is made up. ``parent`` is the program around the code
-    unless given; ``None`` starts at the top. ``deadline_s`` counts from the start, in seconds; the hints
-    hold for every request of the program unless a ``step()`` says otherwise. ``tenant`` says on whose behalf
-    it runs, ``aeg`` which graph it follows. ``resume`` names a file that holds the id until the run ends
-    cleanly, so that a restarted client goes on with the same program (see ``sojourn.resume``).
-    ``heartbeat=False`` promises none. Raises ``ArgumentError`` for an id the wire does not accept, a hint
-    that makes no sense or a resume file that cannot be used.
-
-    Where no block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and ``p.end()``.
-
-    Inside a *generator* a ``with`` block also covers its consumer between two items, as with any context
-    variable; the decorator does not.
-    """
-    if callable(name):
-        label = getattr(name, "__name__", None)
-        plain_one = (INHERIT, None, None, NO_ADVICE, True, None, None, None)
-        return ProgramScope(lambda: _program(label, *plain_one))(name)
-    _check_id("id", id)
-    if isinstance(parent, str):
-        _check_id("parent", parent)
-    elif parent is not None and not isinstance(parent, (Program, _Inherit)):
-        raise ArgumentError(f"parent is {parent!r}; expected a Program, an id or None")
-    if tenant is not None and not isinstance(tenant, str):
-        raise ArgumentError(f"tenant is {tenant!r}; expected a string")
-    if aeg is not None and not isinstance(aeg, Aeg):
-        raise ArgumentError(f"aeg is {aeg!r}; expected a sojourn.Aeg")
-    path = None if resume is None else os.fspath(resume)
-    if path is not None:
-        if id is not None:
-            raise ArgumentError("both id and resume are given; expected one, since the file holds the id")
-        if not isinstance(path, str) or not path:
-            raise ArgumentError(f"resume is {resume!r}; expected the path of a file, as a string")
-        from .resume import check
-
-        check(path)  # here, where a mistake may still raise
-    hints: dict[str, Any] = {
-        "priority": priority,
-        "deadline_s": deadline_s,
-        "expected_output_length": expected_output_length,
-        "kv_retention_ttl_s": kv_retention_ttl_s,
-        "blocks_parent": blocks_parent,
-    }
-    plain = all(value is None for value in hints.values())
-    try:
-        advice(**hints)
-    except ValueError as error:
-        raise ArgumentError(str(error)) from None
-
-    def make() -> Program:
-        # Deadlines count from the start of each run, not from the decorator's line.
-        hinted = NO_ADVICE if plain else advice(**hints)
-        return _program(name, parent, id, agent_type, hinted, heartbeat, tenant, aeg, path)
-
-    named = parent.id if isinstance(parent, Program) else parent
-    return ProgramScope(make, named if isinstance(named, str) else None)
-
-
-def current_program() -> Program | None:
-    """The program around the running code; ``None`` outside, where requests go to the process's own."""
-    return find(runtime.session().counters)[0].program
-
-
-def process_program(session: runtime.Session) -> Program:
-    """The program that stands for this process: named by ``SOJOURN_PROGRAM_ID``, else flagged implicit.
-
-    A named one outlives the processes that an agent starts, which find the same variable: only the first to
-    use the name reports the end.
-    """
-    found = session.program
-    if found is not None:
-        return found
-    with session.exclusive():  # so that its start comes before any other event of it, whichever thread wins
-        found = session.program
-        if found is None:
-            given = session.config.program_id if session.config else None
-            found = Program(
-                ProgramId(given) if given else new_program_id(),
-                heartbeat=given is not None,
-                implicit=given is None,
-                ends=given is None or claim(given),
-            )
-            found.start()
-            session.program = found
-    return found
-
-
-def _program(
-    name: str | None,
-    parent: Program | str | _Inherit | None,
-    id: str | None,
-    agent_type: str | None,
-    advice: Advice,
-    heartbeat: bool,
-    tenant: str | None,
-    aeg: Aeg | None,
-    resume: str | None,
-) -> Program:
-    file = None if resume is None else _resumed(resume)
-    call_id: str | None = None
-    if isinstance(parent, _Inherit):
-        here = find(runtime.session().counters)[0]
-        parent = here.program
-        if here.tool_call is not None and here.tool_call.program is parent:
-            call_id = here.tool_call.call_id
-    return Program(
-        file.id if file is not None else ProgramId(id) if id else new_program_id(),
-        name=None if name is None else name_of(name),
-        agent_type=None if agent_type is None else name_of(agent_type),
-        parent=parent,
-        call_id=call_id,
-        advice=advice,
-        heartbeat=heartbeat,
-        tenant=name_of(tenant) if tenant else parent.tenant if isinstance(parent, Program) else None,
-        aeg=aeg,
-        resume=file,
-    )
-
-
-def _resumed(path: str) -> ResumeFile | None:
-    """The file, or ``None`` where the run has to do without. The agent is about to run: nothing raises."""
-    session = runtime.session()
-    if session.disabled:
-        return None
-    from .resume import ResumeBusy, ResumeFile
-
-    try:
-        return ResumeFile(path)
-    except ResumeBusy:
-        session.counters.add("resume_busy")
-        logger.warning("another run holds %r; this one gets an id of its own", path)
-    except ArgumentError as error:
-        session.counters.add("resume_failed")
-        logger.warning("%s; this run gets an id of its own", error)
-    return None
-
-
-def _from_elsewhere(id: ProgramId, fields: dict[str, Any]) -> Program:
+def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
     found = Program(id, heartbeat=False, ends=False)
     for name, value in fields.items():
         setattr(found, name, value)
@@ -403,14 +223,156 @@ def _from_elsewhere(id: ProgramId, fields: dict[str, Any]) -> Program:
     return found
 
 
-def _check_id(field: str, value: str | None) -> None:
-    if value is None:
-        return
-    if not isinstance(value, str):
-        raise ArgumentError(f"{field} is {value!r}; expected a string")
+def process_program(session: runtime.Session) -> Program:
+    """Return the program of this process: the one ``SOJOURN_PROGRAM_ID`` names, else an implicit one.
+
+    The processes that an agent starts find the same variable. Only the first process that uses the name
+    reports the end.
+    """
+    found = session.program
+    if isinstance(found, Program):
+        return found
+    with session.exclusive():  # its start precedes all its other events, whichever thread comes first
+        found = session.program
+        if isinstance(found, Program):
+            return found
+        given = session.config.program_id if session.config else None
+        fresh = Program(
+            ProgramId(given) if given else new_program_id(),
+            heartbeat=given is not None,
+            implicit=given is None,
+            ends=given is None or claim(given),
+        )
+        session.program = fresh.start()
+    return fresh
+
+
+# ---- the code's context
+
+
+class CallInProgress(Protocol):
+    """A running tool call, such as ``sojourn.ToolCall``."""
+
+    @property
+    def call_id(self) -> str: ...
+
+    @property
+    def tool(self) -> str: ...
+
+    @property
+    def program(self) -> Program | None: ...
+
+
+class ExecutionContext(NamedTuple):
+    """Program, step and tool call around the running code."""
+
+    program: Program | None = None
+    step: StepContext | None = None
+    tool_call: CallInProgress | None = None
+
+
+NO_CONTEXT = ExecutionContext()
+process_programs: list[Program] = []
+"""Programs opened for the whole process by ``program().open()``. The last one applies to code without a
+program of its own."""
+current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
+
+
+class ResolvedContext(NamedTuple):
+    """The context as a framework's own state describes it."""
+
+    program: Program | None = None
+    node: str | None = None
+    tool_call: CallInProgress | None = None
+    """The program's call in which the code runs: programs opened by the code are children in that call."""
+
+
+Resolver = Callable[[], "ResolvedContext | None"]
+_resolvers: list[Resolver] = []
+
+
+def add_resolver(resolver: Resolver) -> None:
+    """Call ``resolver`` in each look-up; it must be quick and free of side effects. Adding it again is
+    harmless."""
+    if resolver not in _resolvers:
+        _resolvers.append(resolver)
+
+
+def remove_resolver(resolver: Resolver) -> None:
+    """Remove ``resolver``; unknown ones are ignored."""
+    if resolver in _resolvers:
+        _resolvers.remove(resolver)
+
+
+def find_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
+    """Return the innermost known context, and the node that a framework gave for it."""
+    if not _resolvers:
+        here = current_context.get()
+        if here.program is not None:
+            return here, None
+    here, node = find_scoped_context(counters)
+    if here.program is None and process_programs:
+        here = here._replace(program=process_programs[-1])
+    return here, node
+
+
+def find_scoped_context(counters: Counters) -> tuple[ExecutionContext, str | None]:
+    """Return ``find_context`` without the programs of the whole process."""
+    here = current_context.get()
+    node: str | None = None
+    for resolver in _resolvers:
+        try:
+            resolved = resolver()
+        except Exception:
+            counters.add("resolver_error")
+            continue
+        if resolved is None:
+            continue
+        program = resolved.program
+        if program is not None and (here.program is None or program.depth > here.program.depth):
+            call = here.tool_call
+            here = ExecutionContext(
+                program,
+                here.step if here.program is None else None,
+                call if call is not None and call.program is program else None,
+            )
+        if resolved.tool_call is not None and here.tool_call is None and program is here.program:
+            here = here._replace(tool_call=resolved.tool_call)
+        if program is None or program is here.program:
+            node = resolved.node or node
+    return here, node
+
+
+def reset_context(token: Token[ExecutionContext], counters: Counters) -> None:
+    """Reset the context. Counts where that fails, as in a generator that another context finalises."""
     try:
-        size = len(value.encode())
-    except UnicodeEncodeError:
-        raise ArgumentError(f"{field} holds lone surrogates, which UTF-8 cannot say") from None
-    if not 0 < size <= MAX_ID_BYTES:
-        raise ArgumentError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")
+        current_context.reset(token)
+    except ValueError:
+        counters.add("context_reset_failed")
+
+
+class EnteredProgram:
+    """The block that ``Program.here()`` returns."""
+
+    __slots__ = ("_program", "_tokens")
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._tokens: list[Token[ExecutionContext]] = []
+
+    def __enter__(self) -> Program:
+        self._tokens.append(current_context.set(ExecutionContext(self._program)))
+        return self._program
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reset_context(self._tokens.pop(), runtime.session().counters)
+
+
+def _end_process_programs() -> None:
+    while process_programs:
+        process_programs.pop().end("cancelled")
+
+
+runtime.before_exit.append(_end_process_programs)

@@ -1,8 +1,7 @@
-"""What one LLM request says about its program: body fields, headers, and the events that ride along.
+"""What one LLM request carries about its program: body fields, headers and unsent events.
 
-An event that is still unsent when its program's next request goes out would be
-overtaken by it (measured: 39 times in 40). So the request takes those events
-with it, where the dialect has a place for them.
+A request would overtake events of its program that are still unsent (measured: 39 times in 40). So the
+request carries them, where the dialect has a field for it.
 """
 
 from __future__ import annotations
@@ -13,54 +12,52 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import runtime
-from .context import Place, find
+from .advice import NO_ADVICE
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
-from .naming import name_of, new_request_id
-from .program import Program, process_program
-from .step import NO_ADVICE
+from .program import ExecutionContext, Program, find_context, process_program
 from .wire import MAX_CONTEXT_BYTES, encode
+from .wire_names import name_of, new_request_id
 
 if TYPE_CHECKING:
-    from .backlog import Pending
     from .dialects import Dialect
     from .emitter import Emitter
+    from .event_queue import PendingEvent
 
 MAX_PIGGYBACK_EVENTS = 64
-_ROOM_BYTES = 256
-"""Left free of the context's limit for keys and quotes that appear together with the events."""
+_RESERVED_BYTES = 256
+"""Bytes kept free of the context's limit, for the keys and quotes that events add."""
 
 Parts = tuple[dict[str, Any], dict[str, str]]
 
 
 def request_fields() -> dict[str, Any]:
-    """Fields to merge into the JSON body of a request made without a patched client. Never raises.
+    """Return fields to merge into the JSON body of a request made without a patched client. Never raises.
 
     Empty before ``init()``, and for servers that get headers only. Events stay queued; ``request_parts``
-    takes them along.
+    adds them.
     """
     return _parts(take=False)[0]
 
 
 def headers() -> dict[str, str]:
-    """Headers for a request made without a patched client; empty before ``init()``. Never raises."""
+    """Return headers for a request made without a patched client; empty before ``init()``. Never raises."""
     return _parts(take=False)[1]
 
 
 def request_parts(program: Program | None = None) -> Parts:
-    """``(body fields, headers)`` for one request; events not yet sent move into the body. Never raises.
+    """Return ``(body fields, headers)`` for one request; unsent events move into the body. Never raises.
 
-    Send what it returns, to the server named by ``init()``: events it took are not sent again, and no other
-    server knows what to do with them. ``program`` speaks for another program than the one around the running
-    code.
+    Send the result to the server named by ``init()``: its events are not sent again, and no other server
+    reads them. ``program``: the program of the request, where it is not the one around the running code.
     """
     return _parts(take=True, program=program)
 
 
-def additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """What to set in a body that has the user's own fields ``theirs``: theirs win, objects are joined.
+def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what to set in a body with the user's fields ``theirs``: theirs win, and objects are merged.
 
-    Their ``null`` in place of an object counts as absent, any other is left as it is.
+    A ``null`` of theirs in place of an object counts as absent; any other value stays unchanged.
     """
     added: dict[str, Any] = {}
     for name, value in ours.items():
@@ -69,7 +66,7 @@ def additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, A
         elif isinstance(value, Mapping):
             given = theirs[name]
             if given is None or isinstance(given, Mapping):
-                added[name] = {**(given or {}), **additions(value, given or {})}
+                added[name] = {**(given or {}), **body_additions(value, given or {})}
     return added
 
 
@@ -85,40 +82,41 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class Turn:
-    """One logical request: its program and advice are settled when it begins, retries say the same again."""
+    """One logical request. Program and hints are fixed when it begins, so retries carry the same."""
 
     __slots__ = ("_emitter", "_step", "_taken", "id", "node", "program", "session")
 
     def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
-        here, node = find(session.counters)
+        here, node = find_context(session.counters)
         if program is not None and program is not here.program:
-            here, node = Place(program), None
+            here, node = ExecutionContext(program), None
         self.session = session
         self.program: Program = here.program if here.program is not None else process_program(session)
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or self.program.node
         self.id = new_request_id()
         """The same for every attempt."""
-        self._taken: list[Pending] = []
+        self._taken: list[PendingEvent] = []
         self._emitter: EmitterId | None = None
-        """Whose numbers the taken events bear."""
+        """Id of the emitter that numbered the taken events."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """The user's own body has a field beside which this server would refuse ours."""
+        """Return whether the user's body has a field beside which this server refuses ours."""
         server = self.session.server
         if server is None or not server.dialect.yields_to:
             return False
         return any(theirs.get(name) is not None for name in server.dialect.yields_to)
 
     def failed(self) -> None:
-        """The request is over and was not answered: the events on it may not have arrived. Never raises."""
+        """Return the events to the queue: the request got no answer, so they may not have arrived. Never
+        raises."""
         taken, self._taken = self._taken, []
         if taken and self._emitter is not None and self.session.emitter is not None:
             self.session.emitter.put_back(self._emitter, taken)
 
     def parts(self, *, take: bool) -> Parts:
-        """Body fields and headers as of now. Events taken for an earlier attempt ride on every later one too:
-        the server recognises those it has seen."""
+        """Return body fields and headers as of now. A retry carries the events of earlier attempts again; the
+        server recognises those it has seen."""
         session = self.session
         server, emitter = session.server, session.emitter
         if server is None or emitter is None:
@@ -127,7 +125,7 @@ class Turn:
         if not take or not dialect.carries_events:
             return dialect.fields(self._context())
         if self._emitter != emitter.id:
-            self._taken, self._emitter = [], emitter.id  # a fork lies between two attempts
+            self._taken, self._emitter = [], emitter.id  # the process forked between two attempts
         if not self._taken:
             fresh = emitter.take(self.program.id, max_events=MAX_PIGGYBACK_EVENTS)
             if not fresh:
@@ -136,14 +134,14 @@ class Turn:
             try:
                 now = runtime.clock()
                 return dialect.fields(self._context([each.event(now) for each in fresh]))
-            except Exception:  # they are too long together, or one of them cannot be said
+            except Exception:  # they are too long together, or one cannot be encoded
                 self._taken = []
-                emitter.untake(fresh)
+                emitter.undo_take(fresh)
         return self._measured(dialect, emitter)
 
     def _measured(self, dialect: Dialect, emitter: Emitter) -> Parts:
-        """``parts`` with as many events as have room, each encoded by itself first."""
-        room_bytes = MAX_CONTEXT_BYTES - _ROOM_BYTES - len(encode(self._context()))
+        """Return ``parts`` with as many events as fit; each is encoded first."""
+        room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
         fresh = emitter.take(
@@ -155,15 +153,15 @@ class Turn:
         events += [pending.encode(now) for pending in fresh]
         return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
 
-    def _context(self, riding: list[Any] | None = None) -> AgenticContext:
-        """``riding``: events, as structs or as JSON."""
+    def _context(self, carried: list[Any] | None = None) -> AgenticContext:
+        """``carried``: events, as structs or as JSON."""
         program, step = self.program, self._step
         node = None if self.node is None else name_of(self.node)
         hints = program.advice
         if step is not None and step.advice is not NO_ADVICE:
             hints = step.advice.over(hints)
         ours = SojournContext(
-            emitter=self._emitter if riding else None,
+            emitter=self._emitter if carried else None,
             agent_type=program.agent_type,
             implicit=program.implicit,
             node=node,
@@ -171,7 +169,7 @@ class Turn:
             final=bool(hints.final),
             tenant=program.tenant,
             expected_steps_left=None if hints.final else self._turns_left(),
-            events=riding or [],
+            events=carried or [],
         )
         step_id = None if step is None or step.step_id is None else name_of(step.step_id)
         if hints is NO_ADVICE:
@@ -207,4 +205,4 @@ class Turn:
         return None if advisor is None else advisor.turns_left(self.program, self.node)
 
 
-__all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "additions", "headers", "request_fields", "request_parts"]
+__all__ = ["MAX_PIGGYBACK_EVENTS", "Turn", "body_additions", "headers", "request_fields", "request_parts"]

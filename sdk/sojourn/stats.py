@@ -1,4 +1,4 @@
-"""Counts of what the SDK did and what it had to leave undone.
+"""Counts of the SDK's work and of its failures.
 
 Names: ``events_queued``, ``events_sent``, ``events_piggybacked``, ``events_returned``
 (by a request that failed), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
@@ -23,8 +23,8 @@ from threading import get_ident
 class Counters:
     """Counts kept apart for each thread, so that ``add`` needs no lock.
 
-    A lock here could be waited for by a thread that holds the emitter's, while its own holder, in a garbage
-    collection that closes somebody's program, waits for the emitter's.
+    A lock could deadlock with the emitter's: a garbage collection may end a program, and so use both, while
+    one of them is held.
     """
 
     def __init__(self) -> None:
@@ -41,28 +41,28 @@ class Counters:
         return sum(counts.get(name, 0) for counts in self._of_thread.copy().values())
 
     def snapshot(self) -> Counter[str]:
-        """All counts."""
+        """Return all counts."""
         total: Counter[str] = Counter()
         for counts in self._of_thread.copy().values():
             total.update(counts.copy())
         return total
 
     def after_fork(self) -> None:
-        """Start again in a forked child."""
+        """Reset the counts in a forked child."""
         self._of_thread = {}
 
 
 class Stats(Counter[str]):
-    """A snapshot: a ``collections.Counter`` of all counts, and the state they belong to."""
+    """A snapshot: a ``collections.Counter`` of all counts, with the session's state."""
 
     url: str | None = None
     """The server named by ``init()``."""
     disabled: bool = False
     """``SOJOURN_DISABLED`` is set."""
     dialect: str | None = None
-    """What the server is spoken to in; ``None`` before ``init()``."""
+    """Dialect in use; ``None`` before ``init()``."""
     dialect_known: bool = False
-    """The dialect was given or answered by the server, not assumed."""
+    """True where the dialect was given or detected, not assumed."""
     instrumented: tuple[str, ...] = ()
     """Frameworks that are patched now."""
     events_pending: int = 0
@@ -70,5 +70,5 @@ class Stats(Counter[str]):
 
     def __repr__(self) -> str:
         state = {name: getattr(self, name) for name in ("url", "dialect", "dialect_known", "instrumented")}
-        said = ", ".join(f"{name}={value!r}" for name, value in state.items())
-        return f"Stats({dict(self)!r}, {said})"
+        text = ", ".join(f"{name}={value!r}" for name, value in state.items())
+        return f"Stats({dict(self)!r}, {text})"

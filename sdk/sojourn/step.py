@@ -1,77 +1,19 @@
-"""A step of the agent: which node of its graph runs, and advice for the requests made meanwhile."""
+"""A step of the agent: the node of its graph, and hints for the requests made meanwhile."""
 
 from __future__ import annotations
 
-import math
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
 
 from . import runtime
-from .context import Place, leave, place
-from .observe import tell
-
-if TYPE_CHECKING:
-    from .stats import Counters
-
-
-class Advice(NamedTuple):
-    """Hints for a turn; ``None`` says nothing. Deadlines are points on the monotonic clock."""
-
-    priority: int | None = None
-    deadline_at_s: float | None = None
-    expected_output_length: int | None = None
-    kv_retention_ttl_s: float | None = None
-    expected_resume: bool | None = None
-    blocks_parent: bool | None = None
-    final: bool | None = None
-
-    def over(self, outer: Advice) -> Advice:
-        """These hints where given, else those of ``outer``."""
-        return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
-
-
-NO_ADVICE = Advice()
-
-
-def advice(
-    *,
-    priority: int | None = None,
-    deadline_s: float | None = None,
-    expected_output_length: int | None = None,
-    kv_retention_ttl_s: float | None = None,
-    expected_resume: bool | None = None,
-    blocks_parent: bool | None = None,
-    final: bool | None = None,
-) -> Advice:
-    """Check and gather. Raises ``ValueError`` naming the first hint that makes no sense."""
-    for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
-        if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
-            raise ValueError(f"{name} is {whole!r}; expected a whole number of 64 bits")
-    if expected_output_length is not None and expected_output_length < 0:
-        raise ValueError(f"expected_output_length is {expected_output_length}; expected tokens ≥ 0")
-    for name, seconds in (("deadline_s", deadline_s), ("kv_retention_ttl_s", kv_retention_ttl_s)):
-        if seconds is not None and not (
-            isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds >= 0
-        ):
-            raise ValueError(f"{name} is {seconds!r}; expected seconds ≥ 0")
-    flags = {"expected_resume": expected_resume, "blocks_parent": blocks_parent, "final": final}
-    for name, flag in flags.items():
-        if flag is not None and not isinstance(flag, bool):
-            raise ValueError(f"{name} is {flag!r}; expected True, False or None")
-    return Advice(
-        priority=priority,
-        deadline_at_s=None if deadline_s is None else runtime.clock() + deadline_s,
-        expected_output_length=expected_output_length,
-        kv_retention_ttl_s=None if kv_retention_ttl_s is None else float(kv_retention_ttl_s),
-        expected_resume=expected_resume,
-        blocks_parent=blocks_parent,
-        final=final,
-    )
+from .advice import NO_ADVICE, Advice, StepContext, advice
+from .listener_registry import notify_listeners
+from .program import ExecutionContext, current_context, reset_context
+from .stats import Counters
 
 
 class Step:
-    """A node and advice, in force inside its ``with`` block. Inner steps add to outer ones."""
+    """A node and hints that apply inside a ``with`` block. Inner steps add to outer ones."""
 
     __slots__ = ("_token", "advice", "node", "step_id")
 
@@ -79,13 +21,14 @@ class Step:
         self.node = node
         self.step_id = step_id
         self.advice = advice
-        self._token: Token[Place] | None = None
+        self._token: Token[ExecutionContext] | None = None
 
     def __enter__(self) -> Step:
-        here = place.get()
-        self._token = place.set(here._replace(step=self._within(here.step)))
+        here = current_context.get()
+        inner = StepContext(self.node, self.step_id, self.advice).within(here.step)
+        self._token = current_context.set(here._replace(step=inner))
         if self.node is not None and here.program is not None:
-            tell("node_entered", here.program, self.node)
+            notify_listeners("node_entered", here.program, self.node)
         return self
 
     def __exit__(
@@ -93,13 +36,7 @@ class Step:
     ) -> None:
         token, self._token = self._token, None
         if token is not None:
-            leave(token, runtime.session().counters)
-
-    def _within(self, outer: Step | None) -> Step:
-        if outer is None:
-            return self
-        advice = self.advice.over(outer.advice)
-        return Step(self.node or outer.node, self.step_id or outer.step_id, advice)
+            reset_context(token, runtime.session().counters)
 
     async def __aenter__(self) -> Step:
         return self.__enter__()
@@ -121,13 +58,13 @@ def step(
     expected_resume: bool | None = None,
     final: bool | None = None,
 ) -> Step:
-    """Say what the next requests are for: ``with sojourn.step("plan", expected_output_length=200): ...``.
+    """Describe the next requests: ``with sojourn.step("plan", expected_output_length=200): ...``.
 
-    ``node`` names the node of the agent's graph. ``deadline_s`` counts from now, in seconds;
-    ``expected_output_length`` is in tokens; ``final`` says that no further turn follows. Since these are
-    often computed while an agent runs, a value that makes no sense is dropped and counted (``hint_invalid``).
+    ``node`` is a node of the agent's graph. ``deadline_s`` counts from now, in seconds.
+    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. Agents often
+    compute these values while they run, so an invalid one is dropped and counted (``hint_invalid``).
     """
-    hints = _lenient(
+    hints = _valid_advice(
         runtime.session().counters,
         priority=priority,
         deadline_s=deadline_s,
@@ -143,7 +80,7 @@ def step(
     )
 
 
-def _lenient(counters: Counters, **hints: object) -> Advice:
+def _valid_advice(counters: Counters, **hints: object) -> Advice:
     given = {name: value for name, value in hints.items() if value is not None}
     if not given:
         return NO_ADVICE

@@ -1,4 +1,4 @@
-"""Tool calls: what an agent does between two turns. Names and times are reported, arguments never."""
+"""Tool calls between two turns of an agent. Names and times are reported, never arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from . import runtime
-from .context import Place, find, leave, place
 from .events import ToolStart, ToolStop
-from .naming import call_id_of, name_of, new_call_id
-from .observe import tell
-from .program import Program, process_program, status_of
+from .listener_registry import notify_listeners
+from .program import (
+    ExecutionContext,
+    Program,
+    current_context,
+    find_context,
+    process_program,
+    reset_context,
+    status_of,
+)
+from .wire_names import call_id_of, name_of, new_call_id
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +29,7 @@ STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
 class ToolCall:
-    """One call, as ``with`` or ``async with``; set ``status`` inside where an exception does not tell it."""
+    """One call, as ``with`` or ``async with``. Set ``status`` inside where no exception shows it."""
 
     __slots__ = ("_expected_s", "_started_s", "_token", "call_id", "program", "status", "tool", "tool_class")
 
@@ -39,19 +46,20 @@ class ToolCall:
         self.call_id = new_call_id() if call_id is None else call_id_of(call_id)
         self.tool_class = None if tool_class is None else name_of(tool_class)
         self.program = program
-        """Whose call it is; settled at the start where not given."""
+        """The program of the call; set at the start where not given."""
         self.status: str | None = None
-        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``; ``None`` goes by the exception."""
+        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``; ``None`` derives it from the
+        exception."""
         self._expected_s = expected_s
         self._started_s: float | None = None
-        self._token: Token[Place] | None = None
+        self._token: Token[ExecutionContext] | None = None
 
     def start(self) -> ToolCall:
-        """Report the start, without touching the context. For adapters. Never raises."""
+        """Report the start, without changing the context. For adapters. Never raises."""
         session = runtime.session()
         try:
             if self.program is None:
-                self.program = find(session.counters)[0].program
+                self.program = find_context(session.counters)[0].program
                 if self.program is None and session.online:
                     self.program = process_program(session)
             self._started_s = runtime.clock()
@@ -67,14 +75,14 @@ class ToolCall:
                     expected_s=expected_s,
                     expected_p95_s=expected_p95_s,
                 )
-                tell("tool_started", self)
+                notify_listeners("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
         return self
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
-        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: for a call that became
-        known only at its end."""
+        """Report the end. Repeating it is harmless. Never raises. ``duration_s``: for a call that was first
+        seen at its end."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:
             return
@@ -91,14 +99,14 @@ class ToolCall:
                 session.emit(
                     self.program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                 )
-                tell("tool_stopped", self, duration_s, status)
+                notify_listeners("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")
 
     def __enter__(self) -> ToolCall:
         self.start()
-        here = place.get()
-        self._token = place.set(Place(here.program, here.step, self))
+        here = current_context.get()
+        self._token = current_context.set(ExecutionContext(here.program, here.step, self))
         return self
 
     def __exit__(
@@ -106,7 +114,7 @@ class ToolCall:
     ) -> None:
         token, self._token = self._token, None
         if token is not None:
-            leave(token, runtime.session().counters)
+            reset_context(token, runtime.session().counters)
         self.stop(self.status if self.status is not None else _status(error))
 
     async def __aenter__(self) -> ToolCall:
@@ -118,8 +126,8 @@ class ToolCall:
         self.__exit__(kind, error, trace)
 
     def _sane_expectation(self, session: runtime.Session) -> tuple[float | None, float | None]:
-        """Median and 95th percentile: the caller's estimate, which knows nothing of a tail, or else what was
-        learned from earlier calls."""
+        """Return median and 95th percentile: the caller's estimate, which has no percentile, else the one
+        from earlier calls."""
         value = self._expected_s
         if value is not None:
             if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0:
@@ -136,11 +144,11 @@ def tool_call(
     tool_class: str | None = None,
     expected_s: float | None = None,
 ) -> ToolCall:
-    """A tool call of the current program: ``with sojourn.tool_call("bash", call.id, tool_class="pytest"):
-    ...``.
+    """Return a tool call of the current program:
+    ``with sojourn.tool_call("bash", call.id, tool_class="pytest"): ...``.
 
-    ``call_id`` is the id of the model's tool call where there is one. ``tool_class`` says more finely what
-    runs, e.g. the head of a command; ``expected_s`` is an own estimate of the duration, in seconds.
+    ``call_id`` is the id of the model's tool call, where there is one. ``tool_class`` is a finer class, such
+    as the command's name. ``expected_s`` is your own estimate of the duration, in seconds.
     """
     return ToolCall(name, call_id, tool_class=tool_class, expected_s=expected_s)
 
@@ -164,7 +172,7 @@ def tool(
     expected_s: float | None = None,
 ) -> Any:
     """Make every call of a function a tool call: ``@sojourn.tool`` or ``@sojourn.tool(name="search")``."""
-    from .wrapping import scoped
+    from .scoped_functions import scoped
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         label = name or str(getattr(function, "__name__", "tool"))

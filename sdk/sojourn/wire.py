@@ -1,4 +1,4 @@
-"""The versioned envelope: encode and decode, nothing else.
+"""The versioned wire format: encode and decode, nothing else.
 
 ``POST /sojourn/v1/events`` carries an ``EventBatch`` and answers an
 ``OutcomeBatch``. A request carries an ``AgenticContext`` as a JSON *string*
@@ -34,11 +34,11 @@ MAX_EVENT_NAME_BYTES = 256
 
 
 class WireError(ValueError):
-    """The bytes are not a message of this wire; the text says what was wrong and what was expected."""
+    """The bytes are not a message of this wire; the text names the error and what was expected."""
 
 
 class Outcome(str, Enum):
-    """What became of an event or a hint."""
+    """The server's result for an event or a hint."""
 
     APPLIED = "applied"
     DEFERRED = "deferred"
@@ -65,7 +65,7 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     emitter: str
     events: list[msgspec.Raw]
     dropped: int = 0
-    """Events this emitter has had to drop so far."""
+    """Events this emitter has dropped so far."""
 
 
 class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,7 +83,7 @@ _outcome_decoder = msgspec.json.Decoder(OutcomeBatch)
 
 
 def encode(message: object) -> bytes:
-    """Compact JSON of any wire struct. Raises ``WireError`` for what JSON cannot say."""
+    """Return compact JSON of any wire struct. Raises ``WireError`` for values JSON lacks."""
     try:
         return _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -117,7 +117,7 @@ def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:
 
 
 def check_event(event: Event) -> None:
-    """Bounds that the types alone do not express. Raises ``WireError``."""
+    """Check bounds that the types do not express. Raises ``WireError``."""
     _check_id("program_id", event.program_id)
     if event.seq < 0:
         raise WireError(f"seq is {event.seq}; expected a number that grows from 0")

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from sojourn.wire import WIRE_VERSION
 from sojourn_server.cli import build_app, doctor
-from sojourn_server.launch import versions
+from sojourn_server.vllm import compat
 from typer.testing import CliRunner
 
 CAPABILITIES = {"version": "0.1.0", "policy": "continuum", "wire": [WIRE_VERSION]}
@@ -58,7 +58,7 @@ def test_a_healthy_server_has_nothing_to_fix():
         ({"__health": (503, {})}, "server", "503", "wait"),
         ({"__v1__models": (404, {})}, "models", "404", "OpenAI"),
         ({"__sojourn__v1__capabilities": (404, {})}, "plugin", "404", "VLLM_PLUGINS=sojourn"),
-        ({"__sojourn__v1__capabilities": (200, {"wire": [99]})}, "plugin", "99", "one release"),
+        ({"__sojourn__v1__capabilities": (200, {"wire": [99]})}, "plugin", "99", "the same release"),
         (
             {
                 "__sojourn__v1__capabilities": (
@@ -108,7 +108,7 @@ TIERS = {
         ({**TIERS, "host": {"blocks": None, "bytes": 1 << 29}}, True, "host memory for 0.5 GiB, disk"),
         ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 41}}, True, "host memory for 2,048 GiB or 1 blocks"),
         ({**TIERS, "on": False, "off_because": "an error of ours"}, False, "turned off: an error of ours"),
-        (None, None, "nothing below the device"),
+        (None, None, "none below the device"),
         ({"on": True, "host": {"bytes": "8"}}, True, "host memory of unknown size"),
         ([1], None, "not understood: [1]"),
     ],
@@ -158,7 +158,7 @@ def test_a_missing_and_a_wrong_key_are_told_apart():
     assert "pass --api-key" in server.examine()["API key"].next_step
     wrong = server.examine(Authorization="Bearer wrong")["API key"]
     assert wrong.ok is False
-    assert "not the one" in wrong.detail
+    assert "is not the server's key" in wrong.detail
     assert server.examine(Authorization="Bearer right")["API key"].ok is True
 
 
@@ -173,23 +173,23 @@ def test_a_server_that_is_not_there(monkeypatch):
 
 
 def environment(monkeypatch, version, import_error=None) -> dict[str, doctor.Check]:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: version)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: version)
     monkeypatch.setattr(doctor, "_import_error", lambda statement: import_error)
     return {check.name: check for check in doctor.environment_checks()}
 
 
 def test_the_environment(monkeypatch):
-    checks = environment(monkeypatch, versions.TESTED_VLLM[-1])
+    checks = environment(monkeypatch, compat.TESTED_VLLM[-1])
     assert checks["vllm"].ok is True
     assert checks["entry point vllm.general_plugins"].ok is True
     assert checks["sojourn"].ok is True
-    assert re.match(r"\d+\.\d\d GiB available of the \d+\.\d\d GiB that ", checks["memory"].detail)
+    assert re.match(r"\d+\.\d\d GiB available of \d+\.\d\d GiB of ", checks["memory"].detail)
 
 
 def test_an_untested_engine_and_a_broken_one(monkeypatch):
     checks = environment(monkeypatch, "9.9.9", "RuntimeError: operator torchvision::nms does not exist")
     assert checks["vllm"].ok is False
-    assert versions.TESTED_VLLM[-1] in checks["vllm"].detail
+    assert compat.TESTED_VLLM[-1] in checks["vllm"].detail
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
 
@@ -262,4 +262,4 @@ def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags,
     assert f"API key: accepted, or none needed ({source})" in result.stdout
     server.key = "Bearer another"
     result = invoke(monkeypatch, [], "--url", "http://server", *flags)
-    assert f"API key: that of {source} is not the one" in result.stdout
+    assert f"API key: the key of {source} is not the server" in result.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from sojourn_server.cli.gateway import _READ_SIDES
-from sojourn_server.gateway.pd.standalone import READ_SIDES
+from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
 
 ENGINES = ["--engines", "http://127.0.0.1:1"]
 PAIR = ["--prefill", "http://h:1", "--decode", "http://h:2"]
@@ -28,8 +28,8 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
     ("flags", "told"),
     [
         ([], "no engines were named"),
-        (["--engines", "localhost:8000"], "no address of an engine"),
-        (["--engines", "http://h:1,http://h:1"], "named twice"),
+        (["--engines", "localhost:8000"], "not an engine's address"),
+        (["--engines", "http://h:1,http://h:1"], "given twice"),
         ([*ENGINES, "--policy", "sage"], "did you mean 'saga'"),
         ([*ENGINES, "--policy-file", "nowhere.toml"], "No such file"),
         ([*ENGINES, "--tenants", "nowhere.toml"], "No such file"),
@@ -44,17 +44,17 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--prefill", "http://h:1"], "--prefill is given without --decode"),
         (["--decode", "http://h:1"], "--decode is given without --prefill"),
         (["--prefill", ",", "--decode", "http://h:1"], "no prefill engines were named"),
-        (["--prefill", "http://h:1", "--decode", "h:2"], "no address of an engine"),
+        (["--prefill", "http://h:1", "--decode", "h:2"], "not an engine's address"),
         (
             ["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"],
             "with --prefill and with --decode",
         ),
-        (["--prefill", "http://h:1,http://h:1", "--decode", "http://h:2"], "named twice"),
+        (["--prefill", "http://h:1,http://h:1", "--decode", "http://h:2"], "given twice"),
         ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
         ([*PAIR, "--policy", "saga"], "--policy and --prefill are both given"),
         ([*PAIR, "--policy-file", "x.toml"], "--policy-file and --prefill are both given"),
         ([*PAIR, "--state", "x"], "--state and --prefill are both given"),
-        ([*PAIR, "--read-side", "left"], "--read-side is 'left'"),
+        ([*PAIR, "--read-side", "left"], "unknown --read-side 'left'"),
         ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
         ([*ENGINES, "--read-side", "split"], "--read-side is given without --prefill and --decode"),
     ],
@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 2
-    assert "cannot be listened at" in done.stderr
+    assert "cannot listen on" in done.stderr
     assert "--port" in done.stderr
 
 
@@ -91,8 +91,8 @@ def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_comman
     tenants = tmp_path / "tenants.toml"
     tenants.write_text("[tenants]\na = 3\n")
     done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_API_KEY="k")
-    assert "note: SOJOURN_API_KEY is left aside" in done.stderr
-    assert "the keys of a are no list" in done.stderr
+    assert "note: SOJOURN_API_KEY is ignored" in done.stderr
+    assert "the keys of a are not a list" in done.stderr
     done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
     assert "--tenants and --api-key are both given" in done.stderr
 
@@ -103,18 +103,17 @@ def test_the_folder_of_a_state_is_made(tmp_path: Path) -> None:
         taken.listen()
         state = tmp_path / "a" / "b" / "state"
         done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]), "--state", str(state))
-    assert "cannot be listened at" in done.stderr
+    assert "cannot listen on" in done.stderr
     assert [*state.parent.parent.rglob("*")] == [state.parent]
 
 
 def test_read_sides_are_those_that_a_gateway_of_pairs_has() -> None:
-    assert tuple(READ_SIDES) == _READ_SIDES
+    assert tuple(READ_SIDE_POLICIES) == _READ_SIDES
 
 
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:
     code = (
-        "import sys; import sojourn_server.gateway.http.standalone, sojourn_server.cli.gateway; "
-        "import sojourn_server.gateway.pd.standalone; "
+        "import sys; import sojourn_server.gateway.http.standalone_gateway, sojourn_server.cli.gateway; "
         "print([name for name in ('vllm', 'ray', 'torch', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from sojourn.instruments import FRAMEWORKS
+from sojourn.instrumentation import FRAMEWORKS
 from sojourn.testing import FakeServer
-from sojourn_server.cli.run import autostart_directory, child_environment, named_for_openai
+from sojourn_server.cli import agent_process
+from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 UNUSED = "http://127.0.0.1:9"
@@ -88,27 +87,27 @@ def test_a_url_that_was_given_goes_before_the_agents() -> None:
     ],
 )
 def test_a_providers_server_is_not_taken_for_ours(
-    status: int, answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    status: int, answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[str] = []
+    notes: list[str] = []
 
-    def get(url: str, **how: Any) -> httpx.Response:
-        asked.append({"url": url, **how})
-        return httpx.Response(status, content=answer)
+    def get(root: str) -> tuple[int, bytes]:
+        asked.append(root)
+        return status, answer
 
-    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setattr(agent_process, "get_capabilities", get)
     environment = {"OPENAI_BASE_URL": "https://provider.example/v1", "OPENAI_API_KEY": "secret"}
-    assert named_for_openai(environment) is None
-    assert "secret" not in str(asked)
-    assert [one["url"] for one in asked] == ["https://provider.example/sojourn/v1/capabilities"]
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"OPENAI_BASE_URL is not taken: no sojourn server answers there without a key ({said})" in told
-    assert "--url" in told
+    assert openai_base_url_root(environment, notes.append) is None
+    assert asked == ["https://provider.example"]
+    [note] = notes
+    assert f"OPENAI_BASE_URL is not taken: no sojourn server answers there without a key ({said})" in note
+    assert "--url" in note
 
 
 @pytest.mark.parametrize("named", ["", "  ", "http://[", "ftp://x", "nonsense", UNUSED])
 def test_a_base_url_that_is_of_no_use_leaves_the_usual_one(named: str) -> None:
-    assert named_for_openai({"OPENAI_BASE_URL": named}) is None
+    assert openai_base_url_root({"OPENAI_BASE_URL": named}, lambda note: None) is None
 
 
 def test_a_signal_ends_it_as_it_would_end_the_command() -> None:
@@ -325,3 +324,12 @@ def test_a_python_without_our_packages_is_left_alone(packages: Path) -> None:
     result = sojourn_run(sys.executable, "-S", "-c", code, PYTHONPATH=str(packages))
     assert result.stdout.strip() == "7"
     assert "sojourn: not attached" in result.stderr
+
+
+def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", UNUSED)
+    with FakeServer(api_key="secret") as server:
+        assert agent_process.get_capabilities(server.url)[0] == 401
+    with FakeServer() as server:
+        assert agent_process.get_capabilities(server.url)[0] == 200
+        assert server.probes == 1

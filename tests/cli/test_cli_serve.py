@@ -7,13 +7,13 @@ import socket
 import pytest
 from sojourn_server.cli import build_app, console
 from sojourn_server.cli import serve as serve_command
-from sojourn_server.launch import versions
+from sojourn_server.vllm import compat
 from typer.testing import CliRunner
 
 
 @pytest.fixture(autouse=True)
 def a_tested_engine(monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "installed_vllm", lambda: versions.TESTED_VLLM[-1])
+    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
     monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SOJOURN_UNTESTED_VLLM", raising=False)
 
@@ -56,7 +56,7 @@ def test_every_shipped_preset_is_a_policy():
 def test_a_policy_that_reads_hidden_states_is_known_by_its_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parts = dry_run("tiny", "--policy", "tetris-learned", "--sojourn-network", "n")
-    assert parts[parts.index("--worker-cls") + 1].startswith("sojourn_server.vllm.worker_")
+    assert parts[parts.index("--worker-cls") + 1].startswith("sojourn_server.vllm.hidden_state_worker_")
     assert f'"network_file": "{tmp_path}/n"' in " ".join(parts)
     assert list(tmp_path.iterdir()) == []
     assert "--worker-cls" not in dry_run("tiny", "--policy", "tetris")
@@ -88,7 +88,7 @@ def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--port", "1", "tiny"), "stands where the model belongs"),
+        (("--port", "1", "tiny"), "expected a model, got"),
         (("./nowhere",), "not a directory"),
         (("tiny", "--sojourn-option", "x"), "not key=value"),
         (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
@@ -103,15 +103,15 @@ def test_mistakes_are_explained(args, said):
 
 
 def test_no_vllm_says_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(versions, "installed_vllm", lambda: None)
+    monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     assert "make setup" in failure("tiny").next_step
 
 
 def test_an_untested_vllm_is_refused_but_for_stock(monkeypatch):
-    monkeypatch.setattr(versions, "installed_vllm", lambda: "9.9.9")
+    monkeypatch.setattr(compat, "installed_vllm", lambda: "9.9.9")
     error = failure("tiny", "--dry-run")
     assert "9.9.9" in error.message
-    assert versions.TESTED_VLLM[-1] in error.message
+    assert compat.TESTED_VLLM[-1] in error.message
     assert "stock" in error.next_step
     dry_run("tiny", "--policy", "stock")
 
@@ -163,9 +163,9 @@ def test_keys_are_shown_nowhere(monkeypatch):
 
 
 def test_says_in_one_line_what_the_cpu_build_ignores(monkeypatch):
-    from sojourn_server.launch import facts
+    from sojourn_server.launch import launch_environment
 
-    monkeypatch.setattr(facts, "_has_distribution", lambda name: False)
+    monkeypatch.setattr(launch_environment, "_has_distribution", lambda name: False)
     with serve_command.console.capture() as said:
         dry_run("tiny", "--api-server-count", "2")
     (line,) = said.get().splitlines()
@@ -210,7 +210,7 @@ def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp
     (there / "other").mkdir(parents=True)
     with serve_command.console.capture() as said:
         invoke("tiny", *tiers(there), "--dry-run")
-    assert "has no KV store, but other things: other" in said.get()
+    assert "has no KV store but other files, which stay untouched: other" in said.get()
 
 
 def test_more_host_memory_than_there_is_fails_before_anything_is_loaded(tmp_path, nothing_starts):
@@ -223,7 +223,7 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     (model / "config.json").write_text("{}")
     known = {
         "model": f"{model} [] torch.float32",
-        "vllm_version": versions.TESTED_VLLM[-1],
+        "vllm_version": compat.TESTED_VLLM[-1],
         "block_tokens": 32,
     }
     store = tmp_path / "kv" / "0123456789abcdef"
@@ -249,7 +249,7 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     (tmp_path / "[b]" / "c").mkdir()
     with serve_command.console.capture() as said:
         invoke("hub/id", *tiers(tmp_path / "[b]"))
-    assert f"--kv-disk {tmp_path}/[b] has no KV store, but other things: c" in said.get()
+    assert f"--kv-disk {tmp_path}/[b] has no KV store but other files, which stay untouched: c" in said.get()
     assert len(became) == 3
 
 
@@ -258,7 +258,10 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     [
         (["--sojourn-option", "gate_timeout_s=soon"], "gate_timeout_s is 'soon'; expected a number"),
         (["--sojourn-option", "gate_timeout=3"], "did you mean 'gate_timeout_s'?"),
-        (["--scheduling-policy", "priority"], "expected fcfs there, or a policy without placement"),
+        (
+            ["--scheduling-policy", "priority"],
+            "expected --scheduling-policy fcfs, or a policy without placement",
+        ),
     ],
 )
 def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(options, message):
@@ -306,22 +309,22 @@ def test_a_policy_that_holds_kv_is_told_to_be_of_no_use_there(tmp_path, nothing_
         with serve_command.console.capture() as said:
             result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run")
         assert result.exit_code == 0, result.exception
-        assert said.get().count("on this decode engine, whose room that takes") == noted, policy
+        assert said.get().count("in the memory of this decode engine") == noted, policy
 
 
 def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, nothing_starts, monkeypatch):
-    monkeypatch.setattr(versions, "installed_vllm", lambda: "9.9.9")
+    monkeypatch.setattr(compat, "installed_vllm", lambda: "9.9.9")
     assert "9.9.9" in failure("tiny", *member(tmp_path), "--policy", "stock", "--dry-run").message
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-node", "n"], "say which by --role"),
+        (["--kv-node", "n"], "add --role"),
         (["--role", "prefill"], "needs --kv-store"),
         (["--role", "both", "--kv-store", "."], "expected prefill or decode"),
-        ([*member("."), "--kv-host-gib", "0.001"], "both say where KV lies"),
-        (member("nowhere"), "is not there; expected the directory"),
+        ([*member("."), "--kv-host-gib", "0.001"], "both set the place of KV"),
+        (member("nowhere"), "does not exist; expected the directory"),
         ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is no address"),
         ([*member("."), "--kv-listen", "tcp:192.0.2.1:0"], "cannot listen there"),
         ([*member("."), "--compute-nic-gbit", "-1"], "--compute-nic-gbit is -1"),

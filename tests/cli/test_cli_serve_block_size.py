@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 from sojourn_server.cli import build_app, console
-from sojourn_server.launch import versions
-from sojourn_server.launch.weights import known_weights
-from sojourn_server.tiers.full_block import KvIdentity
-from sojourn_server.tiers.shared_store import SharedStore
+from sojourn_server.kv_offload.block_file import KvIdentity
+from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.launch.model_weights import known_weights
+from sojourn_server.vllm import compat
 from typer.testing import CliRunner, Result
 
 
 @pytest.fixture(autouse=True)
 def a_tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: versions.TESTED_VLLM[-1])
+    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
     monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
 
 
@@ -40,7 +40,7 @@ def store(tmp_path: Path, model: Path) -> Path:
         block_bytes=1000,
         layers=2,
         hash_scheme="sha256/seed=0/64",
-        vllm_version=versions.TESTED_VLLM[-1],
+        vllm_version=compat.TESTED_VLLM[-1],
     )
     with SharedStore.open(folder, identity, name="n7-decode-8002", budget_bytes=1000)._own:
         pass
@@ -67,8 +67,8 @@ def test_two_lines_say_which_block_size_to_start_with(
 ) -> None:
     error = serve(model, store, *more).exception
     assert isinstance(error, console.CliError)
-    assert "engine blocks of 64 tokens, stored by n7-decode-8002" in error.message
-    assert error.next_step.startswith("start with --block-size 64, as the others")
+    assert "KV of n7-decode-8002 in engine blocks of 64 tokens" in error.message
+    assert error.next_step.startswith("start with --block-size 64, like the other engines")
 
 
 def test_with_the_block_size_of_the_others_it_starts(model: Path, store: Path) -> None:

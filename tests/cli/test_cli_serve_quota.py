@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from sojourn_server.cli import build_app, console
-from sojourn_server.launch import versions
-from sojourn_server.policy.costs import EngineProfile, PrefillCurve
-from sojourn_server.policy.step_costs import StepCosts
+from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.vllm import compat
 from typer.testing import CliRunner, Result
 
 
 @pytest.fixture(autouse=True)
 def a_tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(versions, "installed_vllm", lambda: versions.TESTED_VLLM[-1])
+    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
     monkeypatch.setenv("SOJOURN_CACHE", str(tmp_path / "cache"))
 
 

@@ -18,11 +18,11 @@ import pytest
 import typer.testing
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.lab.report.results import read_results
-from sojourn_server.lab.report.row import WALL_CLOCK_FIELDS
-from sojourn_server.lab.run import RunSpec, check, first_program_ids
-from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
-from sojourn_server.policy.step_costs import StepCosts
+from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.simulator.report.results_file import read_results
+from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
+from sojourn_server.simulator.simulation_run import RunSpec, first_program_ids, validate_specs
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], message: str)
 def test_files_that_are_no_traces(tmp_path: Path, trace: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     assert refused(str(tmp_path / "empty.jsonl")).message.endswith(
-        "empty.jsonl: holds no programs; expected one JSON object a line"
+        "empty.jsonl: holds no programs; expected one JSON object per line"
     )
     (tmp_path / "text.jsonl").write_text("hello\n")
     assert "text.jsonl, line 1: not JSON" in refused(str(tmp_path / "text.jsonl")).message
@@ -117,7 +117,7 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
     for option in ("--max-context", "--max-model-len", "--pool-tokens"):
         assert "line 1: no program fits a context of" in refused(str(trace), option, "500").message
     some = str(write(tmp_path / "some.jsonl", program("a", 200_000), program("b", 900, 1000, 150_000)))
-    assert check([RunSpec(policy="stock", workload=some)]) == [
+    assert validate_specs([RunSpec(policy="stock", workload=some)]) == [
         "1 programs left out: their first turn is beyond the context limit of 131,072 tokens",
         "1 of 1 programs end early, before a turn beyond the context limit of 131,072 tokens",
     ]
@@ -193,7 +193,7 @@ def test_a_model_too_large_for_the_device_is_told_what_would_do(trace: Path) -> 
     assert "--tp" in error.next_step
     longest = error.message.rpartition(" ")[2]
     fits = RunSpec(policy="stock", workload=str(trace), model="qwen2.5-32b", hardware="h100")
-    assert check([_with(fits, max_model_len=int(longest)), _with(fits, tp=2)]) == []
+    assert validate_specs([_with(fits, max_model_len=int(longest)), _with(fits, tp=2)]) == []
 
 
 def _with(spec: RunSpec, **changes: Any) -> RunSpec:
@@ -227,7 +227,7 @@ def test_an_engine_profile_needs_no_model(tmp_path: Path, trace: Path) -> None:
     profile = engine_profile(tmp_path / "engine.toml")
     # Host memory was not measured: who has none doesn't care, the others say what is missing.
     for policy in ("stock", "continuum", "free-io"):
-        assert check([RunSpec(policy=policy, workload=str(trace), hardware=profile)]) == []
+        assert validate_specs([RunSpec(policy=policy, workload=str(trace), hardware=profile)]) == []
     error = refused(str(trace), "--hardware", profile, "--policy", "stock,lru-offload")
     assert f"{profile}: limits.kv_bytes_per_token is missing" in error.message
     error = refused(str(trace), "--hardware", profile, "--policy", "lru-offload", "--model", "llama-3.1-8b")
@@ -259,7 +259,7 @@ def test_places_that_cannot_be_written_are_told_before_the_work(tmp_path: Path, 
     assert "cannot be made" in refused(str(trace), "--plot", f"{trace}/plots").message
     assert "cannot be made" in refused(str(trace), "--json", f"{trace}/sub/out.json").message
     assert "cannot be made" in refused(str(trace), "--save", f"{trace}/runs.json").message
-    assert "ends in none of" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
+    assert "expected a name ending in" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
     if os.geteuid():
         locked = tmp_path / "locked"
         locked.mkdir(mode=0o500)
@@ -374,14 +374,14 @@ def test_kept_runs_are_shown_again(
     assert result.exit_code == 0, result.exception
     rows = read_results(later).runs
     assert [(row.policy, row.since_s) for row in rows] == [("stock", 10.0), ("continuum", 10.0)]
-    too_long = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
-    assert isinstance(too_long.exception, CliError)
-    assert "--warm-up-s 9000" in too_long.exception.message
-    assert "leave out less" in too_long.exception.next_step
+    exceeding_programs = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
+    assert isinstance(exceeding_programs.exception, CliError)
+    assert "--warm-up-s 9000" in exceeding_programs.exception.message
+    assert "leave out less" in exceeding_programs.exception.next_step
     for option, value in (("--hardware", "h100"), ("--policy", "stock"), ("--pool-tokens", "5000")):
         unused = runner.invoke(build_app(), ["simulate", "--load", kept, option, value])
         assert isinstance(unused.exception, CliError)
-        assert f"{option} has no effect on kept runs" in unused.exception.message
+        assert f"{option} has no effect on saved runs" in unused.exception.message
     missing = runner.invoke(build_app(), ["simulate", "--load", kept, "--explain", "p7"])
     assert isinstance(missing.exception, CliError)
     assert missing.exception.exit_code == 1
@@ -435,7 +435,7 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
     command = f"simulate {trace} --programs 1 --hours 0.01 --policy stock,{tmp_path}/broken.toml --json {out}"
     result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
     assert result.returncode == 1, result.stderr[-3000:]
-    assert "calls of broken failed: its figures are not its own" in " ".join(result.stderr.split())
+    assert "calls of broken failed, so these figures are wrong" in " ".join(result.stderr.split())
     assert "ZeroDivisionError" in result.stderr
     assert read_results(out).runs
 

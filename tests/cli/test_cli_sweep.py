@@ -14,8 +14,8 @@ import pytest
 import typer.testing
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.lab.report.results import Results, read_results
-from sojourn_server.lab.report.row import WALL_CLOCK_FIELDS, RunRow
+from sojourn_server.simulator.report.results_file import SimulationResults, read_results
+from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
@@ -41,12 +41,12 @@ def refused(*arguments: str) -> CliError:
             "--sweep cpu_ratio=1,2 --cpu-ratio 1",
             "--cpu-ratio gives one value of cpu_ratio, and --sweep several",
         ),
-        ("--sweep programs=1,2 --programs 40", "leave out --programs"),
-        ("--sweep rate_per_s=1,2 --rate 1", "leave out --rate"),
+        ("--sweep programs=1,2 --programs 40", "remove --programs"),
+        ("--sweep rate_per_s=1,2 --rate 1", "remove --rate"),
         ("--sweep cpu_ratio=1,2 --programs 20,40", "--programs and --rate make 2"),
         ("--sweep programs=10,20 --rate 1,2", "--programs and --rate make 2"),
-        ("--sweep cpu_ratio=1,2 --save runs.json", "--save does not tell the values of --sweep apart"),
-        ("--sweep cpu_ratio=1,2 --explain p1", "--explain does not tell the values of --sweep apart"),
+        ("--sweep cpu_ratio=1,2 --save runs.json", "--save cannot distinguish the values of --sweep"),
+        ("--sweep cpu_ratio=1,2 --explain p1", "--explain cannot distinguish the values of --sweep"),
         ("--sweep cpu_ratio=1,2 --policy stock,admit", "cpu_ratio changes nothing for stock, admit"),
         ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru"),
         ("--sweep disk_ratio=0,4 --disk-ratio 4", "--disk-ratio gives one value of disk_ratio, and --sweep"),
@@ -68,7 +68,7 @@ def test_kept_runs_are_not_swept() -> None:
         build_app(), ["simulate", "--load", "runs.json", "--sweep", "cpu_ratio=0,1"]
     )
     assert isinstance(result.exception, CliError)
-    assert "--sweep has no effect on kept runs" in result.exception.message
+    assert "--sweep has no effect on saved runs" in result.exception.message
 
 
 # -- a sweep ----------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_kept_runs_are_not_swept() -> None:
 class Swept(NamedTuple):
     folder: Path
     said: str
-    results: Results
+    results: SimulationResults
 
 
 def run(folder: Path, arguments: str) -> str:
@@ -188,7 +188,7 @@ def test_arrivals_are_swept_until_the_last_has_finished(tmp_path: Path) -> None:
     )
     done = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = msgspec.json.decode(done.stdout, type=Results)
+    found = msgspec.json.decode(done.stdout, type=SimulationResults)
     assert [(row.rate_per_s, row.loop, row.programs_unfinished) for row in found.runs] == [
         (0.5, "open", 0),
         (0.05, "open", 0),

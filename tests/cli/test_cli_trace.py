@@ -9,7 +9,7 @@ import pytest
 import typer.testing
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.traces.reader import read_trace
+from sojourn_server.traces.trace_reader import read_trace
 
 LEDGER = {
     "program_id": "p",
@@ -58,7 +58,7 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
     [
         ("{}", "otle", "o.jsonl", "--from otle is unknown", "did you mean otel?"),
         ("{}", "langfuse", "o.jsonl", "--from langfuse is unknown", "use one of otel, sojourn"),
-        ("{}", "otel", "o.csv", "o.csv is no trace's name", "end it in .jsonl or .jsonl.gz"),
+        ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
         ("{}", "sojourn", "o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
         (json.dumps(LEDGER), "sojourn", "no/o.jsonl", "No such file", "docs/traces.md"),

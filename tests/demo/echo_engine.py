@@ -1,36 +1,46 @@
-"""A server that says what it is forced to say, with tokens that are bytes, and counts like an engine."""
+"""A server that answers with the forced tokens, where a token is a byte, and has an engine's counters."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sojourn_server.demo.script import tool_call
-from sojourn_server.demo.tasks import Turn
-from sojourn_server.models.chat import END_OF_MESSAGE, assistant_text
+from sojourn_server.demo.demo_tasks import ScriptedTurn
+from sojourn_server.demo.scripted_tokens import tool_call
+from sojourn_server.models.chat_format import END_OF_MESSAGE, assistant_text
 
 OURS = b'{"name": "sojourn", "wire": [1]}'
 
 
 class ByteTokenizer:
-    """Stands in for the model's: a token is a byte."""
+    """A tokenizer whose tokens are bytes."""
 
-    def forced_ids(self, turn: Turn) -> list[int]:
+    def forced_ids(self, turn: ScriptedTurn) -> list[int]:
         return list((assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE).encode())
 
 
 class EchoEngine:
-    """``garble`` gets the number of a forced request and its command, and returns what is answered."""
+    """``garble`` gets the number of a forced request and its command, and returns the command of the answer.
+
+    ``seconds_per_token``: duration of a completion, per prompt and output token.
+    """
 
     def __init__(
-        self, garble: Any = lambda number, command: command, *, capabilities: bytes = OURS, decode: Any = None
+        self,
+        garble: Any = lambda number, command: command,
+        *,
+        capabilities: bytes = OURS,
+        decode: Any = None,
+        seconds_per_token: float = 0.0,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.garble = garble
+        self.seconds_per_token = seconds_per_token
         self.decode = decode or (lambda ids: bytes(ids).decode())
         self.lock = threading.Lock()
         owner = self
@@ -53,6 +63,8 @@ class EchoEngine:
                     owner.events += body["events"]
                     outcomes = [{"outcome": "applied"}] * len(body["events"])
                     self._send(json.dumps({"v": 1, "outcomes": outcomes}).encode())
+                elif self.path == "/v1/completions":
+                    self._send(json.dumps(owner.complete(body)).encode())
                 else:
                     self._send(json.dumps(owner.answer(body)).encode())
 
@@ -91,6 +103,12 @@ class EchoEngine:
             f'vllm:time_to_first_token_seconds_count{{engine="0"}} {count}\n'
             f'vllm:num_preemptions_total{{engine="0"}} {2 * count}\n'
         )
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            self.bodies.append(body)
+        time.sleep((len(body["prompt"]) + body["max_tokens"]) * self.seconds_per_token)
+        return {"choices": [{"text": ""}]}
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         with self.lock:

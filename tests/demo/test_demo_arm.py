@@ -1,4 +1,4 @@
-"""A whole arm with real agents and real shells; only the engine is played."""
+"""A whole arm with real agents and shells against an echo engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from echo_engine import ByteTokenizer, EchoEngine
-from sojourn_server.demo.agent import prepare_environment
-from sojourn_server.demo.arm import ArmRecord, arrivals, run_arm, serve_args
-from sojourn_server.demo.report import arm_figures, succeeded
-from sojourn_server.demo.tasks import Task, load_tasks
+from sojourn_server.demo.demo_agent import prepare_environment
+from sojourn_server.demo.demo_arm import ArmRecord, arrivals, run_arm, serve_args
+from sojourn_server.demo.demo_report import arm_figures, succeeded
+from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 
 prepare_environment()
 # Two tasks whose tests do not wait.
 TASKS = [task for task in load_tasks() if task.name in ("ledger", "waypoint")]
 
 
-def play(
-    name: str, engine: EchoEngine, directory: Path, tasks: list[Task] = TASKS
+def run(
+    name: str, engine: EchoEngine, directory: Path, tasks: list[DemoTask] = TASKS
 ) -> tuple[ArmRecord, list[Any]]:
     seen: list[Any] = []
     record = run_arm(
@@ -39,9 +39,9 @@ def play(
     return record, seen
 
 
-def test_a_stock_arm_fixes_everything_and_says_nothing_about_programs(tmp_path: Path) -> None:
+def test_a_stock_arm_fixes_all_repositories_and_sends_no_events(tmp_path: Path) -> None:
     with EchoEngine() as engine:
-        record, seen = play("stock", engine, tmp_path)
+        record, seen = run("stock", engine, tmp_path)
     assert succeeded([record])
     turns = sum(len(task.turns) for task in TASKS)
     assert len(engine.forced) == turns
@@ -49,20 +49,20 @@ def test_a_stock_arm_fixes_everything_and_says_nothing_about_programs(tmp_path: 
     assert engine.events == []
     figures = arm_figures(record)
     assert (figures["repositories_fixed"], figures["programs_failed"]) == (2, 0)
-    # The warm-up is the one request that is not counted.
+    # The warm-up request does not count.
     assert len(engine.bodies) == turns + 1
     assert figures["ttft_mean_s"] == 0.5
     assert figures["preemptions"] == 2 * turns
     assert figures["hit_rate"] == pytest.approx(0.5, abs=0.01)
     for index in range(2):
-        states = [(state, turn) for who, state, turn, _ in seen if who == index]
+        states = [(state, turn) for program, state, turn, _ in seen if program == index]
         expected = [(state, turn) for turn in range(1, 11) for state in ("thinking", "tool")]
         assert states == [*expected, ("done", 10)]
 
 
-def test_our_arm_carries_context_next_to_the_forced_tokens(tmp_path: Path) -> None:
+def test_the_sojourn_arm_sends_context_next_to_the_forced_tokens(tmp_path: Path) -> None:
     with EchoEngine() as engine:
-        record, _ = play("sojourn", engine, tmp_path)
+        record, _ = run("sojourn", engine, tmp_path)
     assert succeeded([record])
     assert record.decisions == {"keep: cold_start": 3}
     assert all(set(body["vllm_xargs"]) == {"replay_ids", "agentic_context"} for body in engine.forced)
@@ -74,15 +74,15 @@ def test_our_arm_carries_context_next_to_the_forced_tokens(tmp_path: Path) -> No
     assert list(events.values()).count("tool_start") == sum(len(task.turns) for task in TASKS)
 
 
-def test_our_arm_refuses_a_server_that_is_not_ours(tmp_path: Path) -> None:
+def test_the_sojourn_arm_rejects_a_server_without_the_plugin(tmp_path: Path) -> None:
     with EchoEngine(capabilities=b"{}") as engine, pytest.raises(RuntimeError, match="sojourn plugin"):
-        play("sojourn", engine, tmp_path)
+        run("sojourn", engine, tmp_path)
     assert engine.forced == []
 
 
-def test_an_engine_that_says_something_else_fails_the_program(tmp_path: Path) -> None:
+def test_an_answer_off_the_script_fails_the_program(tmp_path: Path) -> None:
     with EchoEngine(lambda number, command: "true" if number == 3 else command) as engine:
-        record, seen = play("stock", engine, tmp_path, TASKS[:1])
+        record, seen = run("stock", engine, tmp_path, TASKS[:1])
     (program,) = record.programs
     assert program.error is not None
     assert "forced" in program.error
@@ -95,14 +95,14 @@ def test_an_engine_that_says_something_else_fails_the_program(tmp_path: Path) ->
 def test_a_script_that_runs_out_fails_the_program(tmp_path: Path) -> None:
     short = replace(TASKS[0], turns=TASKS[0].turns[:2])
     with EchoEngine() as engine:
-        record, _ = play("stock", engine, tmp_path, [short])
-    assert "a turn 3 was asked for; the script has 2" in str(record.programs[0].error)
+        record, _ = run("stock", engine, tmp_path, [short])
+    assert "the agent asks for turn 3; the script has 2" in str(record.programs[0].error)
 
 
-def test_a_script_that_does_not_mend_is_no_success(tmp_path: Path) -> None:
+def test_a_script_that_fixes_nothing_is_no_success(tmp_path: Path) -> None:
     idle = replace(TASKS[0], turns=(TASKS[0].turns[0], TASKS[0].turns[-1]))
     with EchoEngine() as engine:
-        record, _ = play("stock", engine, tmp_path, [idle])
+        record, _ = run("stock", engine, tmp_path, [idle])
     assert record.programs[0].error is None
     assert not record.programs[0].fixed
     assert not succeeded([record])
@@ -116,6 +116,6 @@ def test_arrivals_are_a_function_of_the_seed() -> None:
     )
 
 
-def test_the_flags_differ_in_nothing_but_their_numbers() -> None:
+def test_serve_args_depend_on_their_numbers_only() -> None:
     assert serve_args(100, 4096) == serve_args(100, 4096)
     assert "100" in serve_args(100, 4096)

@@ -1,49 +1,145 @@
-"""``sojourn demo`` as a command, against a server that only echoes."""
+"""``sojourn demo`` as a command, against an echo engine."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from echo_engine import ByteTokenizer, EchoEngine
-from sojourn_server.cli import build_app
+from sojourn_server.cli import build_app, demo
+from sojourn_server.cli.console import CliError
+from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
+from sojourn_server.launch.engine_server import EngineServer
 from typer.testing import CliRunner
+
+TASKS = {task.name: task for task in load_tasks()}
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the command makes its directories."""
+    """Parent of the command's temporary directories."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("sojourn_server.demo.script.Tokenizer", lambda model: ByteTokenizer())
+    monkeypatch.setattr("sojourn_server.demo.scripted_tokens.Tokenizer", lambda model: ByteTokenizer())
     monkeypatch.setattr("sojourn_server.models.resolve_model", lambda model: model)
     return tmp_path
 
 
-def test_what_a_failed_program_left_is_kept_and_named(places: Path) -> None:
+def run(*options: str) -> Result:
+    return CliRunner().invoke(build_app(), ["demo", *options])
+
+
+def run_one(engine: EchoEngine, *options: str) -> Result:
+    return run("--programs", "1", "--arms", "sojourn", "--url", engine.url, *options)
+
+
+def test_directory_of_a_failed_program_is_kept_and_printed(places: Path) -> None:
     with EchoEngine(lambda number, command: "true" if number == 3 else command) as engine:
-        answer = CliRunner().invoke(
-            build_app(), ["demo", "--programs", "1", "--arms", "sojourn", "--url", engine.url]
-        )
+        answer = run_one(engine)
     (kept,) = places.glob("sojourn-demo-*")
     assert answer.exit_code == 1
     assert f"repositories and logs: {kept}" in answer.output
 
 
-def test_host_memory_for_somebody_elses_server_is_refused(places: Path) -> None:
-    from sojourn_server.cli.console import CliError
-
-    line = ["demo", "--arms", "sojourn", "--url", "http://127.0.0.1:1", "--kv-host-gib", "1"]
-    answer = CliRunner().invoke(build_app(), line)
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "--kv-host-gib 1.0 is for a server of our own" in str(answer.exception)
-
-
-def test_nothing_is_left_of_a_demo_that_went_well(places: Path) -> None:
+def test_directory_of_a_successful_demo_is_removed(places: Path) -> None:
     with EchoEngine() as engine:
-        answer = CliRunner().invoke(
-            build_app(), ["demo", "--programs", "1", "--arms", "sojourn", "--url", engine.url]
-        )
+        answer = run_one(engine)
     assert answer.exit_code == 0, answer.output
     assert not list(places.glob("sojourn-demo-*"))
     assert "repositories and logs" not in answer.output
+
+
+def test_host_memory_of_another_server_is_rejected(places: Path) -> None:
+    answer = run("--arms", "sojourn", "--url", "http://127.0.0.1:1", "--kv-host-gib", "1")
+    assert isinstance(answer.exception, CliError), answer.output
+    assert "--kv-host-gib 1.0: expected a size in GiB above 0, and no --url" in str(answer.exception)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_reports_the_programs_that_ended(
+    number: signal.Signals, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two tasks whose tests do not sleep.
+    monkeypatch.setattr(
+        "sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"], TASKS["waypoint"]]
+    )
+    sent = threading.Event()
+
+    def interrupt(_: int, command: str) -> str:
+        if "cat waypoint/route.py" in command and not sent.is_set():
+            while any(thread.name == "ledger" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            sent.set()
+            os.kill(os.getpid(), number)
+        return command
+
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    target = places / "out.json"
+    with EchoEngine(interrupt) as engine:
+        answer = run(
+            "--programs", "2", "--arms", "sojourn", "--url", engine.url,
+            "--json", str(target), "--plot", str(places / "out.png"),
+        )  # fmt: skip
+    assert answer.exit_code == 128 + number, answer.output
+    assert "interrupted: programs that had ended of 2 coding agents" in " ".join(answer.output.split())
+    document = json.loads(target.read_text())
+    assert document["partial"] is True
+    figures = document["arms"]["sojourn"]
+    assert (figures["programs"], figures["programs_unfinished"]) == (1, 1)
+    assert [(one["task"], one["fixed"]) for one in figures["details"]] == [("ledger", True)]
+    assert set(document["ratio"].values()) == {None}
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_an_interruption_before_the_first_arm_has_no_figures(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineServer, "start", lambda self: os.kill(os.getpid(), signal.SIGINT))
+    answer = run("--json", str(places / "out.json"))
+    assert answer.exit_code == 130, answer.output
+    assert "there are no figures" in answer.output
+    document = json.loads((places / "out.json").read_text())
+    assert (document["partial"], document["arms"]) == (True, {})
+
+
+def test_a_slow_machine_gets_a_smaller_demo_on_a_new_server(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [TASKS["ledger"], TASKS["waypoint"], TASKS["gridtext"]]
+
+    def load(count: int | None = None) -> list[DemoTask]:
+        return small[: min(3, count or 3)]
+
+    started: list[tuple[str, ...]] = []
+    with EchoEngine(seconds_per_token=0.004) as engine:
+
+        def start(server: EngineServer) -> EngineServer:
+            started.append(tuple(server._serve_args))
+            return server
+
+        monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", load)
+        monkeypatch.setattr(EngineServer, "start", start)
+        monkeypatch.setattr(EngineServer, "url", engine.url)
+        answer = run("--arms", "stock", "--budget-s", "60", "--json", str(places / "out.json"))
+    assert answer.exit_code == 0, answer.output
+    document = json.loads((places / "out.json").read_text())
+    size = document["size"]
+    assert (size["programs"], size["turns"]) == (3, 6)
+    assert size["reason"] in " ".join(answer.output.split())
+    assert "the full size of 8 x 10 would take" in size["reason"]
+    assert document["arms"]["stock"]["turns"] == 3 * 6
+    full, smaller = (int(flags[flags.index("--num-gpu-blocks-override") + 1]) for flags in started)
+    assert document["pool_blocks"] == smaller < full
+
+
+def test_the_recorded_command_line_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["sojourn", "demo", "--url", "http://me:sk-1@host:8000", "--api-key", "sk-2", "--seed=3"]
+    monkeypatch.setattr(sys, "argv", line)
+    assert demo.command_line() == "sojourn demo --url 'http://***@host:8000' --api-key '***' --seed=3"

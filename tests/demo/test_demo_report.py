@@ -11,18 +11,25 @@ import pytest
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from rich.console import Console
-from sojourn_server.demo.agent import ProgramRecord, TurnRecord
-from sojourn_server.demo.arm import ArmRecord
-from sojourn_server.demo.exposition import EngineCounts, parse_counts
-from sojourn_server.demo.live import LiveView
-from sojourn_server.demo.report import again_tokens, arm_figures, document, ratios, succeeded, table
-from sojourn_server.demo.tasks import load_tasks
+from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
+from sojourn_server.demo.demo_arm import ArmRecord
+from sojourn_server.demo.demo_report import (
+    arm_figures,
+    document,
+    ratios,
+    recomputed_prompt_tokens,
+    succeeded,
+    table,
+)
+from sojourn_server.demo.demo_tasks import load_tasks
+from sojourn_server.demo.engine_counters import EngineCounters, parse_counts
+from sojourn_server.demo.live_view import LiveView
 
 FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}
 
 
-def turn(prompt: int, cached: int, output: int = 10, start_s: float = 0.0) -> TurnRecord:
-    return TurnRecord(
+def turn(prompt: int, cached: int, output: int = 10, start_s: float = 0.0) -> DemoTurnRecord:
+    return DemoTurnRecord(
         start_s=start_s,
         first_tool_s=start_s + 1,
         end_s=start_s + 2,
@@ -33,24 +40,28 @@ def turn(prompt: int, cached: int, output: int = 10, start_s: float = 0.0) -> Tu
     )
 
 
-def program(*turns: TurnRecord, ended_s: float = 10.0, **fields: Any) -> ProgramRecord:
-    return ProgramRecord(task="t", arrived_s=0.0, ended_s=ended_s, turns=turns, **{"fixed": True, **fields})
+def program(*turns: DemoTurnRecord, ended_s: float = 10.0, **fields: Any) -> DemoProgramRecord:
+    return DemoProgramRecord(
+        task="t", arrived_s=0.0, ended_s=ended_s, turns=turns, **{"fixed": True, **fields}
+    )
 
 
-def arm(name: str, *programs: ProgramRecord, ttft_s: float = 1.0) -> ArmRecord:
+def arm(name: str, *programs: DemoProgramRecord, ttft_s: float = 1.0) -> ArmRecord:
     return ArmRecord(
-        name=name, programs=programs, engine=EngineCounts(ttft_s * 4, 4, 3), wall_s=20.0, decisions={}
+        name=name, programs=programs, engine=EngineCounters(ttft_s * 4, 4, 3), wall_s=20.0, decisions={}
     )
 
 
 def test_again_is_what_was_there_before() -> None:
     # The second turn adds 40 new tokens to 110 old ones: all of those 150 had to be computed.
-    assert again_tokens([turn(100, 0), turn(150, 0)]) == 110
-    assert again_tokens([turn(100, 0), turn(150, 110)]) == 0
-    assert again_tokens([turn(100, 0), turn(150, 96)]) == 14  # the rest of a block that was not full
-    assert again_tokens([turn(100, 0), turn(150, 140)]) == 0  # more than expected is no debt
-    assert again_tokens([turn(100, 32)]) == 0  # a first turn has no past of its own
-    assert again_tokens([]) == 0
+    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 0)]) == 110
+    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 110)]) == 0
+    assert (
+        recomputed_prompt_tokens([turn(100, 0), turn(150, 96)]) == 14
+    )  # the rest of a block that was not full
+    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 140)]) == 0  # more than expected is no debt
+    assert recomputed_prompt_tokens([turn(100, 32)]) == 0  # a first turn has no past of its own
+    assert recomputed_prompt_tokens([]) == 0
 
 
 def test_figures_of_an_arm() -> None:
@@ -93,7 +104,7 @@ def test_an_arm_in_which_nothing_happened() -> None:
     empty = ArmRecord(
         name="stock",
         programs=(program(error="broke", fixed=False),),
-        engine=EngineCounts(),
+        engine=EngineCounters(),
         wall_s=1.0,
         decisions={},
     )
@@ -102,6 +113,15 @@ def test_an_arm_in_which_nothing_happened() -> None:
     assert figures["ttft_mean_s"] is None
     assert not succeeded([empty])
     assert not succeeded([arm("stock", program(turn(1, 0), fixed=False))])
+
+
+def test_a_partial_result_has_no_ratios() -> None:
+    found = document(
+        [arm("stock", program(turn(9, 0))), arm("sojourn", program(turn(9, 0)))], FACTS, partial=True
+    )
+    assert found["partial"] is True
+    assert set(found["ratio"].values()) == {None}
+    assert document([], FACTS, partial=True)["arms"] == {}
 
 
 def test_the_table_shows_both_arms() -> None:
@@ -118,7 +138,7 @@ def test_the_table_shows_both_arms() -> None:
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from sojourn_server.demo.plot import draw
+    from sojourn_server.demo.demo_plot import draw
 
     stock = arm("stock", program(turn(100, 0), turn(150, 0, start_s=5.0), ended_s=30.0))
     target = tmp_path / "made" / "plot.png"
@@ -137,8 +157,8 @@ def test_reading_the_exposition() -> None:
         'vllm:time_to_first_token_seconds_count{engine="0"} 3.0\n'
     )
     counts = parse_counts(text)
-    assert counts == EngineCounts(1.5, 3.0, 5.0)
-    assert counts.since(EngineCounts(0.5, 1.0, 5.0)) == EngineCounts(1.0, 2.0, 0.0)
+    assert counts == EngineCounters(1.5, 3.0, 5.0)
+    assert counts.since(EngineCounters(0.5, 1.0, 5.0)) == EngineCounters(1.0, 2.0, 0.0)
     assert counts.since(counts).ttft_mean_s is None
 
 

@@ -1,4 +1,4 @@
-"""The repositories are broken, the scripts mend them in a real shell, and take the tokens they say."""
+"""The repositories are broken, the scripts fix them in a real shell, and contexts have the stated length."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
-from rehearsal import rehearse
-from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
-from sojourn_server.demo.tasks import Task, load_tasks
+from sojourn_server.demo.demo_size import FULL_TURNS, MIN_TURNS
+from sojourn_server.demo.demo_tasks import OPENING_TOKENS, DemoTask, load_tasks
+from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
 from sojourn_server.models import LOCAL_MODELS, is_cached, model_directory
+from task_dry_run import dry_run_task
 
 TASKS = load_tasks()
 
@@ -26,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 
 WAITING = ("courier", "crontick", "larder", "turnstile")
-"""Their tests let real time pass."""
+"""Tasks whose tests sleep."""
 
 
 @pytest.mark.parametrize(
@@ -36,17 +37,42 @@ WAITING = ("courier", "crontick", "larder", "turnstile")
         for task in TASKS
     ],
 )
-def test_the_script_mends_the_repository(task: Task, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    done = rehearse(task, tmp_path, tokenizer)
+def test_the_script_fixes_the_repository(task: DemoTask, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    done = dry_run_task(task, tmp_path, tokenizer)
     assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
-    # One turn sees the tests fail; everything else goes as the script expects.
+    # One turn sees the tests fail; all other commands succeed.
     assert sorted(done.returncodes) == [0] * (len(done.returncodes) - 1) + [1]
-    # Failing tests show paths, and those are as long as the temporary folder's name makes them.
+    # Failing tests print paths, whose length depends on the temporary folder.
     assert done.context_tokens == pytest.approx(task.context_tokens, rel=0.05)
     assert 3_000 <= done.context_tokens <= 6_000
     assert all(
         later > earlier for earlier, later in zip(done.prompt_tokens, done.prompt_tokens[1:], strict=False)
     )
+
+
+@pytest.mark.parametrize("turns", [MIN_TURNS, FULL_TURNS - 2])
+def test_a_shortened_script_fixes_the_repository_too(
+    turns: int, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    for task in TASKS:
+        if task.name in WAITING:
+            continue
+        short = task.shortened(turns)
+        done = dry_run_task(short, tmp_path, tokenizer)
+        assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
+        assert len(done.seconds) == turns
+        assert done.context_tokens <= 1.1 * short.context_tokens
+
+
+def test_shortened_tasks_keep_the_final_turns() -> None:
+    for task in TASKS:
+        assert len(task.turns) == FULL_TURNS
+        assert task.shortened(FULL_TURNS) == task
+        short = task.shortened(MIN_TURNS)
+        assert short.turns == task.turns[:2] + task.turns[-4:]
+        assert OPENING_TOKENS < short.context_tokens < task.context_tokens
+        with pytest.raises(ValueError, match="expected 4 to 10"):
+            task.shortened(3)
 
 
 def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
@@ -60,7 +86,7 @@ def test_more_programs_than_tasks_start_again() -> None:
         load_tasks(0)
 
 
-def test_an_agent_that_edits_the_tests_fools_nobody(tmp_path: Path) -> None:
+def test_an_agent_that_empties_the_tests_has_fixed_nothing(tmp_path: Path) -> None:
     task = next(task for task in TASKS if task.name == "ledger")
     repository = task.copy_to(tmp_path)
     (repository / "tests" / "test_ledger.py").write_text("")

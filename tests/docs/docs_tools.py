@@ -4,59 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SERVER = ROOT / "server_ext" / "sojourn_server"
-ROOMS = {
+PACKAGES = {
     "sojourn": ROOT / "sdk" / "sojourn",
     "sojourn_integrations": ROOT / "integrations" / "sojourn_integrations",
     **{folder.name: folder for folder in SERVER.iterdir() if (folder / "__init__.py").is_file()},
 }
-"""Name in the table of rooms → its folder."""
-
-_OURS = {"sojourn", "sojourn_integrations"}
-_COMPAT = {"tomli"}
-"""Stands in for a module of the standard library on an older Python."""
+"""Name in the table of packages → its folder."""
 
 
 def documents() -> list[Path]:
     """All Markdown files that are ours; the demo's toy repositories are not."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     return sorted(found)
-
-
-def room_imports(folder: Path) -> tuple[set[str], set[str]]:
-    """What the Python files of a room import anywhere: (our other rooms, other packages)."""
-    rooms: set[str] = set()
-    packages: set[str] = set()
-    for path in folder.rglob("*.py"):
-        if "tasks" in path.relative_to(folder).parts:
-            continue
-        depth = len(path.relative_to(folder).parts) - 1
-        for name in _modules(ast.parse(path.read_text(encoding="utf-8")), depth):
-            top, _, rest = name.partition(".")
-            if top == "sojourn_server":
-                rooms.add(rest.partition(".")[0] or "sojourn_server")
-            elif top in _OURS:
-                rooms.add(top)
-            elif top not in sys.stdlib_module_names and top not in _COMPAT:
-                packages.add(top)
-    return rooms - {folder.name}, packages
-
-
-def _modules(tree: ast.Module, depth: int) -> Iterator[str]:
-    """What a file imports that lies ``depth`` folders deep in its room."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == 0:
-                yield node.module or ""
-            elif node.level == depth + 2:
-                yield f"sojourn_server.{node.module or node.names[0].name}"
 
 
 def block(document: str, name: str) -> str:

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import typer
-from docs_tools import ROOMS, ROOT, SERVER, block, code_words, documents, room_imports, rows, top_level_names
+from docs_tools import PACKAGES, ROOT, SERVER, block, code_words, documents, rows, top_level_names
 from sojourn.events import ToolStart
 from sojourn.wire import Outcome, decode_batch, decode_context, decode_event
 from sojourn_server.cli import COMMANDS, build_app
-from sojourn_server.lab.baselines.catalog import BASELINES
-from sojourn_server.launch.command import EngineFacts, ServeOptions, build_command
-from sojourn_server.metrics.ledger import Lost
-from sojourn_server.policy.base import Reason
-from sojourn_server.policy.preset import preset_names
-from sojourn_server.vllm.settings import Settings
+from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
+from sojourn_server.metrics.turn_ledger import LossCause
+from sojourn_server.policies.policy_protocols import DecisionReason
+from sojourn_server.policies.preset import preset_names
+from sojourn_server.simulator.baselines.baseline_catalog import BASELINES
+from sojourn_server.vllm.plugin_settings import PluginSettings
 
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,14 +32,19 @@ ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 MECHANISMS = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
 
 
-def generator() -> Any:
-    """docs/generate.py as a module."""
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+def load_script(path: Path) -> Any:
+    """Return a script outside the packages as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     assert spec
     assert spec.loader
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    return generate
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def generator() -> Any:
+    """Return docs/generate.py as a module."""
+    return load_script(DOCS / "generate.py")
 
 
 def words_of(document: str, name: str, column: int = 0) -> list[set[str]]:
@@ -65,10 +70,10 @@ def test_the_make_targets_exist() -> None:
     assert named <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
 
 
-def test_the_layout_names_every_room() -> None:
-    layout = README.split("## Layout")[1]
-    for room in ROOMS.keys() - {"sojourn", "sojourn_integrations"}:
-        assert re.search(rf"\b{room}\b", layout), room
+def test_the_guide_names_every_package() -> None:
+    layout = (ROOT / "AGENTS.md").read_text(encoding="utf-8").split("## Layout")[1]
+    for package in PACKAGES.keys() - {"sojourn", "sojourn_integrations"}:
+        assert re.search(rf"\b{package}\b", layout), package
 
 
 # -- commands --------------------------------------------------------------------------
@@ -112,7 +117,7 @@ def test_commands_and_their_options_exist(line: str) -> None:
 def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
     text = block(QUICKSTART, "raw-serve").removeprefix("```sh\n").replace("```", "").replace("\\\n", " ")
     words = shlex.split(text)
-    facts = EngineFacts(python="python", cpu_build=False, has_vllm_cli=True)
+    facts = LaunchEnvironment(python="python", cpu_build=False, has_vllm_cli=True)
     built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
     assert words[0] == f"VLLM_PLUGINS={built.env['VLLM_PLUGINS']}"
     assert words[1:3] == ["vllm", "serve"]
@@ -121,7 +126,7 @@ def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
 
 
 def test_the_cpu_defaults_are_those_of_sojourn_serve() -> None:
-    facts = EngineFacts(python="python", cpu_build=True, has_vllm_cli=True)
+    facts = LaunchEnvironment(python="python", cpu_build=True, has_vllm_cli=True)
     built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
     stated = re.search(r"also adds\n`([^`]+)`", QUICKSTART)
     assert stated
@@ -130,7 +135,7 @@ def test_the_cpu_defaults_are_those_of_sojourn_serve() -> None:
 
 def test_the_settings_are_all_there_with_their_defaults_and_flags() -> None:
     table = rows(block(QUICKSTART, "settings"))
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    defaults = {field.name: field.default for field in dataclasses.fields(PluginSettings)}
     stated = {row[0].strip("`"): None if row[2] == "none" else row[2].strip("`") for row in table}
     assert stated == {name: None if value is None else str(value) for name, value in defaults.items()}
     serve: Any = typer.main.get_command(build_app()).commands["serve"]  # type: ignore[attr-defined]
@@ -150,8 +155,8 @@ def test_policies_reasons_and_routes_are_named_as_the_code_has_them() -> None:
     words = code_words(QUICKSTART)
     assert {"stock", *preset_names()} <= words
     excuses = {"no_tool_call", "not_worth_it", "over_budget", "nothing_cached", "policy_off"}
-    assert excuses <= {reason.value for reason in Reason} & words
-    routes = (SERVER / "web" / "routes.py").read_text(encoding="utf-8")
+    assert excuses <= {reason.value for reason in DecisionReason} & words
+    routes = (SERVER / "api" / "routes.py").read_text(encoding="utf-8")
     offered = set(re.findall(r'@router\.(?:get|post)\("/(\w+)', routes))
     assert set(re.findall(r"/sojourn/v1/(\w+)", QUICKSTART)) == offered
 
@@ -164,19 +169,39 @@ def test_the_glossary_has_every_outcome() -> None:
 # -- architecture ------------------------------------------------------------------------
 
 
-ROOM_ROWS = rows(block(ARCHITECTURE, "rooms"))
+def test_the_table_of_packages_is_current() -> None:
+    generate = generator()
+    assert generate.placed(ARCHITECTURE, "packages", generate.package_table()) == ARCHITECTURE, (
+        "run: python docs/generate.py"
+    )
 
 
-def test_every_room_has_a_row() -> None:
-    assert {row[0].strip("`") for row in ROOM_ROWS} == ROOMS.keys()
+def test_the_structure_keeps_its_rules() -> None:
+    """vLLM is imported in one place, nothing imports in a loop, basenames are unique, the order holds."""
+    house = load_script(ROOT / "scripts" / "house.py")
+    assert house.faults(house.measure()) == []
 
 
-@pytest.mark.parametrize("row", ROOM_ROWS, ids=lambda row: row[0].strip("`"))
-def test_a_room_imports_what_its_row_says(row: list[str]) -> None:
-    rooms, packages = room_imports(ROOMS[row[0].strip("`")])
-    assert code_words(row[2]) == rooms
-    if row[3] != "any":
-        assert code_words(row[3]) == packages
+def test_the_structure_check_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = load_script(ROOT / "scripts" / "house.py")
+    server = tmp_path / "sojourn_server"
+    files = {
+        "__init__.py": "",
+        "core/__init__.py": "",
+        "core/table.py": "from vllm.v1 import request\nfrom ..cli import table\n",
+        "cli/__init__.py": "",
+        "cli/table.py": "def show():\n    from ..core import table\n",
+    }
+    for name, text in files.items():
+        (server / name).parent.mkdir(parents=True, exist_ok=True)
+        (server / name).write_text(text)
+    monkeypatch.setattr(house, "SOURCES", {"sojourn_server": server})
+    assert [line.split(":")[0] for line in house.faults(house.measure())] == [
+        "vLLM is imported outside vllm/compat.py",
+        "modules import each other in a loop",
+        "several modules are called table.py",
+        "core imports cli, which is not to its left in PACKAGE_ORDER",
+    ]
 
 
 @pytest.mark.parametrize("row", rows(block(ARCHITECTURE, "numbers")), ids=lambda row: row[0].strip("`"))
@@ -201,7 +226,7 @@ def test_everything_overridden_is_listed() -> None:
 
 
 def test_everything_replaced_is_listed() -> None:
-    """Assignments of the adapter's room to objects that are not its own."""
+    """Assignments of the vLLM adapter to objects that are not its own."""
     found = set()
     for path in (SERVER / "vllm").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -217,7 +242,7 @@ def test_everything_replaced_is_listed() -> None:
 
 def test_the_causes_are_the_ledgers() -> None:
     stated = [next(iter(words)) for words in words_of(ARCHITECTURE, "causes")]
-    assert stated == [cause.value for cause in Lost]
+    assert stated == [cause.value for cause in LossCause]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +258,9 @@ def test_files_named_in_the_text_exist(path: Path) -> None:
 
 
 def test_methods_named_in_the_life_of_a_turn_exist() -> None:
-    known = set().union(*(top_level_names(path) for room in ROOMS.values() for path in room.rglob("*.py")))
+    known = set().union(
+        *(top_level_names(path) for folder in PACKAGES.values() for path in folder.rglob("*.py"))
+    )
     life = ARCHITECTURE.split("## Life of one turn")[1].split("\n## ")[0]
     named = {word for word in code_words(life) if re.fullmatch(r"[A-Z]\w+\.\w+", word)}
     assert len(named) >= 10

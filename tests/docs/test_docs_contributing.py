@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
 import pytest
-from docs_tools import ROOT, block
+from docs_tools import ROOT, SERVER, block
 from sojourn.ids import ProgramId
-from sojourn_server.policy.base import Keep, Reason
-from sojourn_server.policy.preset import REGISTRY, parse_preset
-from sojourn_server.policy.views import TurnView
-from sojourn_server.program.history import ToolHistory
+from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import FinishedTurnView
+from sojourn_server.policies.preset import POLICY_CLASSES, parse_preset
+from sojourn_server.programs.execution_history import ToolHistory
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -20,8 +21,8 @@ def code(name: str, language: str) -> str:
     return block(CONTRIBUTING, name).removeprefix(f"```{language}\n").removesuffix("```\n")
 
 
-def turn(history: ToolHistory, tool: str | None) -> TurnView:
-    return TurnView(
+def turn(history: ToolHistory, tool: str | None) -> FinishedTurnView:
+    return FinishedTurnView(
         program_id=ProgramId("p"),
         tool=tool,
         context_tokens=1000,
@@ -36,18 +37,31 @@ def turn(history: ToolHistory, tool: str | None) -> TurnView:
 def test_the_policy_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
     source = code("example-policy", "python")
     assert len(source.splitlines()) <= 22
-    module = types.ModuleType("sojourn_server.policy.retention_median")
+    module = types.ModuleType("sojourn_server.policies.retention.retention_median")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
-    assert '`REGISTRY["retention"]`' in CONTRIBUTING
-    assert '`"median": "retention_median:MedianRetention"`' in CONTRIBUTING
-    monkeypatch.setitem(REGISTRY["retention"], "median", "retention_median:MedianRetention")
+    assert '`POLICY_CLASSES["retention"]`' in CONTRIBUTING
+    assert '`"median": "retention.retention_median:MedianRetention"`' in CONTRIBUTING
+    monkeypatch.setitem(POLICY_CLASSES["retention"], "median", "retention.retention_median:MedianRetention")
 
     preset = parse_preset(code("example-preset", "toml"), source="CONTRIBUTING.md")
     history = ToolHistory()
     for duration_s in (1.0, 2.0, 30.0):
         history.observe("bash:pytest", duration_s)
     assert preset.name == "median"
-    assert preset.retention.keep(turn(history, "bash:pytest"), 0.0) == Keep(6.0, Reason.THIS_TOOL)
-    assert preset.retention.keep(turn(history, "never"), 0.0) == Keep(0.0, Reason.NOT_WORTH_IT)
-    assert preset.retention.keep(turn(history, None), 0.0) == Keep(0.0, Reason.NO_TOOL_CALL)
+    assert preset.retention.keep(turn(history, "bash:pytest"), 0.0) == RetentionDecision(
+        6.0, DecisionReason.THIS_TOOL
+    )
+    assert preset.retention.keep(turn(history, "never"), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NOT_WORTH_IT
+    )
+    assert preset.retention.keep(turn(history, None), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NO_TOOL_CALL
+    )
+
+
+def test_the_files_on_the_map_exist() -> None:
+    named = set(re.findall(r"`([\w/]+(?:\.py|\.md|\.toml|/))`", CONTRIBUTING)) - {"my.toml"}
+    assert len(named) > 20
+    for name in named - {"policies/retention/retention_median.py", "vllm/compat.py"}:
+        assert (ROOT / name).exists() or (SERVER / name).exists(), name

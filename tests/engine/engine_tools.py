@@ -53,7 +53,7 @@ def with_tiers(**extra: Any) -> dict[str, Any]:
     return {
         "kv_transfer_config": KVTransferConfig(
             kv_connector="SojournConnector",
-            kv_connector_module_path="sojourn_server.vllm.connector",
+            kv_connector_module_path="sojourn_server.vllm.kv_offload_connector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,

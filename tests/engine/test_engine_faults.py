@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from engine_tools import SMALL_SERVER
-from sojourn_server.launch.server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -1,7 +1,8 @@
 """The gateway before two real engines: programs stay where their KV is, a killed engine fails no request.
 
 The engines have what ``sojourn serve`` gives them: a process for the API, one for the scheduler and one for
-the worker. In float32, on the *loud* model of ``test_engine_move.py``: KV that was another's would show.
+the worker. In float32, on the *loud* model of ``test_engine_program_migration.py``, where wrong KV
+changes tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from gateway_programs import (
     streams_from,
     take_turn,
 )
-from moving_programs import OUTPUT_TOKENS, PATIENCE_S, Turn, contexts_after_two_turns, third
-from sojourn_server.launch.server import EngineServer
+from migrating_programs import OUTPUT_TOKENS, PATIENCE_S, Turn, contexts_after_two_turns, third
+from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

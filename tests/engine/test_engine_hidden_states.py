@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from engine_tools import scheduler_of
-from sojourn_server.launch.command import WORKER_CLASSES
-from sojourn_server.launch.server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.serve_command import WORKER_CLASSES
 
 pytestmark = pytest.mark.engine
 
@@ -64,10 +64,10 @@ def test_hidden_states_come_out_and_no_token_is_another(
 ) -> None:
     import time
 
-    from sojourn_server.vllm import hidden_states
+    from sojourn_server.vllm import hidden_state_capture
 
     # So that the few tokens of this test are enough.
-    monkeypatch.setattr(hidden_states.Tap.__init__, "__defaults__", (4,))
+    monkeypatch.setattr(hidden_state_capture.HiddenStateCapture.__init__, "__defaults__", (4,))
     settings = {"dtype": "float32", "max_num_batched_tokens": 128}
     stock = say(make_llm(None, **settings))
     llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLASSES["cpu"], **settings)
@@ -87,8 +87,8 @@ def test_hidden_states_come_out_and_no_token_is_another(
 
 
 def test_a_network_of_another_model_is_refused_at_start(make_llm: Any, tmp_path: Path) -> None:
-    from sojourn_server.learned.network import LengthNetwork
-    from sojourn_server.learned.weights_file import WeightsError, save_weights
+    from sojourn_server.predictors.length_network import LengthNetwork
+    from sojourn_server.predictors.weights_file import WeightsError, save_weights
 
     file = tmp_path / "lengths"
     save_weights(file, LengthNetwork(64), model="org/other", examples=1)

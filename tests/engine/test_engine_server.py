@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 from sojourn_server.cli import doctor
-from sojourn_server.launch.command import FORCED_TOKENS
-from sojourn_server.launch.server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.serve_command import FORCED_TOKENS
 from sojourn_server.models import assistant_text, resolve_model
 
 pytestmark = pytest.mark.engine

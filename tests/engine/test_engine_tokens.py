@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 from engine_tools import LOUD_BLOCK_BYTES, with_tiers
-from programs_by_turns import OUTPUT_TOKENS, PROGRAMS, generate
+from multi_turn_programs import OUTPUT_TOKENS, PROGRAMS, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import sojourn
-from garbage import old_objects_passed_over
+from gc_tools import old_objects_passed_over
 from scripted_engine import Engine, require_engine
 from sojourn.testing import FakeServer
 
 HERE_TOO = {
-    "test_frameworks_table.py",
+    "test_frameworks_scenarios.py",
     "test_frameworks_engine.py",
     "test_frameworks_examples.py",
     "test_frameworks_faults.py",

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plays import Model
-from sojourn.outgoing import PATHS
+from scenario_modules import Model
+from sojourn.outgoing_request import LLM_PATHS
 from sojourn.testing import Answer, LlmRequest
-from sojourn_server.launch.command import FORCED_TOKENS
-from sojourn_server.launch.server import EngineServer
-from sojourn_server.models.chat import END_OF_MESSAGE, assistant_text
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.serve_command import FORCED_TOKENS
+from sojourn_server.models.chat_format import END_OF_MESSAGE, assistant_text
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
 """Of the environment that has the engine: the frameworks' own have none."""
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         proxy = self.server.proxy
         data = self.rfile.read(int(self.headers.get("content-length") or 0))
-        if not self.path.partition("?")[0].endswith(PATHS):
+        if not self.path.partition("?")[0].endswith(LLM_PATHS):
             self._pass_on(data)
             return
         headers = {name.lower(): value for name, value in self.headers.items()}

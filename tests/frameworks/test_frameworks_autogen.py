@@ -39,15 +39,15 @@ from autogen_core import CancellationToken, FunctionCall, SingleThreadedAgentRun
 from autogen_core.code_executor import CodeBlock, CodeExecutor, CodeResult
 from autogen_core.tools import BaseTool, FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from play_autogen import INFO, graph_with_a_condition, said
+from recorded_programs import problems, recorded_programs
+from scenarios_autogen import INFO, graph_with_a_condition, said
 from sojourn.aeg import END, START
 from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer, ToolUse
 from sojourn_integrations import autogen
-from sojourn_integrations.autogen import runs as autogen_runs
-from sojourn_integrations.autogen.graph import graph_of
-from told import problems, programs_told
+from sojourn_integrations.autogen import run_scopes as autogen_runs
+from sojourn_integrations.autogen.team_graph import graph_of
 
 pytestmark = pytest.mark.timeout(30)  # an exception of ours out of a tool would make AutoGen wait for ever
 
@@ -73,16 +73,16 @@ def nodes(server: FakeServer) -> list[str | None]:
     return [request.context.sojourn.node for request in server.requests]
 
 
-def told(server: FakeServer, kind: type) -> list[Any]:
+def recorded(server: FakeServer, kind: type) -> list[Any]:
     assert sojourn.flush(5)
     return [event for event in server.program_events() if isinstance(event, kind)]
 
 
 def only_program(server: FakeServer) -> ProgramStart:
     """Everything belongs to it, and all is as it must be."""
-    (start,) = told(server, ProgramStart)
+    (start,) = recorded(server, ProgramStart)
     assert {request.context.program_id for request in server.requests} == {start.program_id}
-    assert not problems(server, programs_told(server), [])
+    assert not problems(server, recorded_programs(server), [])
     return start
 
 
@@ -105,7 +105,7 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     await runtime.stop()
     only_program(server)
     assert nodes(server) == [None, "bob", None, "alice"]
-    assert [stop.status for stop in told(server, ToolStop)] == ["ok"]
+    assert [stop.status for stop in recorded(server, ToolStop)] == ["ok"]
     assert not autogen_runs._teams
 
 
@@ -121,7 +121,7 @@ async def test_two_teams_on_one_runtime(server: FakeServer) -> None:
     ]  # fmt: skip
     await asyncio.gather(*(team.run(task="hi") for team in teams))
     await runtime.stop()
-    starts = {start.program_id: start.name for start in told(server, ProgramStart)}
+    starts = {start.program_id: start.name for start in recorded(server, ProgramStart)}
     assert sorted(starts.values()) == ["left", "right"]
     assert len(server.requests) == 8
     for request in server.requests:
@@ -172,7 +172,7 @@ async def test_a_stream_nobody_closes_ends_its_program(server: FakeServer) -> No
     await break_off()
     gc.collect()
     await asyncio.sleep(0.01)
-    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+    assert [end.status for end in recorded(server, ProgramEnd)] == ["cancelled"]
 
 
 async def test_throwing_into_a_stream_reaches_the_agent(server: FakeServer) -> None:
@@ -197,7 +197,7 @@ async def test_throwing_into_a_stream_reaches_the_agent(server: FakeServer) -> N
             pass
 
     online(server)
-    autogen._cover([Thoughtful("alice", "a")])
+    autogen._patch_user_classes([Thoughtful("alice", "a")])
     stream = Thoughtful("alice", "a").on_messages_stream([], CancellationToken())
     assert (await stream.__anext__()).content == "one"
     assert (await stream.athrow(KeyError("x"))).chat_message.content == "two"
@@ -216,7 +216,7 @@ async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> N
     await team.run(task="hi")
     await team.reset()
     await team.run(task="hi")
-    assert len(told(server, ProgramStart)) == len(told(server, ProgramEnd)) == 2
+    assert len(recorded(server, ProgramStart)) == len(recorded(server, ProgramEnd)) == 2
     server.forget()
     with sojourn.program("conversation") as program:
         await team.run(task="hi")
@@ -224,9 +224,9 @@ async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> N
         await AssistantAgent("bob", client).run(task="check")
     assert only_program(server).name == "conversation"
     assert nodes(server) == ["alice", "alice", "bob"]
-    assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
+    assert [end.status for end in recorded(server, ProgramEnd)] == ["ok"]
     assert program.node is None
-    assert all(not report.graph.complete for report in told(server, AegReport) if report.graph)
+    assert all(not report.graph.complete for report in recorded(server, AegReport) if report.graph)
 
 
 async def test_a_program_keeps_the_graph_its_owner_gave(server: FakeServer) -> None:
@@ -234,7 +234,7 @@ async def test_a_program_keeps_the_graph_its_owner_gave(server: FakeServer) -> N
     mine = sojourn.Aeg({"alice": (), "else": ()}, [(START, "alice"), ("alice", "else")])
     with sojourn.program("mine", aeg=mine):
         await AssistantAgent("alice", llm(server)).run(task="hi")
-    assert [report.graph_hash for report in told(server, AegReport)] == [mine.hash]
+    assert [report.graph_hash for report in recorded(server, AegReport)] == [mine.hash]
 
 
 async def test_advice_around_a_run_goes_on_to_hold(server: FakeServer) -> None:
@@ -251,24 +251,24 @@ async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
     client = llm(server)
     helper = AgentTool(AssistantAgent("helper", client, description="helps"))
     await AssistantAgent("boss", client, tools=[helper], reflect_on_tool_use=True).run(task="hi")
-    boss, child = told(server, ProgramStart)
+    boss, child = recorded(server, ProgramStart)
     assert (child.parent_program_id, child.call_id) == (boss.program_id, "call-7")
     assert (boss.agent_type, child.agent_type) == ("boss", "helper")
-    inside = [start.program_id for start in told(server, ToolStart) if start.call_id == "call-7"]
+    inside = [start.program_id for start in recorded(server, ToolStart) if start.call_id == "call-7"]
     assert inside == [boss.program_id]
 
 
 async def test_turns_are_told_to_listeners_in_order(server: FakeServer) -> None:
     heard: list[str] = []
 
-    class Ears(Listener):
+    class Recorder(ProgramListener):
         def node_entered(self, program: Any, node: str) -> None:
             heard.append(node)
 
         def tool_started(self, call: Any) -> None:
             heard.append(call.tool)
 
-    ears = Ears()
+    ears = Recorder()
     add_listener(ears)
     server.script = [COUNT]
     online(server)
@@ -310,7 +310,7 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
     with pytest.raises(RuntimeError, match="list index"):  # the filter leaves no message
         await RoundRobinGroupChat([Asking("alice", client), filtered], max_turns=2).run(task="hi")
     assert nodes(server) == ["alice"]
-    assert [end.status for end in told(server, ProgramEnd)] == ["error"]
+    assert [end.status for end in recorded(server, ProgramEnd)] == ["error"]
     covered = vars(Asking)["on_messages_stream"]
     assert covered is not own
     await RoundRobinGroupChat([Asking("alice", client)], max_turns=1).run(task="hi")
@@ -328,7 +328,7 @@ async def test_a_team_that_ran_before_init(server: FakeServer) -> None:
     await team.run(task="hi")
     only_program(server)
     assert nodes(server) == ["alice"]
-    assert len(told(server, ToolStop)) == 1
+    assert len(recorded(server, ToolStop)) == 1
 
 
 # ---- failure and cancellation
@@ -340,7 +340,7 @@ async def test_a_model_that_fails(server: FakeServer) -> None:
     team = RoundRobinGroupChat([AssistantAgent("alice", llm(server, max_retries=0))], max_turns=1)
     with pytest.raises(RuntimeError, match="InternalServerError"):
         await team.run(task="hi")
-    assert [end.status for end in told(server, ProgramEnd)] == ["error"]
+    assert [end.status for end in recorded(server, ProgramEnd)] == ["error"]
     assert sojourn.stats()["requests_failed"] == 1
 
 
@@ -355,30 +355,30 @@ async def test_cancelling_a_request(server: FakeServer, by: str) -> None:
     (token if by == "token" else task).cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 10)
-    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+    assert [end.status for end in recorded(server, ProgramEnd)] == ["cancelled"]
     assert sojourn.stats()["requests_cancelled"] == 1
 
 
-class Tired(Exception):
+class InjectedFault(Exception):
     """Ours, out of our own inside."""
 
 
-def weary(*args: Any, **kwargs: Any) -> Any:
-    raise Tired
+def raise_fault(*args: Any, **kwargs: Any) -> Any:
+    raise InjectedFault
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        "runs.begin_team",
-        "runs.begin_turn",
-        "runs.begin_call",
-        "runs.end_call",
-        "runs.call_under_way",
+        "run_scopes.begin_team",
+        "run_scopes.begin_turn",
+        "run_scopes.begin_call",
+        "run_scopes.end_call",
+        "run_scopes.call_under_way",
         "graph_of",
-        "_cover",
-        "tools._copy",
-        "tools.enter",
+        "_patch_user_classes",
+        "tool_calls._copy",
+        "tool_calls.enter",
     ],
 )
 async def test_nothing_of_ours_gets_out(
@@ -400,7 +400,7 @@ async def test_nothing_of_ours_gets_out(
 
     plain = await play()
     online(server)
-    monkeypatch.setattr(f"sojourn_integrations.autogen.{broken}", weary)
+    monkeypatch.setattr(f"sojourn_integrations.autogen.{broken}", raise_fault)
     assert await asyncio.wait_for(play(), 15) == plain
     assert sojourn.current_program() is None
     assert sojourn.stats()["internal_error"] > 0
@@ -412,7 +412,7 @@ async def test_no_fault_of_a_tool_call_gets_out(
 ) -> None:
     server.script = [COUNT, "two"]
     online(server)
-    monkeypatch.setattr(sojourn.ToolCall, method, weary)
+    monkeypatch.setattr(sojourn.ToolCall, method, raise_fault)
     alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
     result = await asyncio.wait_for(alice.run(task="hi"), 15)
     assert said(result)[-1] == ("TextMessage", "alice", "two")
@@ -436,11 +436,11 @@ async def test_names_and_ids_of_ten_kilobytes(server: FakeServer, name: str) -> 
             stream=asyncio.Queue(),
         )
     assert (call.name, result.is_error) == (name, True)
-    first, second = told(server, ToolStart)
+    first, second = recorded(server, ToolStart)
     assert len(first.tool) == 64
     assert 200 < len(second.tool.encode()) < 1000
     assert name.startswith(second.tool)
-    assert [stop.status for stop in told(server, ToolStop)] == ["error", "error"]
+    assert [stop.status for stop in recorded(server, ToolStop)] == ["error", "error"]
 
 
 class Pretended(CodeExecutor):
@@ -484,8 +484,8 @@ async def test_how_code_ended(
             await computer.run(task=code)
     else:
         await computer.run(task=code)
-    assert [(start.tool, start.tool_class) for start in told(server, ToolStart)] == [("code", tool_class)]
-    assert [stop.status for stop in told(server, ToolStop)] == [status]
+    assert [(start.tool, start.tool_class) for start in recorded(server, ToolStart)] == [("code", tool_class)]
+    assert [stop.status for stop in recorded(server, ToolStop)] == [status]
 
 
 def _approve(request: Any) -> Any:
@@ -599,12 +599,12 @@ async def test_one_team_only(unpatched: FakeServer) -> None:
     assert isinstance(team, RoundRobinGroupChat)
     result = await team.run(task="hi")
     assert said(result)[-1] == ("TextMessage", "bob", "three")
-    outer, child = told(unpatched, ProgramStart)
+    outer, child = recorded(unpatched, ProgramStart)
     assert child.parent_program_id == outer.program_id
     assert nodes(unpatched) == ["alice", "alice", "bob", "helper", "bob"]
-    assert sorted(start.tool for start in told(unpatched, ToolStart)) == ["helper", "look"]
+    assert sorted(start.tool for start in recorded(unpatched, ToolStart)) == ["helper", "look"]
     assert [program.id for program in seen] == [outer.program_id]
-    assert not problems(unpatched, programs_told(unpatched), [])
+    assert not problems(unpatched, recorded_programs(unpatched), [])
     unpatched.forget()
     await AssistantAgent("stranger", llm(unpatched)).run(task="hi")
     (request,) = unpatched.requests
@@ -619,7 +619,7 @@ async def test_one_team_and_all_classes(server: FakeServer, monkeypatch: pytest.
     alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
     await sojourn.wrap(RoundRobinGroupChat([alice], max_turns=1)).run(task="hi")
     only_program(server)
-    assert len(told(server, ToolStart)) == 1
+    assert len(recorded(server, ToolStart)) == 1
     assert nodes(server) == ["alice", "alice"]
     assert len(server.requests) == 2
 
@@ -628,7 +628,7 @@ async def test_one_agent_only(unpatched: FakeServer) -> None:
     alice = sojourn.wrap(AssistantAgent("alice", llm(unpatched)))
     await alice.run(task="hi")
     assert [each async for each in alice.run_stream(task="hi")]
-    assert len(told(unpatched, ProgramEnd)) == 2
+    assert len(recorded(unpatched, ProgramEnd)) == 2
     assert nodes(unpatched) == ["alice", "alice"]
 
 
@@ -681,7 +681,7 @@ async def test_the_graph_is_told_with_its_tools(server: FakeServer, client: Any)
     alice = AssistantAgent("alice", client, tools=[count], handoffs=["bob", "user"])
     team = Swarm([alice, AssistantAgent("bob", client)], max_turns=1)
     await team.run(task="hi")
-    (report,) = told(server, AegReport)
+    (report,) = recorded(server, AegReport)
     assert {node.id: node.tools for node in report.graph.nodes} == {
         "alice": ["count", "transfer_to_bob", "transfer_to_user"],
         "bob": [],

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import sojourn
-from pieces import whole
-from plays import Model, outcome, playable
-from scenario import RETRY, ProgramFact, Scenario, ToolFact
+from scenario_modules import Model, outcome, runnable_scenarios
+from scenario_types import RETRY, ProgramFact, Scenario, ToolFact
 from scripted_engine import Engine, ScriptedEngine, get
-from sojourn.instruments import FRAMEWORKS
-from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.instrumentation import FRAMEWORKS
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import ToolUse
+from stream_pieces import join_pieces
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,7 +32,9 @@ def test_the_engine_starts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", [each for each in playable() if not each.only_fake], ids=lambda scenario: scenario.id
+    "scenario",
+    [each for each in runnable_scenarios() if not each.only_fake],
+    ids=lambda scenario: scenario.id,
 )
 def test_the_engine_knows_everything(scenario: Scenario, engine: Engine) -> None:
     plain = Model(scenario)
@@ -53,7 +55,7 @@ def test_the_engine_knows_everything(scenario: Scenario, engine: Engine) -> None
         programs = settled(engine, heard.ids, requests)
         remove_listener(heard)
         sojourn.shutdown()
-    assert whole(result) == whole(expected), "sojourn changed what the framework returns"
+    assert join_pieces(result) == join_pieces(expected), "sojourn changed what the framework returns"
     assert plain.ran_out == model.ran_out == 0, "more requests than scripted"
     if scenario.framework in FRAMEWORKS:
         assert scenario.framework in stats.instrumented
@@ -65,7 +67,7 @@ def test_the_engine_knows_everything(scenario: Scenario, engine: Engine) -> None
     check_tools(programs, scenario, model.asked)
 
 
-class Heard(Listener):
+class Heard(ProgramListener):
     """Ids of the programs that the client started."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from plays import Model
+from scenario_modules import Model
 from scripted_engine import Engine, ScriptedEngine, get
 from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import Answer, FakeServer, LlmRequest, Reply, ToolUse

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import sojourn
-from plays import Model, outcome, playable
-from scenario import Scenario
+from scenario_modules import Model, outcome, runnable_scenarios
+from scenario_types import Scenario
 from sojourn.config import Config
-from sojourn.context import NOWHERE, place
+from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer, refusing_url
 
 pytestmark = [
@@ -36,7 +36,7 @@ def chosen() -> list[Any]:
     """The first scenario of each framework and row, with the sinks it is to meet."""
     first: dict[tuple[str, str], Scenario] = {}
     seen: set[str] = set()
-    for scenario in playable():
+    for scenario in runnable_scenarios():
         first.setdefault((scenario.framework, scenario.row), scenario)
     pairs = []
     for scenario in first.values():
@@ -69,7 +69,7 @@ def play(scenario: Scenario, sink: str | None) -> tuple[Any, FakeServer, sojourn
             sojourn.init(server.url, probe_timeout_s=5)
         result = outcome(scenario, server.base_url, "tiny")
         gc.collect()
-        assert place.get() is NOWHERE
+        assert current_context.get() is NO_CONTEXT
         if sink is not None:
             sojourn.flush(0.1)
         stats = settled() if sink is not None else sojourn.stats()

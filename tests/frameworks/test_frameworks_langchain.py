@@ -16,14 +16,14 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import StructuredTool, ToolException, tool
 from langchain_core.tracers import context as tracers
-from play_langchain import ASK, ToolBroke, agent, model_at, said, tools, use
+from recorded_programs import problems, recorded_programs
+from scenarios_langchain import ASK, ToolBroke, agent, model_at, said, tools, use
 from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.naming import name_of
 from sojourn.testing import FakeServer
 from sojourn.wire import MAX_EVENT_NAME_BYTES
+from sojourn.wire_names import name_of
 from sojourn_integrations import langchain
-from sojourn_integrations.langchain.runs import MAX_ROOTS, Tree
-from told import problems, programs_told
+from sojourn_integrations.langchain.run_tree import MAX_ROOTS, RunTree
 
 OLD = version("langchain-core").startswith("1.0.")
 
@@ -41,19 +41,19 @@ def init(server: FakeServer, *script: object) -> None:
     sojourn.init(server.url, probe_timeout_s=5)
 
 
-def told(server: FakeServer):
+def recorded(server: FakeServer):
     """What arrived, checked for all that must hold."""
     assert sojourn.flush(5)
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["resolver_error"] == 0
-    programs = programs_told(server)
+    programs = recorded_programs(server)
     assert problems(server, programs, []) == []
     return programs
 
 
 def shape(server: FakeServer):
     """Programs as (name, parent's name, status, nodes, tools)."""
-    programs = told(server)
+    programs = recorded(server)
     names = {id: each.start.name for id, each in programs.items()}
     return [
         (
@@ -226,7 +226,7 @@ def test_an_agent_in_a_hand_made_tool_call_is_a_child(server: FakeServer) -> Non
     init(server, "inner")
     with sojourn.program("mine"), sojourn.tool_call("delegate", "call-7"):
         agent(server.base_url, "m").invoke(ASK)
-    programs = told(server)
+    programs = recorded(server)
     child = next(each.start for each in programs.values() if each.start.name == "agent")
     assert child.call_id == "call-7"
     assert programs[child.parent_program_id].start.name == "mine"
@@ -254,13 +254,13 @@ def test_a_program_opened_in_a_tool_is_a_child_in_that_call(server: FakeServer) 
 def test_an_opened_program_is_the_agent_too(server: FakeServer) -> None:
     init(server, "one")
     mine = sojourn.program("notebook").make().start()
-    from sojourn.context import opened
+    from sojourn.program import process_programs
 
-    opened.append(mine)
+    process_programs.append(mine)
     try:
         agent(server.base_url, "m").invoke(ASK)
     finally:
-        opened.remove(mine)
+        process_programs.remove(mine)
         mine.end()
     assert [each[0] for each in shape(server)] == ["notebook"]
 
@@ -293,7 +293,7 @@ def test_tools_of_any_name(server: FakeServer, name: str) -> None:
     init(server)
     with sojourn.program("mine"):
         assert odd.invoke({"text": "one"}) == "one"
-    told(server)
+    recorded(server)
     (start,) = [event for event in server.program_events() if isinstance(event, ToolStart)]
     assert start.tool == name_of(name)
     assert len(start.tool.encode()) <= MAX_EVENT_NAME_BYTES
@@ -303,7 +303,7 @@ def test_call_ids_are_the_models_in_parallel_with_equal_arguments(server: FakeSe
     ids = [f"call-{i}" for i in range(8)]
     init(server, [use("upper", id) for id in ids], "done")
     agent(server.base_url, "m").invoke(ASK)
-    told(server)
+    recorded(server)
     starts = [event.call_id for event in server.program_events() if isinstance(event, ToolStart)]
     assert sorted(starts) == ids
 
@@ -329,7 +329,7 @@ def test_agents_fifty_deep(server: FakeServer) -> None:
         return create_agent(model_at(server.base_url, "m"), [ask], name=f"level-{level}")
 
     make(0).invoke(ASK)
-    programs = told(server)
+    programs = recorded(server)
     assert len(programs) == depth
     parents = {each.start.name: each.start.parent_program_id for each in programs.values()}
     ids = {each.start.name: id for id, each in programs.items()}
@@ -479,7 +479,7 @@ def test_a_fault_of_ours_never_gets_out(
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(Tree, method, broken)
+    monkeypatch.setattr(RunTree, method, broken)
     assert said(agent(server.base_url, "m", middleware=[langchain.Middleware()]).invoke(ASK)) == plain
     assert said(asyncio.run(agent(server.base_url, "m").ainvoke(ASK))) == plain
     assert sojourn.stats()["internal_error"] + sojourn.stats()["resolver_error"] > 0
@@ -522,11 +522,11 @@ def test_an_unfamiliar_langchain_is_left_alone(server: FakeServer, monkeypatch: 
 
 
 def test_memory_is_bounded(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sojourn_integrations.langchain import runs
+    from sojourn_integrations.langchain import run_tree
 
     init(server)
-    monkeypatch.setattr(runs, "MAX_ROOTS", 10)
-    tree = Tree()
+    monkeypatch.setattr(run_tree, "MAX_ROOTS", 10)
+    tree = RunTree()
     for number in range(100):
         tree.chain_started(number, None, name="agent", kind=None, metadata={})
         tree.tool_started(f"t{number}", number, name="bash", call_id=f"c{number}")
@@ -540,7 +540,7 @@ def test_memory_is_bounded(server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_turn_costs_less_than_the_limit(server: FakeServer) -> None:
     """Callbacks alone, without requests: 100 µs a turn is the limit for everything."""
-    tree = Tree()
+    tree = RunTree()
     sojourn.init(server.url, probe_timeout_s=5)
     meta = {"langgraph_node": "model", "langgraph_checkpoint_ns": "model:1"}
 

@@ -18,16 +18,16 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 from langgraph.types import Command, Send, interrupt
-from play_langchain import ASK, ToolBroke, model_at, said, tools, use
-from play_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
+from recorded_programs import problems, recorded_programs
+from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
+from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
 from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
 from sojourn_integrations import langchain, langgraph
-from sojourn_integrations.langchain import conversation_ids, waiting
-from sojourn_integrations.langchain.conversation_ids import thread_program_id
-from sojourn_integrations.langchain.runs import node_path
-from told import problems, programs_told
+from sojourn_integrations.langchain import interrupted_programs, thread_program_ids
+from sojourn_integrations.langchain.run_tree import node_path
+from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ def init(server: FakeServer, *script: object) -> None:
     sojourn.init(server.url, probe_timeout_s=5)
 
 
-def told(server: FakeServer, *allowed: str):
+def recorded(server: FakeServer, *allowed: str):
     """What arrived, checked for all that must hold but for sentences with one of ``allowed`` in them."""
     assert sojourn.flush(5)
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["resolver_error"] == 0
-    programs = programs_told(server)
+    programs = recorded_programs(server)
     found = [each for each in problems(server, programs, []) if not any(text in each for text in allowed)]
     assert found == []
     return programs
@@ -203,11 +203,11 @@ def test_what_was_declared_is_what_langgraph_draws_where_that_is_exact() -> None
     graph.add_edge(["x", "sub"], "y")
     graph.add_edge("y", END)
     compiled = graph.compile()
-    drawn = compiled.get_graph(xray=True)
+    drawing = compiled.get_graph(xray=True)
     found, edges, complete = aeg(compiled)
     assert complete
-    assert {START, END, *found} == set(drawn.nodes)
-    assert edges == {(edge.source, edge.target) for edge in drawn.edges}
+    assert {START, END, *found} == set(drawing.nodes)
+    assert edges == {(edge.source, edge.target) for edge in drawing.edges}
 
 
 def test_a_sub_graph_that_begins_in_a_loop_has_no_marks_in_it() -> None:
@@ -239,7 +239,7 @@ def test_a_graph_that_cannot_be_drawn(server: FakeServer, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(langgraph, "_read", broken)
     planner(speaker(model_at(server.base_url, "m"))).invoke(HI)
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
     assert not [event for event in server.program_events() if isinstance(event, AegReport)]
 
@@ -273,7 +273,7 @@ def test_the_graph_is_told_with_the_program(server: FakeServer) -> None:
         graph.invoke(HI)
     with sojourn.program("with its own", aeg=own):
         pass
-    told(server)
+    recorded(server)
     reports = [event for event in server.program_events() if isinstance(event, AegReport)]
     expected = langgraph.graph_of(graph)
     assert [each.graph_hash for each in reports] == [expected.hash, expected.hash, own.hash]
@@ -287,13 +287,13 @@ def test_the_users_own_graph_stays(server: FakeServer) -> None:
     with sojourn.program("mine", aeg=own) as mine:
         planner(speaker(model_at(server.base_url, "m"))).invoke(HI)
         assert mine.aeg is own
-    told(server)
+    recorded(server)
 
 
 # ---- nodes
 
 
-class Nodes(Listener):
+class Nodes(ProgramListener):
     """Remembers what a listener is told."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ def test_nodes_are_told_in_order_with_requests_and_tools(server: FakeServer) -> 
     assert listened(lambda: graph.invoke(ASK)) == [
         "enter think", "ask at think", "enter tools", "tool upper", "enter think", "ask at think",
     ]  # fmt: skip
-    told(server)
+    recorded(server)
 
 
 def test_a_sub_graph_is_no_step_of_its_own(server: FakeServer) -> None:
@@ -342,7 +342,7 @@ def test_a_sub_graph_is_no_step_of_its_own(server: FakeServer) -> None:
     facts = listened(lambda: compiled.invoke(HI))
     assert facts[:2] == ["enter team:plan", "ask at team:plan"]
     assert facts[-2:] == ["enter second:plan", "ask at second:plan"]
-    told(server)
+    recorded(server)
 
 
 def test_parallel_branches_of_sub_graphs(server: FakeServer) -> None:
@@ -354,7 +354,7 @@ def test_parallel_branches_of_sub_graphs(server: FakeServer) -> None:
     graph.add_conditional_edges(START, lambda state: [Send("part", HI) for _ in range(6)], ["part"])
     graph.add_edge("part", END)
     graph.compile(name="fan").invoke(HI)
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("part:plan",) * 6
 
 
@@ -371,7 +371,7 @@ def test_the_functional_api(server: FakeServer) -> None:
         return ask(x).result() + ask(x).result()
 
     assert work.invoke("hi") == "onetwo"
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.start.name in ("work", "LangGraph")
     assert len(program.nodes) == 2
     assert len(set(program.nodes)) == 1
@@ -410,7 +410,7 @@ def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> Non
     assert not sojourn.runtime.session().heartbeats._open  # a person may take days
     time.sleep(0.02)
     graph.invoke(Command(resume="yes"), thread())
-    ((id, program),) = told(server).items()
+    ((id, program),) = recorded(server).items()
     assert program.nodes == ("plan", "plan")
     (stop,) = program.tool_stops
     assert (program.tool_starts[0].tool, program.tool_starts[0].tool_class) == ("human", "human")
@@ -430,7 +430,7 @@ def test_async_and_streamed_runs_wait_too(server: FakeServer) -> None:
         await graph.ainvoke(Command(resume="yes"), thread())
 
     asyncio.run(run())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan", "plan")
 
 
@@ -444,7 +444,7 @@ def test_breakpoints(server: FakeServer, when: str, compiled: bool) -> None:
     graph.invoke(HI, thread(), **({} if compiled else where))
     assert len(langchain.tree.waiting) == 1
     graph.invoke(None, thread())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
     assert [fact.tool for fact in program.tools] == ["human"]
 
@@ -454,7 +454,7 @@ def test_a_new_question_ends_the_wait_as_well(server: FakeServer) -> None:
     graph = planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     graph.invoke(HI, thread())
     graph.invoke({"said": ["forget it"]}, thread())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.status == "ok"
     assert len(program.tool_stops) == 1
 
@@ -471,7 +471,7 @@ def test_an_interrupt_in_a_tool_stops_the_call_until_it_runs_again(server: FakeS
     made.invoke(ASK, thread())
     result = made.invoke(Command(resume="yes"), thread())
     assert said(result)[-2:] == [("tool", "yes"), ("ai", "done")]
-    (program,) = told(server, "call-5 started 2").values()
+    (program,) = recorded(server, "call-5 started 2").values()
     calls = [(start.tool, start.call_id) for start in program.tool_starts]
     assert [tool for tool, _ in calls] == ["approve", "human", "approve"]
     assert calls[0] == calls[2] == ("approve", "call-5")
@@ -493,7 +493,7 @@ def test_a_graph_in_a_tool_waits_with_the_one_around_it(server: FakeServer) -> N
     outer.invoke(ASK, thread())
     result = outer.invoke(Command(resume="yes"), thread())
     assert said(result)[-1] == ("ai", "done")
-    programs = told(server, "started 2 and stopped 2")
+    programs = recorded(server, "started 2 and stopped 2")
     assert {each.start.name: each.nodes for each in programs.values()} == {
         "outer": ("model", "model"),
         "planner": ("plan", "plan"),
@@ -505,7 +505,7 @@ def test_a_thread_bears_one_id_over_many_runs(server: FakeServer) -> None:
     graph = planner(speaker(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     for id in ("1", "1", "2"):
         graph.invoke(HI, thread(id))
-    told(server, "2 times", "a second start", "after its end")
+    recorded(server, "2 times", "a second start", "after its end")
     first, again, other = ids(server)
     assert first == again != other
     assert sum(isinstance(event, ProgramEnd) for event in server.program_events()) == 3
@@ -517,7 +517,7 @@ def test_without_checkpointer_a_thread_id_means_nothing(server: FakeServer) -> N
     graph.invoke(HI, thread())
     graph.invoke(HI, thread())
     assert len(set(ids(server))) == 2
-    told(server)
+    recorded(server)
 
 
 def test_two_users_of_one_thread_id_never_meet(server: FakeServer) -> None:
@@ -551,7 +551,7 @@ def test_a_forked_copy_of_a_checkpointer_has_threads_of_its_own(monkeypatch: pyt
     )
     other = thread_program_id("g", 5, "1", "")  # takes no weak reference
     assert other == thread_program_id("g", 5, "1", "") != here
-    monkeypatch.setattr(conversation_ids.os, "getpid", lambda: -1)
+    monkeypatch.setattr(thread_program_ids.os, "getpid", lambda: -1)
     assert thread_program_id("g", saver, "1", "") != here
     assert thread_program_id("g", 5, "1", "") != other
     assert thread_program_id("\ud800", saver, "\ud800", "")
@@ -564,7 +564,7 @@ def test_a_handler_alone_knows_threads_by_their_metadata(server: FakeServer) -> 
     graph = graph.with_config({"callbacks": [langchain.Handler()]})
     graph.invoke(HI, thread())
     graph.invoke(Command(resume="yes"), thread())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert (program.nodes, program.status) == (("plan", "plan"), "ok")
     assert [fact.tool for fact in program.tools] == ["human"]
 
@@ -575,7 +575,7 @@ def test_a_checkpointer_given_with_the_run(server: FakeServer) -> None:
     config = {"configurable": {"thread_id": "1", "__pregel_checkpointer": InMemorySaver()}}
     graph.invoke(HI, config)
     graph.invoke(Command(resume="yes"), config)
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert (program.nodes, program.status) == (("plan", "plan"), "ok")
 
 
@@ -589,11 +589,11 @@ def test_two_runs_of_a_thread_at_once_are_two_programs(server: FakeServer) -> No
 
     asyncio.run(run())
     assert len(set(ids(server))) == 2
-    told(server)
+    recorded(server)
 
 
 def test_those_that_wait_are_bounded(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_WAITING", 3)
+    monkeypatch.setattr(interrupted_programs, "MAX_INTERRUPTED", 3)
     init(server)
     server.script = lambda request: "go on"
     graph = planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
@@ -616,7 +616,7 @@ def test_another_session_begins_the_program_anew(server: FakeServer) -> None:
     server.forget()
     init(server, "DONE")
     graph.invoke(Command(resume="yes"), thread())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan",)
     assert isinstance(server.program_events()[0], ProgramStart)
 
@@ -627,7 +627,7 @@ def test_an_interrupt_under_a_program_of_the_users_leaves_it_to_them(server: Fak
     with sojourn.program("mine"):
         graph.invoke(HI, thread())
         graph.invoke(Command(resume="yes"), thread())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert (program.start.name, program.nodes, program.tools) == ("mine", ("plan", "plan"), ())
 
 
@@ -642,7 +642,7 @@ def test_each_of_a_batch_under_a_program_is_a_child(server: FakeServer) -> None:
         graph.batch([HI, HI, HI])
     with sojourn.program("async"):
         asyncio.run(planner(async_speaker(model_at(server.base_url, "m"))).abatch([HI, HI]))
-    programs = told(server)
+    programs = recorded(server)
     mine, other = (id for id, each in programs.items() if each.start.name in ("mine", "async"))
     parents = [each.start.parent_program_id for each in programs.values() if each.start.name == "planner"]
     assert sorted(parents) == sorted([mine] * 3 + [other] * 2)
@@ -658,7 +658,7 @@ def test_a_batch_inside_a_node_makes_children_once(server: FakeServer) -> None:
     graph.add_edge(START, "spread")
     graph.add_edge("spread", END)
     graph.compile(name="outer").invoke(HI)
-    names = sorted((each.start.name, each.nodes) for each in told(server).values())
+    names = sorted((each.start.name, each.nodes) for each in recorded(server).values())
     assert names == [("outer", ()), ("planner", ("plan",)), ("planner", ("plan",))]
 
 
@@ -678,7 +678,7 @@ def test_wrap_tells_of_one_graph_without_patching(server: FakeServer) -> None:
     waiting_one.invoke(HI, thread())
     waiting_one.invoke(Command(resume="yes"), thread())
     assert sojourn.flush(5)
-    programs = [each for each in programs_told(server).values() if each.start.name == "planner"]
+    programs = [each for each in recorded_programs(server).values() if each.start.name == "planner"]
     assert [each.nodes for each in programs] == [("plan", "work", "plan"), ("plan", "plan")]
     assert all(each.status == "ok" for each in programs)
     assert sum(isinstance(event, AegReport) for event in server.program_events()) == 2
@@ -687,7 +687,7 @@ def test_wrap_tells_of_one_graph_without_patching(server: FakeServer) -> None:
 def test_wrap_beside_init_tells_everything_once(server: FakeServer) -> None:
     init(server, *SCRIPT)
     sojourn.wrap(planner(speaker(model_at(server.base_url, "m")))).invoke(HI)
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
 
 
@@ -702,7 +702,7 @@ def test_a_broken_off_async_stream_ends_its_program(server: FakeServer) -> None:
         assert len(langchain.tree) == 0
 
     asyncio.run(run())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert (program.status, program.nodes) == ("cancelled", ("plan",))
 
 
@@ -718,7 +718,7 @@ def test_closing_a_stream_ends_its_program(server: FakeServer) -> None:
         await chunks.aclose()
 
     asyncio.run(run())
-    assert [each.status for each in told(server).values()] == ["cancelled", "cancelled"]
+    assert [each.status for each in recorded(server).values()] == ["cancelled", "cancelled"]
 
 
 def test_two_streams_taken_in_turn_keep_their_programs(server: FakeServer) -> None:
@@ -732,7 +732,7 @@ def test_two_streams_taken_in_turn_keep_their_programs(server: FakeServer) -> No
         pass
     for _ in two:
         pass
-    assert [each.status for each in told(server).values()] == ["ok", "ok"]
+    assert [each.status for each in recorded(server).values()] == ["ok", "ok"]
     first, second = dict.fromkeys(ids(server))
     assert ids(server)[:4] == [first, second, first, second]
 
@@ -755,7 +755,7 @@ def test_events_of_astream_events(server: FakeServer) -> None:
         return [event["event"] async for event in graph.astream_events(HI, version="v2")]
 
     assert "on_chain_end" in asyncio.run(run())
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
 
 
@@ -766,7 +766,7 @@ def test_a_graph_that_never_ends_by_itself(server: FakeServer) -> None:
     server.script = lambda request: "go on"
     with pytest.raises(GraphRecursionError):
         planner(speaker(model_at(server.base_url, "m"))).invoke(HI, {"recursion_limit": 4})
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.status == "error"
 
 
@@ -783,7 +783,7 @@ def test_a_step_that_takes_too_long(server: FakeServer) -> None:
     graph.step_timeout = 0.3
     with pytest.raises(TimeoutError):
         asyncio.run(graph.ainvoke(ASK))
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.status == "error"
     assert [(fact.tool, fact.status) for fact in program.tools] == [("wait", "cancelled")]
 
@@ -799,7 +799,7 @@ def test_one_tool_fails_beside_two_others(server: FakeServer) -> None:
 
     with pytest.raises(ToolBroke):
         asyncio.run(tool_graph(server.base_url, "m", wait).ainvoke(ASK))
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert program.status == "error"
     status = {stop.call_id: stop.status for stop in program.tool_stops}
     assert status["c2"] == "error"
@@ -818,7 +818,7 @@ def test_a_tool_node_by_itself(server: FakeServer) -> None:
     graph.add_edge(START, "tools")
     graph.add_edge("tools", END)
     graph.compile(name="only").invoke({"messages": [AIMessage("", tool_calls=calls)]})
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert sorted(start.call_id for start in program.tool_starts) == ["c0", "c1", "c2"]
 
 
@@ -863,7 +863,7 @@ def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(langgraph, "Start"), (langchain, "running_in"), (langgraph, "graph_of")]
+    ("owner", "name"), [(langgraph, "GraphStart"), (langchain, "running_in"), (langgraph, "graph_of")]
 )
 def test_a_fault_of_ours_never_gets_out(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -890,9 +890,9 @@ def test_odd_chunks_are_no_fault(server: FakeServer) -> None:
 
     init(server)
     for chunk in (None, (), ("updates", None), {"type": "updates"}, ((), "values", 5)):
-        langgraph._look(langgraph.Start(None, None, lambda: None, None), chunk)
+        langgraph._look(langgraph.GraphStart(None, None, lambda: None, None), chunk)
     assert sojourn.stats()["internal_error"] == 0
-    langgraph._look(langgraph.Start(None, None, lambda: None, None), Odd())
+    langgraph._look(langgraph.GraphStart(None, None, lambda: None, None), Odd())
     assert sojourn.stats()["internal_error"] == 1
 
 
@@ -916,7 +916,7 @@ def test_names_of_ten_thousand_bytes(server: FakeServer) -> None:
     graph.add_edge(START, long)
     graph.add_edge(long, END)
     graph.compile(name="g" * 10_000).invoke(HI)
-    (program,) = told(server).values()
+    (program,) = recorded(server).values()
     assert long.startswith(program.nodes[0])
     assert nodes(server)[0] in langgraph.graph_of(graph.compile()).nodes
 
@@ -934,5 +934,5 @@ def test_tool_starts_are_never_lost_on_a_thousand_parallel_nodes(server: FakeSer
     graph.add_edge("part", END)
     entered = listened(lambda: asyncio.run(graph.compile(name="fan").ainvoke({"x": 1})))
     assert entered == ["enter part"] * 1000
-    told(server)
+    recorded(server)
     assert not [event for event in server.program_events() if isinstance(event, ToolStart)]

@@ -66,8 +66,8 @@ def test_what_cannot_be_merged_stays_and_costs_no_event(
         ask(server, provider, extra_body={"vllm_xargs": xargs})
     assert server.requests[0].body["vllm_xargs"] == xargs
     assert sojourn.flush(2)
-    told = [type(event).__name__ for event in server.program_events()]
-    assert told == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
+    recorded = [type(event).__name__ for event in server.program_events()]
+    assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
     assert sojourn.stats()["inject_error"] == 0
 
 
@@ -121,8 +121,8 @@ def test_events_on_attempts_that_failed_arrive_with_the_one_that_did_not(server:
             pass
         ask(server, "hosted_vllm", num_retries=3)
     assert sojourn.flush(2)
-    told = [type(event).__name__ for event in server.program_events()]
-    assert told == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
+    recorded = [type(event).__name__ for event in server.program_events()]
+    assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
 
 
 def test_functions_imported_by_name_before_are_covered() -> None:
@@ -255,11 +255,11 @@ def test_bodies_of_every_form_arrive_as_they_are(
 
 
 def test_concurrent_calls_inside_one_retrying_call_are_requests_of_their_own(server: FakeServer) -> None:
-    from sojourn.outgoing import OneRequest
+    from sojourn.outgoing_request import RetryScope
 
     async def both() -> None:
         settings: dict[str, Any] = {"api_base": server.base_url, "messages": MESSAGES}
-        with OneRequest():
+        with RetryScope():
             await asyncio.gather(*(litellm.acompletion(model="hosted_vllm/m", **settings) for _ in range(2)))
 
     server.reply_delay_s = 0.05
@@ -287,7 +287,7 @@ def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     if fetched.returncode:
         pytest.skip(f"litellm 1.83.0 is not to be had here: {fetched.stderr.strip()[-200:]}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    files = [__file__, str(Path(__file__).with_name("test_frameworks_table.py"))]
+    files = [__file__, str(Path(__file__).with_name("test_frameworks_scenarios.py"))]
     tests = [
         sys.executable,
         "-m",

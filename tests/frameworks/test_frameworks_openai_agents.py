@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import sojourn
-from agents_cast import SUM, Cast, add, cast_for, fails, named, only, run, told, waiting
+from openai_agents_fixtures import (
+    SUM,
+    OpenAIAgents,
+    add,
+    agents_for,
+    fails,
+    named,
+    only,
+    recorded,
+    run,
+    waiting,
+)
 from sojourn.events import AegReport
 from sojourn.testing import Answer, FakeServer, LlmRequest, ToolUse
 from sojourn.wire import MAX_GRAPH_NODES
@@ -32,24 +43,24 @@ async def test_an_error_of_the_model_passes_and_ends_the_program(server: FakeSer
     from openai import InternalServerError
 
     server.fail_next = 9
-    async with cast_for(server) as cast:
-        cast.model._client = cast.client.with_options(max_retries=0)
+    async with agents_for(server) as factory:
+        factory.model._client = factory.client.with_options(max_retries=0)
         with pytest.raises(InternalServerError):
-            await run(cast.agent("clerk"), "Go.", streamed=streamed)
-    program = only(told(server))
+            await run(factory.agent("clerk"), "Go.", streamed=streamed)
+    program = only(recorded(server))
     assert (program.status, program.nodes) == ("error", ("clerk",))
 
 
 async def test_cancelling_in_the_middle_of_an_answer(server: FakeServer) -> None:
     server.reply_delay_s = 30
-    async with cast_for(server) as cast:
-        task = asyncio.create_task(Runner.run(cast.agent("clerk"), "Go."))
+    async with agents_for(server) as factory:
+        task = asyncio.create_task(Runner.run(factory.agent("clerk"), "Go."))
         while not server.requests:
             await asyncio.sleep(0.002)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert only(told(server)).status == "cancelled"
+    assert only(recorded(server)).status == "cancelled"
     assert sojourn.stats()["requests_cancelled"] == 1
 
 
@@ -63,10 +74,10 @@ async def test_a_tool_that_fails_takes_its_siblings_along(server: FakeServer) ->
         raise LookupError("nothing there")
 
     server.script = [[ToolUse("wait"), ToolUse("fail")]]
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         with pytest.raises(agents.UserError, match="nothing there"):
-            await Runner.run(cast.agent("clerk", wait, fail), "Go.")
-        statuses = {tool.tool: tool.status for tool in only(told(server)).tools}
+            await Runner.run(factory.agent("clerk", wait, fail), "Go.")
+        statuses = {tool.tool: tool.status for tool in only(recorded(server)).tools}
     assert statuses == {"wait": "cancelled", "fail": "error"}
 
 
@@ -76,8 +87,8 @@ async def test_a_tripwire_is_an_error_and_its_own_run_a_child(server: FakeServer
         return Answer("fine" if "clerk" in json.dumps(request.body) else "trip")
 
     server.script = script
-    async with cast_for(server) as cast:
-        judge = cast.agent("judge")
+    async with agents_for(server) as factory:
+        judge = factory.agent("judge")
 
         @agents.input_guardrail(run_in_parallel=False)
         async def check(context: Any, agent: Any, given: Any) -> Any:
@@ -86,10 +97,10 @@ async def test_a_tripwire_is_an_error_and_its_own_run_a_child(server: FakeServer
                 output_info=None, tripwire_triggered=verdict.final_output == "trip"
             )
 
-        clerk = cast.agent("clerk", input_guardrails=[check])
+        clerk = factory.agent("clerk", input_guardrails=[check])
         with pytest.raises(agents.InputGuardrailTripwireTriggered):
             await run(clerk, "Go.", streamed=streamed)
-    programs = told(server)
+    programs = recorded(server)
     clerk_told, judge_told = named(programs, "clerk"), named(programs, "judge")
     assert (clerk_told.status, judge_told.status) == ("error", "ok")
     assert judge_told.start.parent_program_id == clerk_told.start.program_id
@@ -98,8 +109,8 @@ async def test_a_tripwire_is_an_error_and_its_own_run_a_child(server: FakeServer
 
 async def test_a_stream_nobody_reads_to_its_end_ends_once(server: FakeServer) -> None:
     server.script = [SUM, "a b c d"]
-    async with cast_for(server) as cast:
-        result = Runner.run_streamed(cast.agent("clerk", add()), "Go.")
+    async with agents_for(server) as factory:
+        result = Runner.run_streamed(factory.agent("clerk", add()), "Go.")
         stream = result.stream_events()
         async for _ in stream:
             break
@@ -107,17 +118,17 @@ async def test_a_stream_nobody_reads_to_its_end_ends_once(server: FakeServer) ->
         loop = getattr(result, "run_loop_task", None) or result._run_impl_task
         await asyncio.wait([loop])
         await asyncio.sleep(0)
-    assert only(told(server)).status in ("ok", "cancelled")
+    assert only(recorded(server)).status in ("ok", "cancelled")
 
 
 async def test_a_stream_cancelled_after_its_turn(server: FakeServer) -> None:
     server.script = [SUM, "not asked for"]
-    async with cast_for(server) as cast:
-        result = Runner.run_streamed(cast.agent("clerk", add()), "Go.")
+    async with agents_for(server) as factory:
+        result = Runner.run_streamed(factory.agent("clerk", add()), "Go.")
         async for _ in result.stream_events():
             result.cancel(mode="after_turn")
         await asyncio.sleep(0.01)
-    program = only(told(server))
+    program = only(recorded(server))
     assert (program.status, program.nodes) == ("cancelled", ("clerk",))
     assert [tool.status for tool in program.tools] == ["ok"]
 
@@ -130,11 +141,11 @@ async def test_a_tripwire_beside_the_first_answer_of_a_stream(server: FakeServer
         await asyncio.sleep(0.03)
         return agents.GuardrailFunctionOutput(output_info=None, tripwire_triggered=True)
 
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         with pytest.raises(agents.InputGuardrailTripwireTriggered):
-            await run(cast.agent("clerk", input_guardrails=[no]), "Go.", streamed=True)
+            await run(factory.agent("clerk", input_guardrails=[no]), "Go.", streamed=True)
         await asyncio.sleep(0.01)
-    assert only(told(server)).status == "error"
+    assert only(recorded(server)).status == "error"
 
 
 def test_synchronous_runs_in_threads_are_programs_of_their_own(server: FakeServer) -> None:
@@ -144,14 +155,14 @@ def test_synchronous_runs_in_threads_are_programs_of_their_own(server: FakeServe
     def one(number: int) -> None:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        cast = Cast(server.base_url, "tiny", responses=True)
-        Runner.run_sync(cast.agent(f"clerk{number}", add()), "Go.")
-        loop.run_until_complete(cast.client.close())
+        factory = OpenAIAgents(server.base_url, "tiny", responses=True)
+        Runner.run_sync(factory.agent(f"clerk{number}", add()), "Go.")
+        loop.run_until_complete(factory.client.close())
         loop.close()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(one, range(8)))
-    programs = told(server)
+    programs = recorded(server)
     assert sorted(str(each.nodes) for each in programs.values()) == [
         str((f"clerk{number}",) * 2) for number in range(8)
     ]
@@ -163,12 +174,12 @@ def test_synchronous_runs_in_threads_are_programs_of_their_own(server: FakeServe
 
 async def test_an_explicit_program_is_the_run(server: FakeServer) -> None:
     server.script = [SUM, "5", "6"]
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         with sojourn.program("mine") as program:
-            await Runner.run(cast.agent("clerk", add()), "Go.")
-            await Runner.run(cast.agent("scribe"), "Go on.")
+            await Runner.run(factory.agent("clerk", add()), "Go.")
+            await Runner.run(factory.agent("scribe"), "Go on.")
             assert program.is_open
-    mine = only(told(server))
+    mine = only(recorded(server))
     assert (mine.start.name, mine.status, mine.nodes) == ("mine", "ok", ("clerk", "clerk", "scribe"))
     assert [tool.tool for tool in mine.tools] == ["add"]
 
@@ -185,11 +196,11 @@ async def test_two_runs_at_once_in_one_program_keep_their_nodes_apart(server: Fa
         await asyncio.sleep(0.01)
         return "so"
 
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         names = ("one", "two", "three")
         with sojourn.program("mine"):
-            await asyncio.gather(*(Runner.run(cast.agent(name, pause), name) for name in names))
-    mine = only(told(server, in_order=False))
+            await asyncio.gather(*(Runner.run(factory.agent(name, pause), name) for name in names))
+    mine = only(recorded(server, in_order=False))
     assert len(mine.requests) == 6
     for request in mine.requests:
         assert request.context is not None
@@ -198,9 +209,9 @@ async def test_two_runs_at_once_in_one_program_keep_their_nodes_apart(server: Fa
 
 
 async def test_two_runs_at_once_are_two_programs(server: FakeServer) -> None:
-    async with cast_for(server) as cast:
-        await asyncio.gather(*(Runner.run(cast.agent(name), name) for name in ("one", "two")))
-    programs = told(server)
+    async with agents_for(server) as factory:
+        await asyncio.gather(*(Runner.run(factory.agent(name), name) for name in ("one", "two")))
+    programs = recorded(server)
     assert {name: named(programs, name).nodes for name in ("one", "two")} == {
         "one": ("one",),
         "two": ("two",),
@@ -208,10 +219,10 @@ async def test_two_runs_at_once_are_two_programs(server: FakeServer) -> None:
 
 
 async def test_a_run_inside_a_tool_call_is_its_child(server: FakeServer) -> None:
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         with sojourn.program("mine"), sojourn.tool_call("delegate", "call-9"):
-            await Runner.run(cast.agent("clerk"), "Go.")
-    programs = told(server)
+            await Runner.run(factory.agent("clerk"), "Go.")
+    programs = recorded(server)
     clerk = named(programs, "clerk")
     assert clerk.start.parent_program_id == named(programs, "mine").start.program_id
     assert clerk.start.call_id == "call-9"
@@ -225,10 +236,10 @@ async def test_parallel_agents_as_tools_know_their_calls(server: FakeServer) -> 
         return "done" if "call_b" in text else [ToolUse("ask", {"input": str(n)}, f"call_{n}") for n in "abc"]
 
     server.script = script
-    async with cast_for(server) as cast:
-        ask = cast.agent("expert").as_tool(tool_name="ask", tool_description="Asks.")
-        await Runner.run(cast.agent("desk", ask), "Go.")
-    programs = told(server)
+    async with agents_for(server) as factory:
+        ask = factory.agent("expert").as_tool(tool_name="ask", tool_description="Asks.")
+        await Runner.run(factory.agent("desk", ask), "Go.")
+    programs = recorded(server)
     desk = named(programs, "desk")
     children = [each for each in programs.values() if each is not desk]
     assert sorted(str(each.start.call_id) for each in children) == ["call_a", "call_b", "call_c"]
@@ -240,11 +251,11 @@ async def test_parallel_agents_as_tools_know_their_calls(server: FakeServer) -> 
 async def test_an_agent_as_tool_that_streams(server: FakeServer) -> None:
     server.script = [ToolUse("ask", {"input": "go"}), SUM, "five", "done"]
     kinds: list[str] = []
-    async with cast_for(server) as cast:
-        expert = cast.agent("expert", add())
+    async with agents_for(server) as factory:
+        expert = factory.agent("expert", add())
         ask = expert.as_tool("ask", "Asks.", on_stream=lambda event: kinds.append(event["event"].type))
-        await Runner.run(cast.agent("desk", ask), "Go.")
-    programs = told(server)
+        await Runner.run(factory.agent("desk", ask), "Go.")
+    programs = recorded(server)
     assert "raw_response_event" in kinds
     assert named(programs, "expert").start.parent_program_id == named(programs, "desk").start.program_id
     assert named(programs, "expert").nodes == ("expert", "expert")
@@ -258,7 +269,9 @@ async def test_what_a_tool_asks_of_the_model_belongs_to_the_run(server: FakeServ
         """Asks by itself."""
         program = sojourn.current_program()
         seen.append(program.id if program else None)
-        await cast.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "?"}])
+        await factory.client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "?"}]
+        )
         return "so"
 
     @agents.function_tool
@@ -269,10 +282,10 @@ async def test_what_a_tool_asks_of_the_model_belongs_to_the_run(server: FakeServ
         return "so"
 
     server.script = [[ToolUse("think"), ToolUse("sync")], "hm", "done"]
-    async with cast_for(server) as cast:
-        await Runner.run(cast.agent("clerk", think, sync), "Go.")
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", think, sync), "Go.")
         assert sojourn.current_program() is None
-    program = only(told(server))
+    program = only(recorded(server))
     assert program.nodes == ("clerk",) * 3
     assert seen == [program.start.program_id] * 2
 
@@ -288,9 +301,9 @@ async def test_two_hundred_tools_at_once(server: FakeServer) -> None:
         return "empty"
 
     server.script = [[ToolUse("look", {"place": n}, f"call_{n}") for n in range(200)], "done"]
-    async with cast_for(server) as cast:
-        await Runner.run(cast.agent("clerk", look), "Go.")
-    program = only(told(server, in_order=False))
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", look), "Go.")
+    program = only(recorded(server, in_order=False))
     assert {start.call_id for start in program.tool_starts} == {f"call_{n}" for n in range(200)}
     assert {tool.status for tool in program.tools} == {"ok"}
 
@@ -300,20 +313,20 @@ async def test_strange_names_of_tools_and_agents(server: FakeServer, name: str) 
     tool = add()
     tool.name = name
     server.script = [ToolUse(name, {"a": 1, "b": 2}), "done"]
-    async with cast_for(server) as cast:
-        await Runner.run(cast.agent(name, tool), "Go.")
-    program = only(told(server))
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent(name, tool), "Go.")
+    program = only(recorded(server))
     assert name.startswith(program.tools[0].tool)
     assert all(node is not None and name.startswith(node) for node in program.nodes)
 
 
 async def test_a_failure_function_of_the_users_own(server: FakeServer) -> None:
     server.script = [[ToolUse("fails")], "done"]
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         tool = fails(failure_error_function=lambda context, error: f"sorry: {error}")
-        result = await Runner.run(cast.agent("clerk", tool), "Go.")
+        result = await Runner.run(factory.agent("clerk", tool), "Go.")
     assert "sorry: nothing there" in str(result.to_input_list())
-    assert only(told(server)).tools[0].status == "error"
+    assert only(recorded(server)).tools[0].status == "error"
 
 
 async def test_a_shell_tool_is_classed_by_its_command(server: FakeServer) -> None:
@@ -323,9 +336,9 @@ async def test_a_shell_tool_is_classed_by_its_command(server: FakeServer) -> Non
         return "secret output"
 
     server.script = [[ToolUse("bash", {"command": "cd /srv && pytest -k token_123"})], "done"]
-    async with cast_for(server) as cast:
-        await Runner.run(cast.agent("clerk", bash), "Go.")
-    assert only(told(server)).tools[0].tool_class == "pytest"
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", bash), "Go.")
+    assert only(recorded(server)).tools[0].tool_class == "pytest"
     batches = b"".join(bytes(raw) for batch in server.batches for raw in batch.events)
     assert b"token_123" not in batches
 
@@ -340,13 +353,13 @@ async def test_a_tool_that_takes_too_long(server: FakeServer, raises: bool) -> N
         return "so"
 
     server.script = [ToolUse("sleep"), "done"]
-    async with cast_for(server) as cast:
+    async with agents_for(server) as factory:
         if raises:
             with pytest.raises(agents.ToolTimeoutError):
-                await Runner.run(cast.agent("clerk", sleep), "Go.")
+                await Runner.run(factory.agent("clerk", sleep), "Go.")
         else:
-            await Runner.run(cast.agent("clerk", sleep), "Go.")
-    program = only(told(server))
+            await Runner.run(factory.agent("clerk", sleep), "Go.")
+    program = only(recorded(server))
     assert program.tools[0].status == "timeout"
     assert program.status == ("error" if raises else "ok")
 
@@ -400,25 +413,25 @@ def test_a_graph_that_cannot_be_sent_is_left_out() -> None:
 
 async def test_agents_of_one_name_are_one_node(server: FakeServer) -> None:
     server.script = [ToolUse("transfer_to_twin"), "done"]
-    async with cast_for(server) as cast:
-        second = cast.agent("twin", add())
-        await Runner.run(cast.agent("twin", fails(), handoffs=[second]), "Go.")
-    assert only(told(server)).nodes == ("twin", "twin")
+    async with agents_for(server) as factory:
+        second = factory.agent("twin", add())
+        await Runner.run(factory.agent("twin", fails(), handoffs=[second]), "Go.")
+    assert only(recorded(server)).nodes == ("twin", "twin")
     (report,) = (event for event in server.program_events() if isinstance(event, AegReport))
     assert [(node.id, node.tools) for node in report.graph.nodes] == [("twin", ["add", "fails"])]
 
 
 async def test_an_agent_without_a_name_is_told_of_all_the_same(server: FakeServer) -> None:
-    async with cast_for(server) as cast:
-        await Runner.run(cast.agent(""), "Go.")
-    assert only(told(server)).status == "ok"
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent(""), "Go.")
+    assert only(recorded(server)).status == "ok"
 
 
 async def test_the_graph_is_told_once_for_all_runs(server: FakeServer) -> None:
-    async with cast_for(server) as cast:
-        desk = cast.agent("desk", handoffs=[cast.agent("expert")])
+    async with agents_for(server) as factory:
+        desk = factory.agent("desk", handoffs=[factory.agent("expert")])
         for _ in range(3):
             await Runner.run(desk, "Go.")
-    assert len(told(server)) == 3
+    assert len(recorded(server)) == 3
     graphs = [event for event in server.program_events() if isinstance(event, AegReport)]
     assert [event.graph is not None for event in graphs] == [True, False, False]

@@ -21,11 +21,11 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from play_autogen import INFO
+from recorded_programs import recorded_programs
+from scenarios_autogen import INFO
 from sojourn.testing import FakeServer, ToolUse
 from sojourn_integrations.otel.export import export_spans
 from sojourn_integrations.otel.source import SojournSpanProcessor
-from told import programs_told
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -66,9 +66,9 @@ async def fail(text: str) -> int:
     raise ValueError(text)
 
 
-def told(server: FakeServer):
+def recorded(server: FakeServer):
     assert sojourn.flush(2)
-    return [each for each in programs_told(server).values() if each.start.name is not None]
+    return [each for each in recorded_programs(server).values() if each.start.name is not None]
 
 
 def test_one_agent_and_its_tool(server, spans_only):
@@ -79,7 +79,7 @@ def test_one_agent_and_its_tool(server, spans_only):
         await agent.run(task="how long is hi?")
 
     asyncio.run(play())
-    (program,) = told(server)
+    (program,) = recorded(server)
     assert (program.start.name, program.start.agent_type, program.status) == ("solo", "solo", "ok")
     assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
     assert program.tool_starts[0].call_id.startswith("call_")
@@ -95,7 +95,7 @@ def test_a_tool_that_raises(server, spans_only):
         await agent.run(task="go")
 
     asyncio.run(play())
-    (program,) = told(server)
+    (program,) = recorded(server)
     assert [(tool.tool, tool.status) for tool in program.tools] == [("fail", "error")]
     assert program.status == "ok"
 
@@ -112,7 +112,7 @@ def test_an_agent_as_a_tool_is_a_child(server, spans_only):
         await boss.run(task="go")
 
     asyncio.run(play())
-    boss, helper = told(server)
+    boss, helper = recorded(server)
     assert (boss.start.name, helper.start.name) == ("boss", "helper")
     assert (helper.start.parent_program_id, helper.start.call_id) == (boss.start.program_id, "call_1")
     assert (len(boss.requests), len(helper.requests)) == (2, 1)
@@ -137,7 +137,7 @@ def test_a_team_inside_one_span_is_one_program_with_its_agents_as_nodes(server, 
             await run_team(server)
 
     asyncio.run(play())
-    (program,) = told(server)
+    (program,) = recorded(server)
     assert program.nodes == ("first", "first", "second", "first", "second")
     assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
     assert (program.start.name, program.status, program.late) == ("run_team", "ok", [])
@@ -147,7 +147,7 @@ def test_a_team_without_one_is_a_program_for_each_turn_of_an_agent(server, spans
     """AutoGen's runtime begins a new trace with every message: nothing in the spans ties them together."""
     server.script = TEAM
     asyncio.run(run_team(server))
-    assert [program.start.name for program in told(server)] == ["first", "second", "first", "second"]
+    assert [program.start.name for program in recorded(server)] == ["first", "second", "first", "second"]
     assert all(request.context.program_id for request in server.requests)
 
 
@@ -163,7 +163,7 @@ def test_a_cancelled_agent(server, spans_only):
             await task
 
     asyncio.run(play())
-    (program,) = told(server)
+    (program,) = recorded(server)
     assert program.status == "cancelled"
 
 
@@ -179,7 +179,7 @@ def test_with_the_adapter_at_work_the_spans_say_nothing_twice(server, provider):
     try:
         asyncio.run(run_team(server))
         sojourn.flush(2)
-        (program,) = programs_told(server).values()
+        (program,) = recorded_programs(server).values()
         assert program.nodes == ("first", "first", "second", "first", "second")
         assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
         assert not processor._spans

@@ -9,13 +9,13 @@ from typing import Annotated, Any, TypedDict
 
 import pytest
 import sojourn
-import wandering
+import stochastic_agent
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 from sojourn import runtime
 from sojourn.events import AegReport
 from sojourn.learning.advisor import Advisor
-from sojourn.observe import remove_listener
+from sojourn.listeners import remove_listener
 from sojourn.testing import FakeServer
 
 KIND = "wanderer"
@@ -23,7 +23,7 @@ SEEN = HELD_BACK = 30
 
 
 class State(TypedDict):
-    now: wandering.State
+    now: stochastic_agent.State
     path: Annotated[list[str], operator.add]
 
 
@@ -35,7 +35,7 @@ def wanderer(base_url: str, random: Random) -> Any:
         def work(state: State) -> dict[str, Any]:
             if name != "check":
                 model.invoke("go on")
-            return {"now": wandering.step(state["now"], random), "path": [name]}
+            return {"now": stochastic_agent.step(state["now"], random), "path": [name]}
 
         return work
 
@@ -43,7 +43,7 @@ def wanderer(base_url: str, random: Random) -> Any:
         return state["now"].node
 
     graph = StateGraph(State)
-    for name in wandering.NODES:
+    for name in stochastic_agent.NODES:
         graph.add_node(name, node(name))
         graph.add_conditional_edges(name, route)
     graph.add_edge(START, "plan")
@@ -54,7 +54,7 @@ def wanderer(base_url: str, random: Random) -> Any:
 
 def run(graph: Any, random: Random) -> list[str]:
     """The nodes it visited, as it says itself."""
-    begin = wandering.step(wandering.State(), random)
+    begin = stochastic_agent.step(stochastic_agent.State(), random)
     return graph.invoke({"now": begin, "path": []}, {"recursion_limit": 100})["path"]
 
 
@@ -76,12 +76,12 @@ def learned():
             remove_listener(advisor)  # from here on it learns no more
             unseen = [run(graph, random) for _ in range(HELD_BACK)]
             assert sojourn.flush(5)
-            told = [event for event in server.program_events() if isinstance(event, AegReport)]
+            recorded = [event for event in server.program_events() if isinstance(event, AegReport)]
             faults = {name: sojourn.stats()[name] for name in ("internal_error", "listener_error")}
             requests = list(server.requests)
             sojourn.shutdown()
         assert not any(faults.values()), faults
-        found.append((advisor, seen, unseen, told, requests))
+        found.append((advisor, seen, unseen, recorded, requests))
     return found
 
 
@@ -101,11 +101,14 @@ def test_the_next_node_is_known_87_times_in_a_hundred_after_thirty_runs(learned)
         def ours(history: list[str], advisor: Advisor = advisor) -> str:
             return advisor.transitions.predict(KIND, history)[0][0]
 
-        chain = wandering.FirstOrderChain(
-            [[wandering.State(), *map(wandering.State, path), wandering.State(END)] for path in seen]
+        chain = stochastic_agent.FirstOrderChain(
+            [
+                [stochastic_agent.State(), *map(stochastic_agent.State, path), stochastic_agent.State(END)]
+                for path in seen
+            ]
         )
         assert hits(ours, unseen) >= 0.87
-        simple = hits(lambda history, of=chain: of(wandering.State((START, *history)[-1])), unseen)
+        simple = hits(lambda history, of=chain: of(stochastic_agent.State((START, *history)[-1])), unseen)
         assert simple < hits(ours, unseen)
 
 
@@ -116,11 +119,11 @@ def test_what_was_seen_is_what_the_graph_did(learned):
 
 
 def test_what_untyped_routers_hide_is_told_once_it_was_seen(learned):
-    for _, seen, _, told, _ in learned:
-        spelt_out = [event.graph for event in told if event.graph is not None]
+    for _, seen, _, recorded, _ in learned:
+        spelt_out = [event.graph for event in recorded if event.graph is not None]
         first, last = spelt_out[0], spelt_out[-1]
-        drawn = {(edge.source, edge.target) for edge in first.edges}
-        assert ("act", "check") not in drawn
+        drawing = {(edge.source, edge.target) for edge in first.edges}
+        assert ("act", "check") not in drawing
         assert not first.complete
         known = {(edge.source, edge.target): edge.probability for edge in last.edges}
         assert ("act", END) not in known  # as LangGraph draws it

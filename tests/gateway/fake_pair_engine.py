@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fake_engine import FakeEngine
-from gateway_world import World, served, until
-from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.http.app import GatewayOptions
-from sojourn_server.gateway.http.tenants import Tenants
-from sojourn_server.gateway.pd.facts import Role
-from sojourn_server.gateway.pd.standalone import POLICY, build_pairs
+from gateway_harness import World, served, until
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.routing.routing_events import PairRole
+from sojourn_server.routing.routing_from_preset import PAIR_POLICY
+from sojourn_server.routing.routing_limits import RoutingLimits
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 class PairEngine(FakeEngine):
     """Does what it is asked for: a prompt, of which it says where its KV is, or an answer."""
 
-    def __init__(self, role: Role, node: str | None = None, **options: Any) -> None:
+    def __init__(self, role: PairRole, node: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.role = role
         self.node = node
@@ -105,8 +106,8 @@ class PairEngine(FakeEngine):
 @asynccontextmanager
 async def pair_engines(prefill: int, decode: int) -> AsyncIterator[tuple[list[PairEngine], list[PairEngine]]]:
     """So many of each role, running."""
-    engines = [PairEngine(Role.PREFILL) for _ in range(prefill)] + [
-        PairEngine(Role.DECODE) for _ in range(decode)
+    engines = [PairEngine(PairRole.PREFILL) for _ in range(prefill)] + [
+        PairEngine(PairRole.DECODE) for _ in range(decode)
     ]
     for engine in engines:
         await engine.start()
@@ -125,17 +126,17 @@ async def gateway_of(
     *,
     taken: int | None = None,
     tenants: dict[str, str] | None = None,
-    limits: CoreLimits | None = None,
+    limits: RoutingLimits | None = None,
     poll_s: float = 0.05,
     read_side: str = "shorter",
     **options: Any,
 ) -> AsyncIterator[World]:
     """A gateway before them, which knows ``taken`` of them, or all."""
-    gateway, app = build_pairs(
+    gateway, app = build_prefill_decode_gateway(
         [engine.url for engine in prefill],
         [engine.url for engine in decode],
-        Tenants(tenants),
-        GatewayOptions(policy=POLICY, **options),
+        TenantKeys(tenants),
+        GatewayOptions(policy=PAIR_POLICY, **options),
         read_side=read_side,
         limits=limits,
         poll_s=poll_s,
@@ -144,7 +145,7 @@ async def gateway_of(
         expected = len(prefill) + len(decode) if taken is None else taken
 
         async def all_known() -> bool:
-            return len(await gateway.decider.replicas()) == expected
+            return len(await gateway.routing_backend.replicas()) == expected
 
         await until(all_known)
         yield made
@@ -161,4 +162,4 @@ async def pairs(
 
 def core_of(world: World) -> Any:
     """The core behind a gateway of pairs."""
-    return world.gateway.decider.core  # type: ignore[attr-defined]
+    return world.gateway.routing_backend.core  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine_process import SlowEngine
 from fake_pair_engine import PairEngine
-from sojourn_server.gateway.pd.facts import Role
+from sojourn_server.routing.routing_events import PairRole
 
 
 class SlowPairEngine(SlowEngine, PairEngine):
@@ -21,7 +21,7 @@ class SlowPairEngine(SlowEngine, PairEngine):
 
 async def main(port: int, role: str) -> None:
     """Until SIGTERM."""
-    engine = SlowPairEngine(Role(role))
+    engine = SlowPairEngine(PairRole(role))
     engine.port = port
     engine.epoch = f"e{os.getpid()}"
     engine.queued_s = 0.25

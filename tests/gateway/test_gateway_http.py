@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, engines
-from gateway_world import World, lines, until, world
-from sojourn_server.gateway.core import facts
-from sojourn_server.gateway.core.from_preset import core_of
-from sojourn_server.gateway.core.limits import CoreLimits
-from sojourn_server.gateway.http import anywhere, bodies, census, headers
-from sojourn_server.gateway.http.apis import Api
-from sojourn_server.gateway.http.bodies import Bodies
-from sojourn_server.gateway.http.decider import LocalDecider
-from sojourn_server.gateway.http.sizes import PromptSizes
-from sojourn_server.gateway.http.watch import Watch
-from sojourn_server.policy.cluster_preset import parse_cluster_preset
+from gateway_harness import World, lines, until, world
+from sojourn_server.gateway.http import any_engine_routes, proxy_headers, request_bodies, residency_tracker
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.engine_monitor import EngineMonitor
+from sojourn_server.gateway.http.prompt_size_estimator import PromptSizeEstimator
+from sojourn_server.gateway.http.request_bodies import BodyBudget
+from sojourn_server.gateway.http.routing_backend import LocalRoutingBackend
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.routing_from_preset import build_routing_core
+from sojourn_server.routing.routing_limits import RoutingLimits
 
 IN_TURN = 'routing = "round-robin"'
 
@@ -183,7 +183,7 @@ async def test_an_engine_whose_core_is_dead_counts_as_lost() -> None:
 
 
 async def test_a_connection_that_closed_while_idle_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.gateway.http.engines.LONG_IDLE_S", 0.0)
+    monkeypatch.setattr("sojourn_server.gateway.http.engine_client.STALE_CONNECTION_S", 0.0)
     async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
@@ -194,7 +194,7 @@ async def test_a_connection_that_closed_while_idle_is_no_loss(monkeypatch: pytes
 
 
 async def test_when_no_engine_answers_the_request_says_so_and_when_to_come_back() -> None:
-    limits = CoreLimits(wait_s=0.3)
+    limits = RoutingLimits(wait_s=0.3)
     async with engines(2) as fakes, world(fakes, limits=limits) as it:
         for fake in fakes:
             await fake.kill()
@@ -206,14 +206,14 @@ async def test_when_no_engine_answers_the_request_says_so_and_when_to_come_back(
 
 
 async def test_a_slow_replica_is_probed_and_keeps_its_programs() -> None:
-    limits = CoreLimits(lease_s=0.2)
+    limits = RoutingLimits(lease_s=0.2)
     async with engines(2) as fakes, world(fakes, limits=limits) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         slow = next(fake for fake in fakes if fake.name == home)
         slow.silent = True
 
         async def suspected() -> bool:
-            states = await it.gateway.decider.replicas()
+            states = await it.gateway.routing_backend.replicas()
             return any(s.replica == home and s.health == "suspect" for s in states)
 
         await until(suspected)
@@ -231,7 +231,7 @@ async def test_a_client_that_goes_away_stops_its_request() -> None:
         await until(lambda: fakes[0].gave_up == 1)
 
         async def nothing_in_flight() -> bool:
-            return all(state.in_flight == 0 for state in await it.gateway.decider.replicas())
+            return all(state.in_flight == 0 for state in await it.gateway.routing_backend.replicas())
 
         await until(nothing_in_flight)
 
@@ -286,7 +286,7 @@ async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_p
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "EVERY_S", 0.02)
+    monkeypatch.setattr(residency_tracker, "RESIDENCY_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
@@ -301,14 +301,14 @@ async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.Mo
         assert (await it.chat("p")).status == 200
 
 
-async def test_an_engine_that_tells_nothing_of_itself_for_a_moment_is_still_the_same() -> None:
+async def test_an_engine_without_a_description_for_a_moment_is_the_same() -> None:
     async with engines(1) as fakes, world(fakes, poll_s=0.02) as it:
         await it.chat("p")
-        before = (await it.gateway.decider.replicas())[0].instance
+        before = (await it.gateway.routing_backend.replicas())[0].instance
         fakes[0].no_metrics = True
         seen = fakes[0].looked_at
         await until(lambda: fakes[0].looked_at > seen + 2)
-        assert (await it.gateway.decider.replicas())[0].instance == before
+        assert (await it.gateway.routing_backend.replicas())[0].instance == before
         assert await it.home("p") == fakes[0].name
 
 
@@ -317,8 +317,8 @@ async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         ill = next(fake for fake in fakes if fake.name == home)
         ill.healthy = False
-        watch = it.gateway.watch
-        assert isinstance(watch, Watch)
+        watch = it.gateway.monitor
+        assert isinstance(watch, EngineMonitor)
         await watch.look()
         assert await it.home("p") == home
         ill.healthy = True
@@ -330,7 +330,7 @@ async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
         assert await it.home("p") is None
 
 
-async def test_an_answers_own_text_says_nothing_of_its_engine() -> None:
+async def test_an_answers_text_is_not_taken_for_an_engine_error() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         fakes[0].first_event = 'data: {"choices": [{"text": "EngineDeadError"}]}\n\n'
         answer = await it.chat("p", stream=True)
@@ -386,7 +386,7 @@ async def test_headers_of_an_answer_are_there_once_and_bytes_of_ids_stay_what_th
         assert dict(fakes[0].raw_headers[-1])[b"x-session-id"] == b"pr\xc3\xb6g"
 
 
-async def test_what_is_not_served_says_whose_word_that_is() -> None:
+async def test_an_unknown_route_is_marked_as_the_gateways_answer() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         for method, path, status in (
             ("GET", "/reset_prefix_cache", 404),
@@ -407,37 +407,39 @@ async def test_a_last_turn_that_was_refused_is_not_the_end() -> None:
 
 
 async def test_an_engine_that_hangs_holds_up_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anywhere, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(any_engine_routes, "TIMEOUT_S", 0.2)
     async with engines(2) as fakes, world(fakes) as it:
         fakes[0].tokenizes_never = True
         async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
             assert (await answer.json())["tokens"] == [1, 2, 3]
 
 
-def test_what_is_told_while_something_is_told_comes_after_it() -> None:
-    core = core_of(parse_cluster_preset('routing = "round-robin"', source="x"), CoreLimits(lease_s=1.0))
-    decider = LocalDecider(core, clock=lambda: 0.0)
+def test_events_reported_during_an_event_come_after_it() -> None:
+    core = build_routing_core(
+        parse_cluster_preset('routing = "round-robin"', source="x"), RoutingLimits(lease_s=1.0)
+    )
+    routing_backend = LocalRoutingBackend(core, clock=lambda: 0.0)
     took: list[str] = []
 
-    def decided(action: facts.AnyAction) -> None:
+    def decided(action: routing_events.AnyRoutingAction) -> None:
         took.append(type(action).__name__)
-        if isinstance(action, facts.Send):
-            decider.tell(facts.ReplicaGone("a", "1"))
+        if isinstance(action, routing_events.SendRequest):
+            routing_backend.tell(routing_events.ReplicaGone("a", "1"))
             took.append("told")
 
-    decider.on_decided = decided
-    decider.tell(facts.ReplicaSeen("a", "1", 1000))
-    ticket = decider.open(facts.Asked("r", "t", 10))
-    assert took[:2] == ["Send", "told"]
-    assert isinstance(ticket._decisions[0], facts.Send)
+    routing_backend.on_request_decision = decided
+    routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
+    request_state = routing_backend.open(routing_events.RequestReceived("r", "t", 10))
+    assert took[:2] == ["SendRequest", "told"]
+    assert isinstance(request_state._decisions[0], routing_events.SendRequest)
 
 
-def test_a_core_that_fails_refuses_and_leaves_nobody_waiting() -> None:
-    core = core_of(parse_cluster_preset('routing = "round-robin"', source="x"))
-    decider = LocalDecider(core, clock=lambda: 0.0)
+def test_a_failing_core_rejects_and_leaves_no_request_waiting() -> None:
+    core = build_routing_core(parse_cluster_preset('routing = "round-robin"', source="x"))
+    routing_backend = LocalRoutingBackend(core, clock=lambda: 0.0)
     core.take = None  # type: ignore[assignment]
-    refused = decider.open(facts.Asked("r", "t", 10))._decisions[0]
-    assert isinstance(refused, facts.Refuse)
+    refused = routing_backend.open(routing_events.RequestReceived("r", "t", 10))._decisions[0]
+    assert isinstance(refused, routing_events.RejectRequest)
     assert refused.status == 500
 
 
@@ -447,10 +449,10 @@ def test_a_core_that_fails_refuses_and_leaves_nobody_waiting() -> None:
 @pytest.mark.parametrize(
     ("body", "headers", "status", "told"),
     [
-        (b"{", {}, 400, "no request of /v1/chat/completions"),
+        (b"{", {}, 400, "not a request of /v1/chat/completions"),
         (b"[]", {}, 400, "Expected `object`"),
         (b'{"model": 3}', {}, 400, "$.model"),
-        (b"\xff", {}, 400, "no request"),
+        (b"\xff", {}, 400, "not a request"),
         (b"{}", {"Content-Encoding": "gzip"}, 415, "compressed"),
         (b'{"x": "' + b"a" * 3000 + b'"}', {}, 413, "larger than 2000"),
     ],
@@ -477,10 +479,10 @@ async def test_a_prompt_longer_than_any_replica_computes_is_refused() -> None:
 
 async def test_too_many_waiting_are_turned_away() -> None:
     gated = 'routing = "session-affinity"\nsend_below_load = 0.001'
-    async with engines(1) as fakes, world(fakes, preset=gated, limits=CoreLimits(most_waiting=1)) as it:
+    async with engines(1) as fakes, world(fakes, preset=gated, limits=RoutingLimits(most_waiting=1)) as it:
         fakes[0].hold = asyncio.Event()
         asking = [asyncio.ensure_future(it.chat(text="x" * 2000)) for _ in range(2)]
-        await until(lambda: it.gateway.decider.core.waiting == 1)  # type: ignore[attr-defined]
+        await until(lambda: it.gateway.routing_backend.core.waiting == 1)  # type: ignore[attr-defined]
         answer = await it.chat()
         assert answer.status == 429
         assert "Retry-After" in answer.headers
@@ -498,10 +500,10 @@ def raw_request(it: World, body: bytes, length: int) -> bytes:
 async def test_a_body_that_drips_is_given_up_though_some_of_it_comes_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(bodies, "LEAST_BYTES_PER_S", 1000)
+    monkeypatch.setattr(request_bodies, "BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(request_bodies, "MIN_BYTES_PER_S", 1000)
     async with engines(1) as fakes, world(fakes) as it:
-        held = it.gateway.relay.bodies
+        held = it.gateway.generation.bodies
         reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
         writer.write(raw_request(it, b"{", 1000))
 
@@ -573,8 +575,8 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        core = it.gateway.decider.core  # type: ignore[attr-defined]
-        for place, name in ((headers, "onwards"), (PromptSizes, "tokens")):
+        core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
+        for place, name in ((proxy_headers, "engine_request_headers"), (PromptSizeEstimator, "tokens")):
             with monkeypatch.context() as patched:
                 patched.setattr(place, name, lambda *args, **more: 1 / 0)
                 answer = await it.chat("p")
@@ -588,7 +590,7 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
 
 async def test_an_answer_that_cannot_be_written_is_in_the_books_all_the_same() -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        app = it.gateway.relay.route(Api.CHAT)
+        app = it.gateway.generation.route(ClientApi.CHAT)
         asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
 
         async def receive() -> Any:
@@ -597,7 +599,7 @@ async def test_an_answer_that_cannot_be_written_is_in_the_books_all_the_same() -
         async def send(message: Any) -> None:
             raise OSError("the client is gone")
 
-        path = Api.CHAT.value
+        path = ClientApi.CHAT.value
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
         await app(scope, receive, send)
         assert "sojourn_gateway_requests_total{" in (await (await it.http.get(f"{it.url}/metrics")).text())
@@ -635,15 +637,15 @@ async def test_a_client_that_leaves_at_the_head_of_its_stream_ends_it(told: str)
                 gone.set()
                 await asyncio.sleep(0.2)
 
-        path = Api.CHAT.value
+        path = ClientApi.CHAT.value
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-        await asyncio.wait_for(it.gateway.relay.route(Api.CHAT)(scope, receive, send), 60)
+        await asyncio.wait_for(it.gateway.generation.route(ClientApi.CHAT)(scope, receive, send), 60)
         await asyncio.wait_for(over.wait(), 60)
 
 
 async def test_below_a_path_the_engine_is_asked_for_its_own() -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        app = it.gateway.relay.route(Api.CHAT)
+        app = it.gateway.generation.route(ClientApi.CHAT)
         asked = [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}]
         said: list[Any] = []
 
@@ -653,7 +655,7 @@ async def test_below_a_path_the_engine_is_asked_for_its_own() -> None:
         async def send(message: Any) -> None:
             said.append(message)
 
-        path = f"/gw{Api.CHAT.value}"
+        path = f"/gw{ClientApi.CHAT.value}"
         scope = {
             "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "/gw",
             "query_string": b"", "headers": [],
@@ -664,7 +666,7 @@ async def test_below_a_path_the_engine_is_asked_for_its_own() -> None:
 
 async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over() -> None:
     async with engines(1) as fakes, world(fakes, max_body_bytes=3000, max_held_bytes=4000) as it:
-        counted = it.gateway.relay.bodies
+        counted = it.gateway.generation.bodies
         fakes[0].hold = asyncio.Event()
         first = asyncio.ensure_future(it.chat(text="x" * 2500))
         await until(lambda: len(fakes[0].requests) == 1)
@@ -684,7 +686,7 @@ async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over(
 
 def test_bounds_that_let_no_body_in_are_refused() -> None:
     with pytest.raises(ValueError, match="expected 0 < one body ≤ a tenant's"):
-        Bodies(3000, 2000)
+        BodyBudget(3000, 2000)
 
 
 async def test_errors_read_as_engines_do_on_their_routes_and_as_ours_on_ours() -> None:
@@ -733,7 +735,7 @@ async def test_keys_are_checked_and_tenants_told_apart() -> None:
         assert "engines" in await it.get("/sojourn/v1/stats", "root")
 
 
-async def test_what_a_body_says_of_its_tenant_is_not_believed() -> None:
+async def test_the_tenant_comes_from_the_key_not_the_body() -> None:
     async with engines(1) as fakes, world(fakes, tenants=KEYS) as it:
         await it.chat(key="key-a", **hint("p", sojourn={"tenant": "b"}))
         assert [p["tenant"] for p in (await it.get("/sojourn/v1/programs", "key-a"))["programs"]] == ["a"]
@@ -767,7 +769,7 @@ async def test_events_go_to_the_replica_of_their_program_in_their_order() -> Non
         assert by_name[homes["p"]].of("q") == []
 
 
-async def test_what_a_program_says_before_its_first_request_follows_it() -> None:
+async def test_events_before_the_first_request_follow_the_program() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         outcomes = await it.events(
             {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"},
@@ -788,7 +790,7 @@ async def test_the_end_of_a_program_is_passed_on_and_its_home_forgotten() -> Non
         assert await it.home("p") is None
 
 
-async def test_where_engines_check_keys_a_wrong_one_ends_nobodys_program() -> None:
+async def test_where_engines_check_keys_a_wrong_one_ends_no_program() -> None:
     async with engines(1, key="right") as fakes, world(fakes) as it:
         assert (await it.chat("p", key="right")).status == 200
         end = {"type": "program_end", "program_id": "p", "seq": 1}
@@ -799,7 +801,7 @@ async def test_where_engines_check_keys_a_wrong_one_ends_nobodys_program() -> No
         assert await it.home("p") is None
 
 
-async def test_a_graph_told_once_is_told_to_each_engine() -> None:
+async def test_a_graph_sent_once_reaches_each_engine() -> None:
     graph = {"nodes": [{"id": "act"}], "edges": [{"source": "__start__", "target": "act"}]}
     full = {"type": "aeg", "graph_hash": "h", "graph": graph}
     async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
@@ -839,7 +841,7 @@ async def test_a_program_that_moves_takes_its_state_along() -> None:
         assert new.of("p")[-1] == "tool_stop"
 
 
-async def test_without_an_admin_key_nobody_drains() -> None:
+async def test_without_an_admin_key_drains_are_rejected() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         answer = await it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain")
         assert answer.status == 403

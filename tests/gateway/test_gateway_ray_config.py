@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.gateway.ray.config import READ_SIDES, ConfigError, key_of, parse_config, read_config
-from sojourn_server.gateway.ray.environment import ONLY_LOOPBACK, set_environment
+from sojourn_server.gateway.ray.ray_config import (
+    READ_SIDES,
+    RayConfigError,
+    parse_config,
+    read_config,
+    read_key,
+)
+from sojourn_server.gateway.ray.ray_environment import LOOPBACK_VARIABLE, set_ray_environment
 
 PAIRS: dict[str, Any] = {"model": "m", "prefill": {}, "decode": {"min": 2}, "pairs": {"store": "/kv"}}
 
@@ -52,7 +58,7 @@ def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
         ("Prefill", "prefill", 1),
         ("Decode", "decode", 2),
     ]
-    assert (config.least_engines, config.autoscale.max_engines, config.pairs.read_side) == (3, 3, "split")
+    assert (config.total_min_engines, config.autoscale.max_engines, config.pairs.read_side) == (3, 3, "split")
     assert parse_config(config.plain(), source="again") == config
     assert not parse().in_pairs
     own = {"min": 1, "command": ["x", "{port}"]}
@@ -60,7 +66,7 @@ def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
 
 
 def test_read_sides_are_those_of_a_gateway_on_one_machine() -> None:
-    from sojourn_server.gateway.pd.standalone import READ_SIDES as known
+    from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES as known
 
     assert set(READ_SIDES) == set(known)
 
@@ -140,7 +146,7 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_what_was_expected(document: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(RayConfigError) as raised:
         parse_config(document, source="f.yaml")
     assert said in str(raised.value)
     assert str(raised.value).startswith("f.yaml: ")
@@ -148,10 +154,10 @@ def test_what_is_wrong_is_named_with_what_was_expected(document: Any, said: str)
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(RayConfigError, match="No such file"):
         read_config(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("model: [\n")
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(RayConfigError, match="not YAML"):
         read_config(tmp_path / "bad.yaml")
     (tmp_path / "good.yaml").write_text("model: tiny\nengines: {min: 2, max: 3}\n")
     assert read_config(tmp_path / "good.yaml").engines.scales
@@ -161,17 +167,17 @@ def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     with pytest.raises(
-        ConfigError, match=r"empty\.yaml: the file is empty; expected at least .* model: tiny"
+        RayConfigError, match=r"empty\.yaml: the file is empty; expected at least .* model: tiny"
     ):
         read_config(tmp_path / "empty.yaml")
 
 
 def test_keys_are_named_and_never_repeated() -> None:
-    assert key_of(None, "keys.admin", {}) is None
-    assert key_of("NAME", "keys.admin", {"NAME": "secret"}) == "secret"
+    assert read_key(None, "keys.admin", {}) is None
+    assert read_key("NAME", "keys.admin", {"NAME": "secret"}) == "secret"
     for value in ("", " secret", "secret\n"):
-        with pytest.raises(ConfigError) as raised:
-            key_of("NAME", "keys.admin", {"NAME": value})
+        with pytest.raises(RayConfigError) as raised:
+            read_key("NAME", "keys.admin", {"NAME": value})
         assert "secret" not in str(raised.value)
         assert "keys.admin is 'NAME'" in str(raised.value)
         assert ("the environment has no NAME" in str(raised.value)) is (not value)
@@ -179,18 +185,19 @@ def test_keys_are_named_and_never_repeated() -> None:
 
 def test_what_ray_reads_of_the_environment() -> None:
     seen = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-    set_environment(parse(), seen)
-    assert seen == {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_USAGE_STATS_ENABLED": "0", ONLY_LOOPBACK: "0"}
+    set_ray_environment(parse(), seen)
+    assert seen == {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_USAGE_STATS_ENABLED": "0", LOOPBACK_VARIABLE: "0"}
     seen = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-    set_environment(parse(loopback_only=False, usage_statistics=True), seen)
+    set_ray_environment(parse(loopback_only=False, usage_statistics=True), seen)
     assert seen == {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 
 
 def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
     code = (
-        "import sys, sojourn, sojourn_server.gateway.http.standalone, sojourn_server.cli.gateway\n"
-        "import sojourn_server.gateway.ray.coordinator, sojourn_server.gateway.ray.decider\n"
-        "import sojourn_server.gateway.ray.supervisor, sojourn_server.gateway.ray.config\n"
+        "import sys, sojourn, sojourn_server.gateway.http.standalone_gateway, sojourn_server.cli.gateway\n"
+        "import sojourn_server.gateway.ray.coordinator\n"
+        "import sojourn_server.gateway.ray.coordinated_routing_backend\n"
+        "import sojourn_server.gateway.ray.engine_supervisor, sojourn_server.gateway.ray.ray_config\n"
         "assert not [name for name in sys.modules if name.split('.')[0] in ('ray', 'yaml')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -263,8 +270,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, arguments: list[str], sa
             "model: tinny",
             "model is 'tinny'; expected tiny, smol, a model directory or a hub id; did you mean tiny?",
         ),
-        ("model: ./nowhere", "model is './nowhere', where nothing is"),
-        ("prefill:\ndecode:\npairs: {store: /no/where}", "pairs.store is '/no/where', where no directory is"),
+        ("model: ./nowhere", "model './nowhere' does not exist"),
+        ("prefill:\ndecode:\npairs: {store: /no/where}", "pairs.store is '/no/where'; expected a directory"),
         ("policy: continuum", "continuum is an engine's policy, not a cluster's"),
     ],
 )

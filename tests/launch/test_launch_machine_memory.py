@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sojourn_server.launch.machine_memory import Memory, read_memory
+from sojourn_server.launch.machine_memory import MachineMemory, read_memory
 
 MIB = 1 << 20
 UNLIMITED_1 = 9223372036854771712
@@ -132,5 +132,5 @@ def test_a_system_without_these_files_tells_the_machines_memory(tmp_path):
 
 def test_this_machine():
     memory = read_memory()
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, MachineMemory)
     assert 0 < memory.available_bytes <= memory.total_bytes

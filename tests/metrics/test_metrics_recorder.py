@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.metrics.catalog import GAP_BUCKETS_S, MAX_TOOLS, OTHER_TOOL
-from sojourn_server.metrics.recorder import Recorder
-from sojourn_server.metrics.tools import ToolNames
+from sojourn_server.metrics.metric_catalog import GAP_BUCKETS_S, MAX_TOOLS, OTHER_TOOL
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder, ToolLabels
 
 
 def rows(drained: dict[str, Any], kind: str, name: str) -> dict[tuple[str, ...], Any]:
@@ -22,7 +21,7 @@ def rows(drained: dict[str, Any], kind: str, name: str) -> dict[tuple[str, ...],
 
 
 def test_increments_are_handed_out_once() -> None:
-    recorder = Recorder(strict=True)
+    recorder = MetricsRecorder(strict=True)
     recorder.count("sojourn_client_silent_total")
     recorder.count("sojourn_lost_tokens_total", 640, cause="evicted")
     recorder.observe("sojourn_tool_gap_seconds", 3.0, tool="bash")
@@ -39,7 +38,7 @@ def test_increments_are_handed_out_once() -> None:
 
 
 def test_gauges_pass_through_and_the_whole_is_json() -> None:
-    recorder = Recorder(strict=True)
+    recorder = MetricsRecorder(strict=True)
     recorder.observe("sojourn_policy_seconds", 2e-6, hook="event")
     drained = recorder.drain(
         {"sojourn_kv_blocks": [({"tier": "device", "state": "free"}, 7)], "sojourn_leases": [({}, 2)]}
@@ -50,7 +49,7 @@ def test_gauges_pass_through_and_the_whole_is_json() -> None:
 
 
 def test_label_order_at_the_call_site_does_not_matter() -> None:
-    recorder = Recorder(strict=True)
+    recorder = MetricsRecorder(strict=True)
     recorder.count("sojourn_events_total", type="heartbeat", outcome="applied")
     recorder.count("sojourn_events_total", outcome="applied", type="heartbeat")
     assert recorder.drain()["counters"]["sojourn_events_total"] == [
@@ -60,7 +59,7 @@ def test_label_order_at_the_call_site_does_not_matter() -> None:
 
 @given(st.lists(st.floats(min_value=0, max_value=1e5), max_size=50))
 def test_buckets_hold_what_is_at_most_their_bound(values: list[float]) -> None:
-    recorder = Recorder(strict=True)
+    recorder = MetricsRecorder(strict=True)
     for value in values:
         recorder.observe("sojourn_tool_gap_seconds", value, tool="bash")
     histogram = rows(recorder.drain(), "histograms", "sojourn_tool_gap_seconds").get(("bash",))
@@ -92,17 +91,17 @@ WRONG: list[tuple[str, str, float, dict[str, Any], str]] = [
 def test_what_the_catalogue_lacks_is_dropped_and_counted(
     method: str, name: str, value: float, labels: dict[str, Any], reason: str
 ) -> None:
-    recorder = Recorder()
+    recorder = MetricsRecorder()
     getattr(recorder, method)(name, value, **labels)
     drained = recorder.drain()
     assert drained["counters"] == {"sojourn_metrics_dropped_total": [[{"reason": reason}, 1]]}
     assert drained["histograms"] == {}
     with pytest.raises(AssertionError):
-        getattr(Recorder(strict=True), method)(name, value, **labels)
+        getattr(MetricsRecorder(strict=True), method)(name, value, **labels)
 
 
 def test_wrong_gauges_are_dropped_and_counted_in_the_same_drain() -> None:
-    drained = Recorder().drain(
+    drained = MetricsRecorder().drain(
         {
             "sojourn_leases": [({}, math.nan)],
             "sojourn_programs": [({"state": "asleep"}, 1), ({"state": "acting"}, 3)],
@@ -116,7 +115,7 @@ def test_wrong_gauges_are_dropped_and_counted_in_the_same_drain() -> None:
 
 
 def test_a_flood_of_tool_names_makes_at_most_32_series_and_grows_nothing() -> None:
-    recorder = Recorder(strict=True)
+    recorder = MetricsRecorder(strict=True)
     rng = random.Random(7)
     for _ in range(100_000):
         recorder.observe("sojourn_tool_gap_seconds", 1.0, tool=f"tool-{rng.getrandbits(60):x}")
@@ -125,20 +124,20 @@ def test_a_flood_of_tool_names_makes_at_most_32_series_and_grows_nothing() -> No
     assert len(found) <= MAX_TOOLS + 1
     assert sum(histogram["count"] for histogram in found.values()) == 100_000
     assert len(recorder._histogram_at) <= MAX_TOOLS + 1
-    assert len(recorder._tools._candidates) <= ToolNames.MAX_CANDIDATES
+    assert len(recorder._tools._candidates) <= ToolLabels.MAX_CANDIDATES
 
 
 def test_the_first_tools_are_named_at_once_and_later_ones_when_frequent() -> None:
-    names = ToolNames()
+    names = ToolLabels()
     early = [f"early-{i}" for i in range(MAX_TOOLS // 2)]
     assert [names.label(name) for name in early] == early
-    seen = [names.label("late") for _ in range(ToolNames.EARNED_AFTER)]
-    assert seen == [OTHER_TOOL] * (ToolNames.EARNED_AFTER - 1) + ["late"]
+    seen = [names.label("late") for _ in range(ToolLabels.EARNED_AFTER)]
+    assert seen == [OTHER_TOOL] * (ToolLabels.EARNED_AFTER - 1) + ["late"]
     assert names.label("late") == "late"
 
 
 def test_a_frequent_tool_is_learnt_through_a_flood_of_invented_ones() -> None:
-    names = ToolNames()
+    names = ToolLabels()
     for i in range(MAX_TOOLS // 2):
         names.label(f"early-{i}")
     labels: Counter[str] = Counter()
@@ -151,5 +150,5 @@ def test_a_frequent_tool_is_learnt_through_a_flood_of_invented_ones() -> None:
 
 @pytest.mark.parametrize("hostile", ["\ud800", "x" * 10_000, "new\nline", '"', ""])
 def test_any_text_becomes_a_label_that_can_be_printed(hostile: str) -> None:
-    label = ToolNames().label(hostile)
+    label = ToolLabels().label(hostile)
     assert len(label.encode("utf-8")) <= 4 * 64

@@ -5,19 +5,19 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from sojourn_server.models import ModelError, cache, is_cached, model_directory, resolve_model
+from sojourn_server.models import ModelError, is_cached, model_cache, model_directory, resolve_model
 from sojourn_server.models import gguf_source as source
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("name", ["/models/llama", "org/name", "./here", "Tiny"])
 def test_other_names_pass_through(name):
     assert resolve_model(name) == name
-    assert not cache.cache_directory().exists()
+    assert not model_cache.cache_directory().exists()
 
 
 def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
@@ -31,7 +31,7 @@ def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         resolve_model("tiny", progress=False)
     assert not is_cached("tiny")
-    assert [path.name for path in cache.cache_directory().iterdir() if path.is_dir()] == []
+    assert [path.name for path in model_cache.cache_directory().iterdir() if path.is_dir()] == []
 
     def work(directory: Path, say):
         say("writing")
@@ -66,7 +66,7 @@ def test_two_processes_make_it_once():
     for child in children:
         child.join(timeout=60)
     assert [child.exitcode for child in children] == [0, 0]
-    assert (cache.cache_directory() / "made.log").read_text() == "x"
+    assert (model_cache.cache_directory() / "made.log").read_text() == "x"
 
 
 def test_a_missing_wheel_says_how_to_get_it(monkeypatch):
@@ -82,7 +82,7 @@ def test_a_missing_wheel_says_how_to_get_it(monkeypatch):
 def test_tiny_is_the_same_bytes_each_time(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     first = Path(resolve_model("tiny", progress=False))
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "other"))
+    monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(tmp_path / "other"))
     second = Path(resolve_model("tiny", progress=False))
     assert first != second
     for name in ("model.safetensors", "tokenizer.json"):

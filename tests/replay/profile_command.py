@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 from sojourn_server.cli.profile import register
-from sojourn_server.profiling import bandwidth, compute
+from sojourn_server.profiling import compute_throughput, copy_bandwidth
 from typer.testing import CliRunner
 
 
@@ -20,5 +20,5 @@ def invoke(*arguments: str) -> Any:
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies and products of a size that takes no time: what is tested is not this machine."""
-    monkeypatch.setattr(bandwidth.measure_bandwidth, "__defaults__", (1 << 20, None))
-    monkeypatch.setattr(compute, "CPU_SIDE", 64)
+    monkeypatch.setattr(copy_bandwidth.measure_bandwidth, "__defaults__", (1 << 20, None))
+    monkeypatch.setattr(compute_throughput, "CPU_SIDE", 64)

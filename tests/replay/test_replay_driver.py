@@ -10,39 +10,46 @@ from typing import Any
 
 import pytest
 import typer
-from replay_server import FakeServer
+from fake_completions_server import FakeServer
 from rich.console import Console
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.replay import register
-from sojourn_server.replay.announce import Silent
-from sojourn_server.replay.client import CompletionsClient
-from sojourn_server.replay.driver import Replay, ReplayOptions, take_programs
-from sojourn_server.replay.report import (
+from sojourn_server.replay.completions_client import CompletionsClient
+from sojourn_server.replay.program_announcer import NullAnnouncer
+from sojourn_server.replay.replay_driver import Replay, ReplayOptions, first_programs
+from sojourn_server.replay.replay_report import (
     CACHED_TOKENS_MISSING,
     FORCING_IGNORED,
     OUTPUTS_UNKNOWN,
-    ProgramOutcome,
-    Tally,
+    ReplayedProgram,
+    ReplayTally,
 )
-from sojourn_server.traces.schema import ToolRun, TraceProgram, Turn
+from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
 from typer.testing import CliRunner
 
 
 def append_only(name: str, turns: int = 3, **fields: Any) -> TraceProgram:
     made = [
-        Turn(prompt_tokens=100, output_tokens=8, gap_s=0.01, tools=(ToolRun(name="bash", cmd="ls", s=0.01),))
+        TraceTurn(
+            prompt_tokens=100,
+            output_tokens=8,
+            gap_s=0.01,
+            tools=(TraceToolRun(name="bash", cmd="ls", s=0.01),),
+        )
     ]
     for _ in range(turns - 1):
         before = made[-1]
         prompt = before.prompt_tokens + before.output_tokens + 40
-        made.append(Turn(prompt_tokens=prompt, output_tokens=8, append_tokens=40, gap_s=0.0, tool="search"))
+        made.append(
+            TraceTurn(prompt_tokens=prompt, output_tokens=8, append_tokens=40, gap_s=0.0, tool="search")
+        )
     return TraceProgram(program_id=name, turns=tuple(made), source="test", **fields)
 
 
-async def run(server: FakeServer, programs: list[TraceProgram], **options: Any) -> Tally:
+async def run(server: FakeServer, programs: list[TraceProgram], **options: Any) -> ReplayTally:
     async with CompletionsClient(server.url) as client:
         served = await client.discover(None)
-        return await Replay(programs, client, served, Silent(), ReplayOptions(**options)).run()
+        return await Replay(programs, client, served, NullAnnouncer(), ReplayOptions(**options)).run()
 
 
 async def test_a_server_with_a_perfect_cache_computes_nothing_again() -> None:
@@ -146,7 +153,7 @@ async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None
 async def test_the_table_says_why_programs_did_not_finish() -> None:
     with FakeServer(max_model_len=160) as server:
         tally = await run(server, [append_only(name) for name in "ab"] + [append_only("c", turns=1)])
-        tally.add_program(ProgramOutcome("d", finished=False, completion_s=None, reason="[x] timeout"))
+        tally.add_program(ReplayedProgram("d", finished=False, completion_s=None, reason="[x] timeout"))
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(tally.table())
     lines = [re.split(r"\s*[│┃]\s*", line)[1:3] for line in console.export_text().splitlines() if "│" in line]
@@ -157,10 +164,10 @@ async def test_the_table_says_why_programs_did_not_finish() -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_table_has_all_its_figures_on_a_usual_terminal(width: int) -> None:
-    tally = Tally()
+    tally = ReplayTally()
     why = "context too long: " + "a reason in a server's own words, " * 5
-    tally.add_program(ProgramOutcome("a", finished=False, completion_s=None, reason=why))
-    tally.add_program(ProgramOutcome("b", finished=True, completion_s=123456.7))
+    tally.add_program(ReplayedProgram("a", finished=False, completion_s=None, reason=why))
+    tally.add_program(ReplayedProgram("b", finished=True, completion_s=123456.7))
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(tally.table())
     text = console.export_text()
@@ -213,8 +220,8 @@ def test_taking_programs_takes_their_sub_agents() -> None:
         append_only("child", parent="a"),
         append_only("b"),
     ]
-    assert [p.program_id for p in take_programs(family, 1)] == ["grandchild", "a", "child"]
-    assert take_programs(family, None) == family
+    assert [p.program_id for p in first_programs(family, 1)] == ["grandchild", "a", "child"]
+    assert first_programs(family, None) == family
 
 
 @pytest.mark.parametrize(
@@ -319,9 +326,9 @@ def test_each_failure_says_what_to_do_next(tmp_path: Path) -> None:
             "sojourn serve"
             in failure(trace, "--url", server.url, "--api-key", "k", "--dialect", "sojourn").next_step
         )
-        too_long = failure(trace, "--url", server.url, "--api-key", "k")
-        assert too_long.exit_code == 1
-        assert "--max-context" in too_long.next_step
+        exceeding_programs = failure(trace, "--url", server.url, "--api-key", "k")
+        assert exceeding_programs.exit_code == 1
+        assert "--max-context" in exceeding_programs.next_step
         gone = server.url
     assert "sojourn serve" in failure(trace, "--url", gone).next_step
     assert "auto" in failure(trace, "--url", gone, "--dialect", "klingon").next_step

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
-from replay_server import FakeServer
 from sojourn_server.cli.console import CliError
-from sojourn_server.policy.costs import EngineProfile
-from sojourn_server.profiling.bandwidth import Bandwidth, measure_bandwidth
-from sojourn_server.profiling.prefill import lengths_up_to, measure_prefill
-from sojourn_server.replay.client import Completion, RequestError, ServedModel
+from sojourn_server.policies.costs.engine_profile import EngineProfile
+from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, measure_bandwidth
+from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
+from sojourn_server.replay.completions_client import Completion, RequestError, ServedModel
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ async def test_a_failed_request_is_raised() -> None:
 
 def test_without_torch_bandwidth_is_null_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert measure_bandwidth() == Bandwidth(None, None, "torch is not installed here")
+    assert measure_bandwidth() == CopyBandwidth(None, None, "torch is not installed here")
 
 
 def test_with_torch_a_copy_is_timed() -> None:

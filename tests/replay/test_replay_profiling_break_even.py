@@ -13,15 +13,20 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
-from replay_server import FakeServer
-from sojourn_server.policy.costs import EngineLimits, EngineProfile, PrefillCurve
-from sojourn_server.profiling import compute as compute_module
-from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, measure_bandwidth
-from sojourn_server.profiling.break_even import Dimensions, Threshold, break_even, read_dimensions
-from sojourn_server.profiling.compute import Compute, measure_compute
+from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.profiling import compute_throughput as compute_module
+from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
+from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, KvBlockLayout, measure_bandwidth
+from sojourn_server.profiling.offload_break_even import (
+    ContextThreshold,
+    ModelDimensions,
+    offload_break_even,
+    read_dimensions,
+)
 
-DIMENSIONS = Dimensions(layers=32, hidden=4096)
+DIMENSIONS = ModelDimensions(layers=32, hidden=4096)
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +49,15 @@ def profile(
 
 
 def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
-    evens = break_even(profile(b_s=5e-4, c_s=1e-6), None, Compute(None))
-    assert evens.copy_s_per_token == pytest.approx(2e-3)
+    break_even_points = offload_break_even(profile(b_s=5e-4, c_s=1e-6), None, ComputeThroughput(None))
+    assert break_even_points.copy_s_per_token == pytest.approx(2e-3)
     # 5e-4 S + 1e-6 S² = 2e-3 S
-    assert evens.measured.tokens == pytest.approx(1500.0)
-    assert break_even(profile(b_s=3e-3), None, Compute(None)).measured.tokens == 0.0
-    assert break_even(profile(b_s=1e-3, c_s=0.0), None, Compute(None)).measured.tokens == math.inf
+    assert break_even_points.measured.tokens == pytest.approx(1500.0)
+    assert offload_break_even(profile(b_s=3e-3), None, ComputeThroughput(None)).measured.tokens == 0.0
+    assert (
+        offload_break_even(profile(b_s=1e-3, c_s=0.0), None, ComputeThroughput(None)).measured.tokens
+        == math.inf
+    )
 
 
 def test_ways_of_different_speed_are_both_counted() -> None:
@@ -58,47 +66,62 @@ def test_ways_of_different_speed_are_both_counted() -> None:
         points=((4000, 1.0),), device_to_host_bytes_per_s=1e6, host_to_device_bytes_per_s=5e5,
         limits=EngineLimits(kv_bytes_per_token=1000),
     )  # fmt: skip
-    evens = break_even(different, DIMENSIONS, Compute(1e12))
-    assert evens.measured.tokens == pytest.approx(3000.0)
+    break_even_points = offload_break_even(different, DIMENSIONS, ComputeThroughput(1e12))
+    assert break_even_points.measured.tokens == pytest.approx(3000.0)
     # What it takes to copy a token both ways is the same, so its one speed lies between them.
-    assert evens.closed_form.tokens == pytest.approx(3e-3 * 1e12 / (4 * 32 * 4096) - 6 * 4096)
+    assert break_even_points.closed_form.tokens == pytest.approx(3e-3 * 1e12 / (4 * 32 * 4096) - 6 * 4096)
 
 
 def test_the_closed_form_is_the_papers_for_keys_and_values_without_groups() -> None:
     kv_bytes = 4 * DIMENSIONS.layers * DIMENSIONS.hidden
-    evens = break_even(profile(kv_bytes=kv_bytes, bytes_per_s=25e9), DIMENSIONS, Compute(500e12))
-    assert evens.closed_form.tokens == pytest.approx(2 * 500e12 / 25e9 - 6 * 4096)
+    break_even_points = offload_break_even(
+        profile(kv_bytes=kv_bytes, bytes_per_s=25e9), DIMENSIONS, ComputeThroughput(500e12)
+    )
+    assert break_even_points.closed_form.tokens == pytest.approx(2 * 500e12 / 25e9 - 6 * 4096)
 
 
 @pytest.mark.parametrize(
     ("known", "dimensions", "compute", "measured", "closed"),
     [
-        ({"kv_bytes": None}, DIMENSIONS, Compute(1e12), "--kv-bytes-per-token", "--kv-bytes-per-token"),
-        ({"bytes_per_s": None}, DIMENSIONS, Compute(1e12), "no copies", "no copies"),
-        ({}, None, Compute(1e12), "", "--layers"),
-        ({}, DIMENSIONS, Compute(None, "torch is away"), "", "torch is away"),
+        (
+            {"kv_bytes": None},
+            DIMENSIONS,
+            ComputeThroughput(1e12),
+            "--kv-bytes-per-token",
+            "--kv-bytes-per-token",
+        ),
+        ({"bytes_per_s": None}, DIMENSIONS, ComputeThroughput(1e12), "no copies", "no copies"),
+        ({}, None, ComputeThroughput(1e12), "", "--layers"),
+        ({}, DIMENSIONS, ComputeThroughput(None, "torch is away"), "", "torch is away"),
     ],
 )
 def test_what_is_not_known_says_why(
-    known: dict[str, Any], dimensions: Dimensions | None, compute: Compute, measured: str, closed: str
+    known: dict[str, Any],
+    dimensions: ModelDimensions | None,
+    compute: ComputeThroughput,
+    measured: str,
+    closed: str,
 ) -> None:
-    evens = break_even(profile(**known), dimensions, compute)
-    for threshold, why in ((evens.measured, measured), (evens.closed_form, closed)):
+    break_even_points = offload_break_even(profile(**known), dimensions, compute)
+    for threshold, why in ((break_even_points.measured, measured), (break_even_points.closed_form, closed)):
         assert (threshold.tokens is None) == bool(why)
         assert why in threshold.why
-    assert json.loads(json.dumps(evens.as_json(), allow_nan=False))["closed_form"]["faster"] == "not known"
+    assert (
+        json.loads(json.dumps(break_even_points.as_json(), allow_nan=False))["closed_form"]["faster"]
+        == "not known"
+    )
 
 
 def test_a_threshold_in_words_and_in_json() -> None:
-    words = [Threshold(tokens).words(4000) for tokens in (-5.0, 0.0, 1234.2, 5000.0, math.inf)]
+    words = [ContextThreshold(tokens).words(4000) for tokens in (-5.0, 0.0, 1234.2, 5000.0, math.inf)]
     assert words == [
         "always", "always", "from 1,235 tokens on", "from 5,000 tokens on, beyond the 4,000 measured",
         "never",
     ]  # fmt: skip
-    assert Threshold(None, "nobody looked").words(4000) == "not known, nobody looked"
-    assert Threshold(-5.0).as_json() == {"faster": "always", "tokens": 0.0}
-    assert Threshold(12.5).as_json() == {"faster": "from", "tokens": 12.5}
-    assert Threshold(math.inf).as_json() == {"faster": "never", "tokens": None}
+    assert ContextThreshold(None, "nobody looked").words(4000) == "not known, nobody looked"
+    assert ContextThreshold(-5.0).as_json() == {"faster": "always", "tokens": 0.0}
+    assert ContextThreshold(12.5).as_json() == {"faster": "from", "tokens": 12.5}
+    assert ContextThreshold(math.inf).as_json() == {"faster": "never", "tokens": None}
 
 
 # -- what it is made from
@@ -117,7 +140,7 @@ def test_a_threshold_in_words_and_in_json() -> None:
     ],
 )
 def test_dimensions_are_those_of_the_models_folder(
-    tmp_path: Path, config: Any, expected: Dimensions | None
+    tmp_path: Path, config: Any, expected: ModelDimensions | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_dimensions(str(tmp_path)) == expected
@@ -132,25 +155,25 @@ def test_without_a_readable_config_there_are_no_dimensions(tmp_path: Path) -> No
 
 def test_the_movers_own_copies_are_timed() -> None:
     pytest.importorskip("torch")
-    measured = measure_bandwidth(1 << 20, KvBlocks(block_bytes=8192, layers=2))
+    measured = measure_bandwidth(1 << 20, KvBlockLayout(block_bytes=8192, layers=2))
     for rate in measured[:2]:
         assert rate is not None
         assert 1e6 < rate < 1e14
     assert "8,192 bytes a block" in measured.reason
     # One block is copied where all there is to copy is smaller.
-    assert measure_bandwidth(100, KvBlocks(8192, 2)).device_to_host_bytes_per_s
+    assert measure_bandwidth(100, KvBlockLayout(8192, 2)).device_to_host_bytes_per_s
 
 
 def test_a_mover_that_fails_is_no_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from sojourn_server.tiers.host_memory import HostMemory
+    from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
 
     def fail(*given: object) -> None:
         raise OSError("no more")
 
     for way in ("to_device", "to_host"):
-        monkeypatch.setattr(HostMemory, way, fail)
-        measured = measure_bandwidth(1 << 20, KvBlocks(8192, 2))
+        monkeypatch.setattr(CpuDeviceBackend, way, fail)
+        measured = measure_bandwidth(1 << 20, KvBlockLayout(8192, 2))
         assert measured[:2] == (None, None)
         assert "the copy failed" in measured.reason
 
@@ -164,7 +187,7 @@ def test_compute_is_timed_or_the_reason_told(monkeypatch: pytest.MonkeyPatch) ->
     assert measure_compute().flops_per_s is None
     assert "failed" in measure_compute().reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert measure_compute() == Compute(None, "torch is not installed here")
+    assert measure_compute() == ComputeThroughput(None, "torch is not installed here")
 
 
 # -- the command
@@ -214,7 +237,7 @@ def test_nothing_is_said_of_a_machine_that_is_not_this_one(monkeypatch: pytest.M
         )  # fmt: skip
     found = json.loads(result.stdout)
     assert found["break_even"]["measured"]["why"] == "no copies were measured"
-    assert Bandwidth(found["device_to_host_bytes_per_s"], None) == Bandwidth(None, None)
+    assert CopyBandwidth(found["device_to_host_bytes_per_s"], None) == CopyBandwidth(None, None)
     assert any("another machine" in note for note in found["notes"])
 
 

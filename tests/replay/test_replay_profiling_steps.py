@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from replay_server import FakeServer
-from sojourn_server.policy.costs import EngineLimits, PrefillCurve
-from sojourn_server.policy.step_costs import StepCosts, fit_step_costs
-from sojourn_server.profiling.limits import read_block_size, read_limits
-from sojourn_server.profiling.steps import (
+from fake_completions_server import FakeServer
+from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts, fit_step_costs
+from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
+from sojourn_server.profiling.step_measurement import (
     decode_plan,
     decode_prompt_tokens,
     decode_sample,
@@ -19,7 +19,7 @@ from sojourn_server.profiling.steps import (
     measure_steps,
     prefill_sample,
 )
-from sojourn_server.replay.client import Completion, ServedModel
+from sojourn_server.replay.completions_client import Completion, ServedModel
 
 COSTS = StepCosts(step_s=8e-3, token_s=2e-4, pair_s=2e-8, kv_token_s=3e-7, request_s=1e-4, call_s=5e-3)
 LIMITS = EngineLimits(kv_pool_tokens=40_000, max_num_seqs=16, max_num_batched_tokens=1024)

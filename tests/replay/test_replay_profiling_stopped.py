@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
-from replay_server import FakeServer
 from rich.console import Console
 from sojourn_server.cli import profile as profile_module
 from sojourn_server.cli import profile_progress
 from sojourn_server.cli.console import CliError
-from sojourn_server.policy.costs import EngineProfile
-from sojourn_server.profiling import steps as steps_module
-from sojourn_server.profiling.steps import StepMeasurement, decode_sample, prefill_sample
-from sojourn_server.replay.client import Completion, CompletionsClient, RequestError
+from sojourn_server.policies.costs.engine_profile import EngineProfile
+from sojourn_server.profiling import step_measurement as steps_module
+from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
+from sojourn_server.replay.completions_client import Completion, CompletionsClient, RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) 
 
 def test_a_line_comes_from_time_to_time_where_there_is_no_terminal(said: io.StringIO) -> None:
     now = 0.0
-    with profile_progress.MeasuringProgress(clock=lambda: now) as progress:
+    with profile_progress.ProfileProgress(clock=lambda: now) as progress:
         for second in range(31):
             now = float(second)
             progress.show(f"sample {second}", None if second < 5 else 90.0 - second)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import sojourn
-from garbage import old_objects_passed_over
+from gc_tools import old_objects_passed_over
 from hypothesis import settings
-from sojourn.context import NOWHERE, place
+from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer
 
 # A busy machine is no finding: examples are bounded by number, not by time.
@@ -44,10 +44,10 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SOJOURN_HISTORY", "off")
-    assert place.get() is NOWHERE
+    assert current_context.get() is NO_CONTEXT
     yield
     sojourn.shutdown()
-    assert place.get() is NOWHERE
+    assert current_context.get() is NO_CONTEXT
 
 
 @pytest.fixture

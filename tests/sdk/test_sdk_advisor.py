@@ -16,17 +16,17 @@ from random import Random
 
 import pytest
 import sojourn
-import wandering
+import stochastic_agent
 from sojourn import runtime
 from sojourn.aeg import END, START, Aeg
 from sojourn.events import AegReport, ToolStart
 from sojourn.learning.advisor import MAX_FACTS, Advisor
-from sojourn.learning.history import Duration, History
-from sojourn.learning.trail import Run
+from sojourn.learning.history_store import DurationSample, HistoryStore
+from sojourn.learning.run_trace import ProgramRun
 from sojourn.learning.transitions import MAX_ENTRIES, Transitions
-from sojourn.observe import add_listener, remove_listener
+from sojourn.listeners import add_listener, remove_listener
+from sojourn.logical_request import LogicalRequest
 from sojourn.stats import Counters
-from sojourn.streams import LogicalRequest
 from sojourn.testing import FakeServer
 from sojourn.wire import decode_context
 
@@ -214,11 +214,11 @@ def test_programs_in_threads_of_their_own_do_not_get_mixed_up(advisor: Advisor):
 def test_predictions_from_live_programs_are_as_good_as_from_recorded_ones(advisor: Advisor):
     random = Random(3)
     for _ in range(30):
-        run_agent(*(state.node for state in wandering.states(random)[1:-1]))
+        run_agent(*(state.node for state in stochastic_agent.states(random)[1:-1]))
     assert advisor.settle()
     hits = []
     for _ in range(30):
-        run = wandering.states(random)
+        run = stochastic_agent.states(random)
         for number in range(len(run) - 1):
             history = [state.node for state in run[1 : number + 1]]
             hits.append(advisor.transitions.predict("coder", history)[0][0] == run[number + 1].node)
@@ -333,7 +333,7 @@ def test_the_next_process_knows_from_its_first_call(path: Path):
 
 
 def test_a_graph_declared_for_a_kind_known_from_the_file_is_corrected_at_once(path: Path):
-    History(path, Counters()).save([], [("coder", Run(path=(("a",), ("b",))))] * 10)
+    HistoryStore(path, Counters()).save([], [("coder", ProgramRun(path=(("a",), ("b",))))] * 10)
     with FakeServer() as server:
         sojourn.init(server.url, history=path)
         advisor = runtime.session().advisor
@@ -392,7 +392,7 @@ def test_the_usual_place_is_used_where_nothing_else_is_said(python: Callable, tm
         """,
         env={"XDG_DATA_HOME": str(tmp_path), "SOJOURN_HISTORY": ""},
     )
-    recorded = History(tmp_path / "sojourn" / "history.sqlite3", Counters()).load()
+    recorded = HistoryStore(tmp_path / "sojourn" / "history.sqlite3", Counters()).load()
     assert recorded is not None
     assert [row.tool for row in recorded.durations] == ["t"]
 
@@ -427,14 +427,14 @@ def test_a_forked_worker_saves_what_it_saw_and_nothing_twice(python: Callable, p
             work("after")
         """
     )
-    recorded = History(path, Counters()).load()
+    recorded = HistoryStore(path, Counters()).load()
     assert recorded is not None
     assert sorted(row.tool for row in recorded.durations) == ["after", "before", "child"]
     assert len(recorded.runs) == 0  # neither turns nor nodes
 
 
 def test_a_locked_file_does_not_hold_up_the_end(path: Path):
-    History(path, Counters()).save([Duration("t", None, 1.0, "ok")], [])
+    HistoryStore(path, Counters()).save([DurationSample("t", None, 1.0, "ok")], [])
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with FakeServer() as server:
@@ -467,7 +467,7 @@ def test_a_file_that_cannot_be_used_costs_an_agent_nothing(path: Path, caplog):
 def test_saving_waits_for_company(path: Path):
     now = [0.0]
     counters = Counters()
-    advisor = Advisor(counters, History(path, counters), clock=lambda: now[0])
+    advisor = Advisor(counters, HistoryStore(path, counters), clock=lambda: now[0])
     call = sojourn.ToolCall("t")
     advisor.tool_stopped(call, 1.0, "ok")
     assert advisor.settle()
@@ -476,19 +476,19 @@ def test_saving_waits_for_company(path: Path):
     advisor.tool_stopped(call, 2.0, "ok")
     assert advisor.settle()
     advisor.close(5)
-    recorded = History(path, counters).load()
+    recorded = HistoryStore(path, counters).load()
     assert recorded is not None
     assert [row.duration_s for row in recorded.durations] == [1.0, 2.0]
 
 
 def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
-    monkeypatch.setattr("sojourn.learning.history.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("sojourn.learning.history_store.BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("sojourn.learning.advisor.MAX_UNSAVED", 3)
     counters = Counters()
-    History(path, counters).save([Duration("t", None, 0.0, "ok")], [])
+    HistoryStore(path, counters).save([DurationSample("t", None, 0.0, "ok")], [])
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    advisor = Advisor(counters, History(path, counters), save_every_s=0.0)
+    advisor = Advisor(counters, HistoryStore(path, counters), save_every_s=0.0)
     for number in range(1, 11):
         advisor.tool_stopped(sojourn.ToolCall("t"), float(number), "ok")
     assert advisor.settle()
@@ -499,7 +499,7 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     other.close()
     advisor.close(5)
     assert counters["history_dropped"] == 7
-    recorded = History(path, counters).load()
+    recorded = HistoryStore(path, counters).load()
     assert recorded is not None
     assert [row.duration_s for row in recorded.durations] == [0.0, 8.0, 9.0, 10.0]
     assert advisor.durations.expected("t", None) is not None
@@ -562,16 +562,18 @@ def test_a_fault_in_learning_is_counted_and_the_rest_is_learned(monkeypatch):
 def test_a_row_that_cannot_be_learned_from_costs_that_row(path: Path, monkeypatch):
     """Whatever the file holds, the thread goes on: without it, what is heard would pile up."""
     counters = Counters()
-    assert History(path, counters).save([], [(kind, Run((("a",),), ("a",), 1)) for kind in ("bad", "good")])
+    assert HistoryStore(path, counters).save(
+        [], [(kind, ProgramRun((("a",),), ("a",), 1)) for kind in ("bad", "good")]
+    )
     learn = Transitions.learn
 
-    def picky(self: Transitions, kind: str, run: Run) -> None:
+    def picky(self: Transitions, kind: str, run: ProgramRun) -> None:
         if kind == "bad":
             raise OverflowError
         learn(self, kind, run)
 
     monkeypatch.setattr(Transitions, "learn", picky)
-    advisor = Advisor(counters, History(path, counters))
+    advisor = Advisor(counters, HistoryStore(path, counters))
     assert advisor.settle(5)
     assert advisor.transitions.kinds() == ("good",)
     assert counters["internal_error"] == 1

@@ -10,9 +10,9 @@ import sojourn
 from sojourn import emitter as emitter_module
 from sojourn.emitter import Emitter
 from sojourn.events import Heartbeat, ProgramStart, ToolStart
+from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
-from sojourn.transport import Answer, HttpTransport
 from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, decode_batch, decode_event, encode
 
 
@@ -42,7 +42,7 @@ class Script:
         answer = self.answers.pop(0) if self.answers else 200
         if isinstance(answer, Exception):
             raise answer
-        return Answer(answer, encode(OutcomeBatch()))
+        return HttpResponse(answer, encode(OutcomeBatch()))
 
     def get(self, path, timeout_s):
         raise OSError
@@ -386,7 +386,7 @@ def test_an_unreadable_answer_is_counted_and_nothing_else(emitters):
     class Chatty(Script):
         def post(self, path, body):
             super().post(path, body)
-            return Answer(200, b"<html>\xff")
+            return HttpResponse(200, b"<html>\xff")
 
     emitter = emitters(Chatty())
     emitter.put(Source(), Heartbeat)
@@ -438,7 +438,7 @@ def test_nobody_is_woken_while_the_thread_looks_by_itself(emitters, monkeypatch)
 
 
 def test_a_thread_that_has_stopped_looking_is_woken(emitters, monkeypatch):
-    monkeypatch.setattr(emitter_module, "_LOOKS", 2)
+    monkeypatch.setattr(emitter_module, "_POLLS", 2)
     script = Script()
     emitter = emitters(script)
     for count in range(1, 4):
@@ -458,7 +458,7 @@ def test_events_that_did_not_fit_are_as_if_never_taken(emitters):
     taken = emitter.take("p", max_events=64)
     assert [p.seq for p in taken] == [0, 1, 2]
     assert emitter.pending == 0
-    emitter.untake(taken)
+    emitter.undo_take(taken)
     assert emitter.counters["events_piggybacked"] == emitter.counters["events_returned"] == 0
     assert emitter.flush(5)
     assert [e.seq for e in script.events()] == [0, 1, 2]

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import pytest
 import sojourn
 from openai import OpenAI
-from sojourn import context, runtime
+from sojourn import runtime
 from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.program import process_programs
 from sojourn.testing import FakeServer
 
 
@@ -32,8 +33,8 @@ class Notebook:
 @pytest.fixture(autouse=True)
 def nothing_stays_open():
     yield
-    left = list(context.opened)
-    context.opened.clear()
+    left = list(process_programs)
+    process_programs.clear()
     assert not left
 
 
@@ -118,7 +119,7 @@ def test_a_cell_run_again_begins_afresh_and_nests_nothing(online, cells):
         run("p = sojourn.program('agent').open()")
         opened.append(names["p"])
         assert names["p"].parent_id is None
-        assert context.opened == [names["p"]]
+        assert process_programs == [names["p"]]
     run("p.end()")
     assert ends(online) == [(p.id, "cancelled") for p in opened[:3]] + [(opened[3].id, "ok")]
 

@@ -13,7 +13,7 @@ import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI, _base_client
 from sojourn.events import ToolStart, ToolStop
-from sojourn.outgoing import OneRequest
+from sojourn.outgoing_request import RetryScope
 from sojourn.testing import FakeServer, ToolUse, refusing_url
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -202,7 +202,7 @@ def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client
 def test_a_caller_that_waits_before_it_tries_again_is_heard_from_meanwhile(online):
     """mini-swe-agent waits up to a minute, longer than a lease outlives silence."""
     client = OpenAI(api_key="k", base_url=online.base_url, max_retries=0)
-    with sojourn.program() as p, client, OneRequest():
+    with sojourn.program() as p, client, RetryScope():
         online.fail_next = 1
         with pytest.raises(openai.InternalServerError):
             client.chat.completions.create(model="m", messages=MESSAGES)

@@ -7,8 +7,8 @@ import gc
 
 import pytest
 import sojourn
-from sojourn.context import place
 from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.program import current_context
 from sojourn.wire import decode_context
 
 
@@ -327,4 +327,4 @@ def test_names_too_long_for_the_wire_are_cut_not_refused(online):
     assert len(start.agent_type) == 256
     assert tool.tool == "?" * 256
     assert tool.call_id == stop.call_id
-    assert place.get().program is None
+    assert current_context.get().program is None

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import sojourn
-from sojourn.context import Resolved, add_resolver, remove_resolver
 from sojourn.dialects import DIALECTS
 from sojourn.events import ProgramStart, ToolStart, ToolStop
 from sojourn.hints import AgenticContext, SojournContext
+from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 from sojourn.wire import MAX_CONTEXT_BYTES, decode_context, decode_event
 
 
@@ -235,7 +235,7 @@ def test_adapters_answer_where_our_own_context_cannot(online):
     inner.depth = 1
 
     def resolver():
-        return Resolved(inner, "model")
+        return ResolvedContext(inner, "model")
 
     def broken():
         raise RuntimeError

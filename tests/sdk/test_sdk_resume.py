@@ -8,8 +8,8 @@ import pytest
 import sojourn
 from sojourn import runtime
 from sojourn.events import ProgramEnd, ProgramStart
+from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
-from sojourn.lease import Heartbeats
 from sojourn.program import Program, process_program
 
 

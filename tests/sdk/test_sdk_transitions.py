@@ -8,18 +8,18 @@ from random import Random
 from statistics import mean
 
 import pytest
-import wandering
+import stochastic_agent
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
 from sojourn.learning import transitions as module
-from sojourn.learning.trail import MAX_PATH, Run, Trail
+from sojourn.learning.run_trace import MAX_PATH, ProgramRun, RunTrace
 from sojourn.learning.transitions import HALF_LIFE_RUNS, Transitions
 
 
-def a_run(*nodes: str, turns: bool = True, ends: bool = True) -> Run:
+def a_run(*nodes: str, turns: bool = True, ends: bool = True) -> ProgramRun:
     """One after the other, each with one turn."""
-    return Run(
+    return ProgramRun(
         path=tuple((node,) for node in nodes),
         turn_nodes=nodes if turns and ends else (),
         turns=len(nodes) if turns and ends else 0,
@@ -27,7 +27,7 @@ def a_run(*nodes: str, turns: bool = True, ends: bool = True) -> Run:
     )
 
 
-def learned(*runs: Run) -> Transitions:
+def learned(*runs: ProgramRun) -> Transitions:
     transitions = Transitions()
     for run in runs:
         transitions.learn("k", run)
@@ -42,7 +42,7 @@ def best(transitions: Transitions, *history: str) -> str | None:
 # ---- a program's way
 
 
-def walk(trail: Trail, *facts: str) -> Run:
+def walk(trail: RunTrace, *facts: str) -> ProgramRun:
     """``a`` enters a node, ``?a`` begins a request there, ``!a`` ends it, ``tool()`` calls a tool."""
     for fact in facts:
         if fact.endswith("()"):
@@ -76,7 +76,7 @@ def walk(trail: Trail, *facts: str) -> Run:
 )
 def test_visits(facts: str, path: str):
     groups = [tuple(group.split("+")) for group in path.split()]
-    assert walk(Trail("k"), *facts.split()).path == tuple(groups)
+    assert walk(RunTrace("k"), *facts.split()).path == tuple(groups)
 
 
 FORK = Aeg(
@@ -87,31 +87,31 @@ FORK = Aeg(
 
 @pytest.mark.parametrize("order", ["plan a b join", "plan b a join"])
 def test_branches_that_the_graph_knows_stand_side_by_side_though_neither_asks_the_model(order: str):
-    trail = Trail("k")
+    trail = RunTrace("k")
     trail.graph = FORK
     assert walk(trail, *order.split()).path == (("plan",), ("a", "b"), ("join",))
 
 
 def test_branches_follow_what_preceded_both_and_each_leads_on():
-    transitions = learned(*[Run(path=(("plan",), ("a", "b"), ("join",)))] * 5)
+    transitions = learned(*[ProgramRun(path=(("plan",), ("a", "b"), ("join",)))] * 5)
     assert set(transitions.edges("k")) == {
         (START, "plan"), ("plan", "a"), ("plan", "b"), ("a", "join"), ("b", "join"), ("join", END)
     }  # fmt: skip
 
 
 def test_what_is_declared_one_after_the_other_is_so_though_a_request_was_left_open():
-    trail = Trail("k")
+    trail = RunTrace("k")
     trail.graph = Aeg(["a", "b"], [(START, "a"), ("a", "b"), ("b", END)])
     assert walk(trail, "a", "?a", "b").path == (("a",), ("b",))
 
 
 def test_tools_belong_to_the_node_they_are_called_at():
-    run = walk(Trail("k"), "a", "?a", "!a", "bash()", "b", "edit()", "edit()")
+    run = walk(RunTrace("k"), "a", "?a", "!a", "bash()", "b", "edit()", "edit()")
     assert run.tools == (("a", "bash"), ("b", "edit"))
 
 
 def test_a_program_broken_off_says_nothing_about_its_end():
-    trail = Trail("k")
+    trail = RunTrace("k")
     trail.entered("a")
     transitions = learned(trail.ended(broken_off=True))
     assert transitions.edges("k").keys() == {(START, "a")}
@@ -119,7 +119,7 @@ def test_a_program_broken_off_says_nothing_about_its_end():
 
 
 def test_a_long_way_is_learned_in_pieces_and_each_step_counts_once():
-    trail = Trail("k")
+    trail = RunTrace("k")
     transitions = Transitions()
     pieces = 0
     for number in range(MAX_PATH * 3):
@@ -139,13 +139,13 @@ def test_a_long_way_is_learned_in_pieces_and_each_step_counts_once():
 # ---- prediction
 
 
-def held_back(seed: int) -> tuple[list[list[wandering.State]], list[list[wandering.State]]]:
+def held_back(seed: int) -> tuple[list[list[stochastic_agent.State]], list[list[stochastic_agent.State]]]:
     random = Random(seed)
-    runs = [wandering.states(random) for _ in range(60)]
+    runs = [stochastic_agent.states(random) for _ in range(60)]
     return runs[:30], runs[30:]
 
 
-def accuracy(predict, runs: list[list[wandering.State]]) -> float:
+def accuracy(predict, runs: list[list[stochastic_agent.State]]) -> float:
     hits = [
         predict(state, [earlier.node for earlier in run[1 : number + 1]]) == run[number + 1].node
         for run in runs
@@ -161,12 +161,12 @@ def accuracies() -> list[tuple[float, float, float]]:
     for seed in range(10):
         seen, unseen = held_back(seed)
         transitions = learned(*(a_run(*(state.node for state in run[1:-1])) for run in seen))
-        chain = wandering.FirstOrderChain(seen)
+        chain = stochastic_agent.FirstOrderChain(seen)
         found.append(
             (
                 accuracy(lambda _, history, of=transitions: best(of, *history), unseen),
                 accuracy(lambda state, _, chain=chain: chain(state), unseen),
-                accuracy(lambda state, _: wandering.oracle(state), unseen),
+                accuracy(lambda state, _: stochastic_agent.oracle(state), unseen),
             )
         )
     return found
@@ -248,7 +248,7 @@ def test_a_node_tells_more_than_a_turn_where_runs_differ_in_length():
 
 
 def test_a_run_longer_than_its_list_of_turns_counts_in_full():
-    transitions = learned(*[Run(path=(("a",),), turn_nodes=("a",) * 10, turns=1000)] * 5)
+    transitions = learned(*[ProgramRun(path=(("a",),), turn_nodes=("a",) * 10, turns=1000)] * 5)
     assert transitions.turns_left("k", turns=1, node="a") == pytest.approx(999)
 
 
@@ -279,7 +279,7 @@ def test_a_program_that_lies_about_its_node_each_turn_takes_no_more_than_its_sha
 def test_a_node_with_ten_thousand_successors_keeps_the_frequent_ones():
     transitions = learned(*[a_run("hub", "home")] * 30)
     for number in range(2_000):
-        transitions.learn("k", Run(path=(("hub",), (f"x{number}",)), ends=False))
+        transitions.learn("k", ProgramRun(path=(("hub",), (f"x{number}",)), ends=False))
         if number % 2 == 0:
             transitions.learn("k", a_run("hub", "home"))
     assert best(transitions, "hub") == "home"
@@ -297,7 +297,7 @@ def test_kinds_are_bounded_and_the_one_not_heard_of_for_longest_goes():
 
 
 def test_a_trail_is_bounded_whatever_it_is_told():
-    trail = Trail("k")
+    trail = RunTrace("k")
     for number in range(20_000):
         trail.entered(f"n{number}")
         trail.requested(f"r{number % 7}")
@@ -318,7 +318,7 @@ names = st.one_of(st.text(max_size=8), st.sampled_from([START, END, "a", "b", "Ã
 
 @given(st.lists(st.tuples(st.sampled_from("e?!t"), names), max_size=60), st.booleans())
 def test_whatever_is_heard_probabilities_are_probabilities(facts, broken_off):
-    trail = Trail("k")
+    trail = RunTrace("k")
     transitions = Transitions()
     for what, name in facts:
         piece = {

@@ -15,8 +15,8 @@ import httpx
 
 _PATIENT = """
 import runpy
-from sojourn_server.gateway.http import moving
-moving.LEAST_WAIT_S = moving.MOST_WAIT_S
+from sojourn_server.gateway.http import program_migrator
+program_migrator.LEAST_WAIT_S = program_migrator.MOST_WAIT_S
 runpy.run_module("sojourn_server.cli", run_name="__main__")
 """
 

@@ -27,7 +27,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayGateway:
-    """The command: ``start`` waits until it answers, ``stop`` until nothing is left of it."""
+    """The command: ``start`` waits until it answers, ``stop_application`` until nothing is left of it."""
 
     def __init__(self, home: Path, engines: Mapping[str, Any], *, start_s: float = 180.0) -> None:
         """``home`` should be short: Ray's sockets lie below it. ``engines`` goes into the file.

@@ -13,20 +13,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from scheduler_driver import SchedulerDriver
 from sojourn.events import Event
 from sojourn.ids import ProgramId
 from sojourn.wire import WIRE_VERSION, EventOutcome, decode_outcomes
-from sojourn_server.engine.facts import Action, ActionKind, Admission, Arrival, TurnEnd, TurnOutcome
-from sojourn_server.engine.identity import CONTEXT_KEY, read_identity
-from sojourn_server.engine.leases import Lease
-from sojourn_server.engine.service import Service
-from sojourn_server.engine.state import Histories, Pool, StewardLimits, Ticket
-from sojourn_server.engine.steward import Steward
-from sojourn_server.metrics.ledger import Lost, Tombstone
-from sojourn_server.policy.costs import PrefillCurve
-from sojourn_server.policy.preset import Preset, load_preset
-from sojourn_server.program.record import Program
-from sojourn_server.program.toolcalls import parse_tool_calls
+from sojourn_server.core.engine_service import EngineService
+from sojourn_server.core.events_and_actions import (
+    EngineAction,
+    EngineActionKind,
+    RequestAdmitted,
+    RequestArrived,
+    TurnFinished,
+    TurnFinishReason,
+)
+from sojourn_server.core.lease_table import Lease
+from sojourn_server.core.request_identity import CONTEXT_KEY, read_identity
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, RequestState, SchedulerLimits
+from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.policies.preset import Preset, load_preset
+from sojourn_server.programs.program_state import ProgramState
+from sojourn_server.programs.tool_call_parsers import parse_tool_calls
 
 BLOCK_TOKENS = 4
 BASH = "Let us see.\n```bash\npytest -q\n```"
@@ -42,23 +49,25 @@ class VirtualEngine:
         preset: str | Preset = "fixed-ttl",
         *,
         blocks: int = 1000,
-        limits: StewardLimits | None = None,
+        limits: SchedulerLimits | None = None,
         curve: PrefillCurve | None = None,
         histories: Histories | None = None,
     ) -> None:
         self.now = 1000.0
-        self.steward = Steward(
+        self.program_scheduler = SchedulerDriver(
             load_preset(preset) if isinstance(preset, str) else preset,
-            Pool(blocks=blocks, block_size=BLOCK_TOKENS, block_bytes=64),
+            KVPoolConfig(blocks=blocks, block_size=BLOCK_TOKENS, block_bytes=64),
             limits=limits,
             curve=curve,
             histories=histories,
         )
-        self.steward.recorder.strict = True
-        self.service = Service(self.steward, engine={"virtual": "1"}, pool_state=self.pool_state)
+        self.program_scheduler.recorder.strict = True
+        self.service = EngineService(
+            self.program_scheduler, engine={"virtual": "1"}, pool_state=self.pool_state
+        )
         self.cached: set[int] = set()
         self.held: dict[ProgramId, Sequence[int]] = {}
-        self.done: list[Action] = []
+        self.done: list[EngineAction] = []
         self._prompts: dict[str, list[int]] = {}
         self._requests = 0
         self._seq = 0
@@ -72,7 +81,7 @@ class VirtualEngine:
 
     def step(self) -> None:
         """Begin an engine step."""
-        self.steward.tick(self.now)
+        self.program_scheduler.tick(self.now)
         self.carry_out()
 
     # -- requests -------------------------------------------------------------------
@@ -84,10 +93,10 @@ class VirtualEngine:
         context = {"program_id": program, **hint}
         xargs = {CONTEXT_KEY: json.dumps(context)} if program and hint else None
         identity = read_identity(program, xargs)
-        self.service.desk.riding_along(identity, self.now)
+        self.service.client_event_handler.apply_attached_events(identity, self.now)
         self._prompts[request_id] = list(tokens)
-        self.steward.arrived(
-            Arrival(request_id=request_id, identity=identity, prompt_tokens=len(tokens)), self.now
+        self.program_scheduler.arrived(
+            RequestArrived(request_id=request_id, identity=identity, prompt_tokens=len(tokens)), self.now
         )
         self.carry_out()
         return request_id
@@ -101,8 +110,8 @@ class VirtualEngine:
             if block not in self.cached:
                 break
             hit += BLOCK_TOKENS
-        self.steward.admitted(
-            Admission(
+        self.program_scheduler.admitted(
+            RequestAdmitted(
                 request_id=request_id,
                 cached_tokens=hit,
                 tokens=len(prompt),
@@ -122,23 +131,25 @@ class VirtualEngine:
         text: str = BASH,
         *,
         output: Sequence[int] = (7, 7),
-        outcome: TurnOutcome = TurnOutcome.STOPPED,
+        outcome: TurnFinishReason = TurnFinishReason.STOPPED,
     ) -> Lease | None:
-        """The request leaves the engine having written ``text``, which is the tokens ``output``."""
+        """The request leaves the engine having written ``parse_text``, which is the tokens ``output``."""
         prompt = self._prompts.pop(request_id)
         hashes = chain([*prompt, *output])
-        failed = outcome in (TurnOutcome.ABORTED, TurnOutcome.ERROR)
+        failed = outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
             self.cached.update(hashes)
-        lease = self.steward.finished(
-            TurnEnd(
+        lease = self.program_scheduler.finished(
+            TurnFinished(
                 request_id=request_id,
                 outcome=outcome,
                 tool_calls=() if failed else parse_tool_calls(text),
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
                 cached_blocks=len(hashes),
-                used_blocks=min(self.steward.pool.blocks, len(hashes) + sum(map(len, self.held.values()))),
+                used_blocks=min(
+                    self.program_scheduler.pool.blocks, len(hashes) + sum(map(len, self.held.values()))
+                ),
                 block_hashes=hashes,
             ),
             self.now,
@@ -152,7 +163,7 @@ class VirtualEngine:
         """A whole turn in no time."""
         request_id = self.arrive(program, tokens, **hint)
         self.admit(request_id)
-        self.steward.first_token(request_id, self.now)
+        self.program_scheduler.first_token(request_id, self.now)
         return self.finish(request_id, text)
 
     def evict(self, tokens: Sequence[int], *, by: str | None = None, keep: int = 0) -> None:
@@ -160,7 +171,9 @@ class VirtualEngine:
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
-                self.steward.keeper.graveyard.bury(block, Tombstone(Lost.EVICTED, None, by, self.now))
+                self.program_scheduler.lease_manager.eviction_log.add(
+                    block, EvictedBlock(LossCause.EVICTED, None, by, self.now)
+                )
 
     # -- clients --------------------------------------------------------------------
 
@@ -192,28 +205,28 @@ class VirtualEngine:
 
     def carry_out(self) -> None:
         """Do what the steward ordered."""
-        while self.steward.actions:
-            for action in self.steward.take_actions():
+        while self.program_scheduler.actions:
+            for action in self.program_scheduler.take_actions():
                 self.done.append(action)
-                hashes = self.steward.contexts.get(action.program_id) or ()
-                if action.kind is ActionKind.PIN_CACHED:
+                hashes = self.program_scheduler.contexts.get(action.program_id) or ()
+                if action.kind is EngineActionKind.PIN_CACHED:
                     found = [block for block in hashes if block in self.cached]
-                    if self.steward.pinned(action.program_id, len(found), self.now) is not None:
+                    if self.program_scheduler.pinned(action.program_id, len(found), self.now) is not None:
                         self.held[action.program_id] = found
                     continue
-                if action.kind is ActionKind.PREFETCH:
+                if action.kind is EngineActionKind.PREFETCH:
                     missing = sum(block not in self.cached for block in hashes)
-                    self.steward.prefetched(action.program_id, missing, self.now)
+                    self.program_scheduler.prefetched(action.program_id, missing, self.now)
                     continue
                 held = self.held.pop(action.program_id, ())
-                if action.kind is ActionKind.DROP:
+                if action.kind is EngineActionKind.DROP:
                     self.cached.difference_update(held)
 
     def pool_state(self) -> dict[str, int]:
         """Blocks by state, as the real engine tells them."""
         leased = sum(len(blocks) for blocks in self.held.values())
         cached = len(self.cached) - leased
-        total = self.steward.pool.blocks
+        total = self.program_scheduler.pool.blocks
         return {
             "total": total,
             "running": 0,
@@ -224,25 +237,23 @@ class VirtualEngine:
 
     # -- for assertions ---------------------------------------------------------------
 
-    def program(self, program_id: str) -> Program:
+    def program(self, program_id: str) -> ProgramState:
         """What is known of a program that must be known."""
-        program = self.steward.table.get(ProgramId(program_id))
+        program = self.program_scheduler.table.get(ProgramId(program_id))
         assert program is not None
         return program
 
-    def ticket(self, request_id: str) -> Ticket:
+    def request_state(self, request_id: str) -> RequestState:
         """What is known of a request in the engine."""
-        return self.steward.tickets[request_id]
+        return self.program_scheduler.request_states[request_id]
 
     def queue(self) -> list[str]:
         """Requests in the order in which the preset would admit them."""
-        tickets = self.steward.tickets.values()
-        order = self.steward.preset.order
-        return [t.request_id for t in sorted(tickets, key=lambda t: order.key(self.steward.waiting_view(t)))]
+        return sorted(self.program_scheduler.request_states, key=self.program_scheduler.queue_key)
 
     def reasons(self, kind: str) -> list[str]:
         """Reasons of the decisions of one kind so far, oldest first."""
-        chosen, _ = self.steward.decisions.since(0, 100_000)
+        chosen, _ = self.program_scheduler.decisions.since(0, 100_000)
         return [decision.reason for decision in chosen if decision.kind == kind]
 
     def counter(self, name: str, **labels: str) -> float:
@@ -253,7 +264,7 @@ class VirtualEngine:
     def drained(self) -> dict[str, Any]:
         """All counters so far; each call adds what came since the one before."""
         total: dict[str, Any] = self.__dict__.setdefault("_drained", {})
-        for name, rows in self.steward.recorder.drain()["counters"].items():
+        for name, rows in self.program_scheduler.recorder.drain()["counters"].items():
             total.setdefault(name, []).extend(rows)
         return total
 

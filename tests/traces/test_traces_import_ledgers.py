@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.metrics.ledger import Lost, TokenSplit, TurnRecord
-from sojourn_server.traces.imports.ledgers import read_ledgers
-from sojourn_server.traces.prompt import plan_turns
-from sojourn_server.traces.reader import read_trace
-from sojourn_server.traces.schema import ToolRun, TraceError
-from sojourn_server.traces.writer import write_trace
+from sojourn_server.metrics.turn_ledger import LossCause, TokenSplit, TurnRecord
+from sojourn_server.traces.imports.ledger_import import read_ledgers
+from sojourn_server.traces.prompt_builder import plan_turns
+from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_schema import TraceError, TraceToolRun
+from sojourn_server.traces.trace_writer import write_trace
 
 
 def record(
@@ -28,7 +28,7 @@ def record(
 
 
 def split(prompt: int, device: int, new: int, **lost: int) -> TokenSplit:
-    causes = {Lost(cause): count for cause, count in lost.items()}
+    causes = {LossCause(cause): count for cause, count in lost.items()}
     return TokenSplit(prompt, device, new, prompt - device - new - sum(lost.values()), causes)
 
 
@@ -64,13 +64,13 @@ def test_a_ledger_becomes_a_program(tmp_path: Path) -> None:
     assert [t.append_tokens for t in program.turns] == [339, 148, 373, 0]
     assert [t.gap_s for t in program.turns] == [0.5, 5.5, 0.0, None]
     assert [t.tool_run for t in program.turns] == [
-        ToolRun(name="bash", cmd="cat", s=0.5), ToolRun(name="search", s=5.5), None, None,
+        TraceToolRun(name="bash", cmd="cat", s=0.5), TraceToolRun(name="search", s=5.5), None, None,
     ]  # fmt: skip
     assert [t.llm_s for t in program.turns] == [2.0] * 4
     assert program.shared_prefix_tokens == 160
     plans = plan_turns(program)
     assert [plan.prompt_tokens for plan in plans] == [339, 507, 900, 800]
-    assert [plan.kept_tokens for plan in plans] == [0, 359, 527, 320]
+    assert [plan.reused_tokens for plan in plans] == [0, 359, 527, 320]
     assert [plan.new_tokens for plan in plans[1:3]] == [148, 373], "as the ledger says"
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.traces.imports.otel import read_otel
-from sojourn_server.traces.imports.span_names import kind_of
-from sojourn_server.traces.prompt import plan_turns
-from sojourn_server.traces.schema import ToolRun, TraceError, TraceProgram
+from sojourn_server.traces.imports.otel_attributes import kind_of
+from sojourn_server.traces.imports.otel_import import read_otel
+from sojourn_server.traces.prompt_builder import plan_turns
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
 
 START_S = 1_760_000_000
 
@@ -113,8 +113,8 @@ def test_a_run_becomes_a_program(tmp_path: Path) -> None:
     assert [t.llm_s for t in program.turns] == pytest.approx([2, 1, 1, 1])
     assert [t.t for t in program.turns] == pytest.approx([0, 7, 19, 24])
     assert first.tools == (
-        ToolRun(name="grep", s=pytest.approx(0.4)),
-        ToolRun(name="test", s=pytest.approx(3.9)),
+        TraceToolRun(name="grep", s=pytest.approx(0.4)),
+        TraceToolRun(name="test", s=pytest.approx(3.9)),
     )
     assert (first.tool, first.tool_seconds) == ("grep+test", pytest.approx(4.1))
     assert (second.tool, second.tools, second.tool_seconds) == (None, None, None)
@@ -123,7 +123,7 @@ def test_a_run_becomes_a_program(tmp_path: Path) -> None:
     assert program.shared_prefix_tokens == 256
     plans = plan_turns(program)
     assert [plan.prompt_tokens for plan in plans] == [1000, 1300, 1330, 400]
-    assert [plan.kept_tokens for plan in plans] == [0, 1050, 1300, 320]
+    assert [plan.reused_tokens for plan in plans] == [0, 1050, 1300, 320]
 
 
 def test_a_conversation_over_several_traces_is_one_program(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
     assert helper.group == helper.agent_type == "helper"
     assert (third.program_id, third.parent, third.parent_turn) == ("c3", helper.program_id, 0)
     assert (summary.parent, summary.parent_turn, summary.start_offset_s) == ("c1", 1, pytest.approx(41))
-    assert main.turns[0].tools == (ToolRun(name="delegate", s=pytest.approx(27)),)
+    assert main.turns[0].tools == (TraceToolRun(name="delegate", s=pytest.approx(27)),)
 
 
 def test_calls_without_an_agent_belong_to_their_trace(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_runs_beside_is_told_and_not_waited_for(tmp_path: Path) -> None:
     (program,) = imported(
         tmp_path, spans, "1 model calls began before the run's one before had ended; they follow it at once"
     )
-    assert program.turns[0].tools == (ToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
+    assert program.turns[0].tools == (TraceToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
     assert program.turns[0].tool_seconds == 0.0
     assert [t.gap_s for t in program.turns] == pytest.approx([1, 0, None])
 
@@ -391,7 +391,7 @@ def write(folder: Path, spans: Spans) -> Path:
 
 
 def test_the_kinds_are_those_that_the_live_source_reads() -> None:
-    names = pytest.importorskip("sojourn_integrations.otel.names")
+    names = pytest.importorskip("sojourn_integrations.otel.semantic_conventions")
     for key in ("gen_ai.operation.name", "openinference.span.kind", "traceloop.span.kind"):
         for word in (
             "invoke_agent",

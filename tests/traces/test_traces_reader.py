@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.traces.reader import read_trace
-from sojourn_server.traces.schema import ASSUMED_DECODE_S, ToolRun, TraceError, Turn
+from sojourn_server.traces.trace_reader import read_trace
+from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 
 
 def turn(**fields: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_plain_and_gzipped_are_the_same_and_unknown_fields_are_ignored(tmp_path:
     misnamed.write_bytes(packed.read_bytes())
     programs = list(read_trace(plain))
     assert [p.program_id for p in programs] == ["a", "b"]
-    assert programs[1].turns[0].tools == (ToolRun(name="bash", cmd="ls", s=0.5),)
+    assert programs[1].turns[0].tools == (TraceToolRun(name="bash", cmd="ls", s=0.5),)
     assert programs[0].max_context_tokens == 160
     assert list(read_trace(packed)) == list(read_trace(misnamed)) == programs
 
@@ -112,16 +112,16 @@ def test_no_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
         ({"dt_s": 9.0, "llm_s": 2.0}, 7.0),
         ({"dt_s": 9.0}, 9.0 - 10 * ASSUMED_DECODE_S),
         ({"dt_s": 0.1}, 0.0),
-        ({"tools": (ToolRun(s=1.0), ToolRun(s=3.0), ToolRun(s=60.0, bg=True))}, 3.0),
+        ({"tools": (TraceToolRun(s=1.0), TraceToolRun(s=3.0), TraceToolRun(s=60.0, bg=True))}, 3.0),
         ({}, 0.0),
     ],
 )
 def test_the_gap_is_the_first_that_is_recorded(fields: dict[str, Any], idle_s: float) -> None:
-    assert Turn(prompt_tokens=1, output_tokens=10, **fields).idle_s == pytest.approx(idle_s)
+    assert TraceTurn(prompt_tokens=1, output_tokens=10, **fields).idle_s == pytest.approx(idle_s)
 
 
 def test_the_tool_of_a_gap_is_the_longest_waited_for() -> None:
-    runs = (ToolRun(name="a", s=1.0), ToolRun(name="b", s=2.0), ToolRun(name="c", s=9.0, bg=1))
-    assert Turn(prompt_tokens=1, output_tokens=1, tools=runs).tool_run == runs[1]
-    assert Turn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == ToolRun(name="x")
-    assert Turn(prompt_tokens=1, output_tokens=1).tool_run is None
+    runs = (TraceToolRun(name="a", s=1.0), TraceToolRun(name="b", s=2.0), TraceToolRun(name="c", s=9.0, bg=1))
+    assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=runs).tool_run == runs[1]
+    assert TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == TraceToolRun(name="x")
+    assert TraceTurn(prompt_tokens=1, output_tokens=1).tool_run is None

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
-from sojourn_server.metrics.recorder import Recorder
+from sojourn_server.api.api_keys import ApiKeys
+from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
+from sojourn_server.api.prometheus_bridge import PrometheusBridge
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from sojourn_server.vllm import endpoint
 from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine
 from sojourn_server.vllm.plugin import _sojourn_call
-from sojourn_server.web.calls import EngineError, EngineStock, EngineUnavailable
-from sojourn_server.web.keys import ApiKeys
-from sojourn_server.web.prometheus import PrometheusBridge
 from starlette.datastructures import Headers
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.plugins.endpoint_plugins.interface import (
@@ -35,7 +35,7 @@ class FakeCore:
 
     def __init__(self, *engines: int) -> None:
         self.core_engines = [rank.to_bytes(2, "little") for rank in engines or (0,)]
-        self.recorder = Recorder(strict=True)
+        self.recorder = MetricsRecorder(strict=True)
         self.failure: Exception | None = None
         self.answer: Any = None
         self.calls: list[tuple[str, ...]] = []
@@ -185,12 +185,12 @@ async def test_a_plain_vllm_scheduler_gets_501_and_is_asked_once(server: Any) ->
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (EngineDeadError(), EngineUnavailable),
-        (Exception("Server shutting down"), EngineUnavailable),
+        (EngineDeadError(), EngineUnavailableError),
+        (Exception("Server shutting down"), EngineUnavailableError),
         (Exception("Call to sojourn_call method failed: list index out of range"), EngineError),
     ],
 )
-async def test_failures_of_the_engine_are_told_apart(failure: Exception, expected: type[Exception]) -> None:
+async def test_engine_failures_map_to_different_errors(failure: Exception, expected: type[Exception]) -> None:
     engine, client = VllmEngine(), FakeClient(FakeCore())
     engine.connect(client)  # type: ignore[arg-type]
     client.engine_core.failure = failure
@@ -215,7 +215,7 @@ async def test_a_client_without_the_broadcast_is_asked_for_one_engine() -> None:
 async def test_a_client_without_utility_calls_is_stock() -> None:
     engine, client = VllmEngine(), FakeClient(object())
     engine.connect(client)  # type: ignore[arg-type]
-    with pytest.raises(EngineStock):
+    with pytest.raises(StockEngineError):
         await engine.call("stats", "{}")
 
 
@@ -231,5 +231,5 @@ async def test_the_routes_do_not_keep_the_engine_alive() -> None:
     engine.connect(client)  # type: ignore[arg-type]
     del client
     gc.collect()
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailableError):
         await engine.call("stats", "{}")

@@ -1,9 +1,9 @@
-"""Leases in vLLM's own scheduler: what is held, when it is given back, and that nobody waits in vain."""
+"""Leases in vLLM's own scheduler: which blocks they pin, when they end, and that no request starves."""
 
 from __future__ import annotations
 
 import pytest
-from sojourn_server.vllm.adapter import SchedulerAdapter
+from sojourn_server.vllm.scheduler_adapter import SchedulerAdapter
 
 
 def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
@@ -90,7 +90,7 @@ def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engin
     assert {d["reason"] for d in released} == {"pressure"}
 
 
-def test_a_running_request_takes_leases_before_anybody_is_preempted(make_engine, clock):
+def test_a_running_request_reclaims_leases_before_a_preemption(make_engine, clock):
     engine = make_engine(blocks=33, settings={"lease_budget_fraction": 1.0})
     engine.add("a1", prompt(1, 256), program_id="A")
     engine.run()
@@ -153,8 +153,8 @@ def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engi
     assert pool["free"] + pool["cached"] == pool["total"] == 64
     adapter: SchedulerAdapter = engine.scheduler.sojourn
     assert len(adapter._queue.owners) == 0
-    assert len(adapter._held) == 0
-    assert adapter.steward.tickets == {}
+    assert len(adapter._pinned) == 0
+    assert adapter.program_scheduler.request_states == {}
 
 
 def test_a_shared_prefix_outlives_the_first_owner(make_engine, clock):
@@ -255,11 +255,11 @@ def test_ten_thousand_leases_due_at_once_are_ended_in_bounded_batches(make_engin
     clock.now += 30.0
     counts = []
     adapter: SchedulerAdapter = engine.scheduler.sojourn
-    while len(adapter.steward.leases):
-        before = len(adapter.steward.leases)
+    while len(adapter.program_scheduler.leases):
+        before = len(adapter.program_scheduler.leases)
         adapter.before_step()
-        counts.append(before - len(adapter.steward.leases))
-    assert max(counts) <= adapter.steward.limits.max_ends_per_tick
+        counts.append(before - len(adapter.program_scheduler.leases))
+    assert max(counts) <= adapter.program_scheduler.limits.max_ends_per_tick
     assert sum(counts) == 10_000
     assert engine.pool.get_num_free_blocks() == 10_400
 
@@ -322,7 +322,7 @@ def test_what_leases_share_counts_once_against_the_budget(make_engine, clock):
 
 
 def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
-    """Their blocks are those of a running request: ending them would help nobody."""
+    """A running request uses their blocks: ending the leases would free nothing."""
     settings = {"lease_budget_fraction": 1.0}
     engine = make_engine("fixed-ttl", blocks=41, max_model_len=1024, settings=settings)
     shared = list(prompt(90, 480))

@@ -25,14 +25,14 @@ class EngineLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        from sojourn_server.lab.bare_engine import BareEngine, BareEngineOptions
+        from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
         self.now = 1000.0
         self.requests = 0
         self.sequence = 0
         self.contexts: dict[str, list[int]] = {}
-        self.engine = BareEngine(
-            BareEngineOptions(
+        self.engine = SimulatedEngine(
+            SimulatedEngineOptions(
                 blocks=BLOCKS + 1,
                 block_size=BLOCK_SIZE,
                 max_num_seqs=4,
@@ -43,12 +43,12 @@ class EngineLife(RuleBasedStateMachine):
             lambda: self.now,
         )
         if self.eviction == "latest-program":
-            from sojourn_server.policy.eviction import LatestProgramsBlocks
-            from sojourn_server.vllm.bucket_order import BucketOrder
+            from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
+            from sojourn_server.vllm.eviction_heap import EvictionHeap
 
             adapter = self.engine.scheduler.sojourn
-            object.__setattr__(adapter.steward.preset, "eviction", LatestProgramsBlocks())
-            adapter._queue._order = BucketOrder(adapter._order)
+            object.__setattr__(adapter.program_scheduler.preset, "eviction", LatestProgramEviction())
+            adapter._queue._order = EvictionHeap(adapter._eviction)
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1
@@ -122,7 +122,7 @@ class EngineLife(RuleBasedStateMachine):
         for request in scheduler.requests.values():
             for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks:
                 users.update(block.block_id for block in group if not block.is_null)
-        for held in adapter._held._held.values():
+        for held in adapter._pinned._pinned.values():
             users.update(block.block_id for block in held)
         for block in pool.blocks[1:]:
             assert block.ref_cnt == users[block.block_id]
@@ -131,10 +131,10 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def leases_and_held_blocks_agree(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        leases = {lease.program_id: lease.blocks for lease in adapter.steward.leases}
-        held = {program_id: len(blocks) for program_id, blocks in adapter._held._held.items()}
+        leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.leases}
+        held = {program_id: len(blocks) for program_id, blocks in adapter._pinned._pinned.items()}
         assert leases == held
-        assert adapter.steward.leases.blocks == sum(held.values()) <= BLOCKS
+        assert adapter.program_scheduler.leases.blocks == sum(held.values()) <= BLOCKS
 
     @invariant()
     def owners_are_known_programs_of_cached_blocks(self) -> None:
@@ -160,7 +160,11 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def every_bucket_stands_where_its_program_stands_now(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        queue, order, foreseer = adapter._queue, adapter._order, adapter.steward.foreseer
+        queue, order, workflow_predictor = (
+            adapter._queue,
+            adapter._eviction,
+            adapter.program_scheduler.workflow_predictor,
+        )
         buckets = queue._order
         if buckets is None:
             return
@@ -168,9 +172,9 @@ class EngineLife(RuleBasedStateMachine):
         if self.eviction != "shipped":
             return  # what such an order goes by is not watched for changes
         for (program_id, used_s), standing in buckets.standings.items():
-            if program_id not in foreseer.changed and used_s == math.inf:
+            if program_id not in workflow_predictor.changed and used_s == math.inf:
                 assert order.standing(program_id, None) == standing
-        moved = order._scale_changes != foreseer.scale_changes + order._branches.changes
+        moved = order._scale_changes != workflow_predictor.scale_changes + order._branches.changes
         if not buckets.rescaled and not moved:
             for name, standing in buckets.standings.items():
                 assert buckets.places[name][0] == order.score(standing)
@@ -181,14 +185,14 @@ class EngineLife(RuleBasedStateMachine):
                 break
             self.now += 0.05
             self.engine.step()
-        assert not self.engine.scheduler.has_unfinished_requests(), "somebody starves"
+        assert not self.engine.scheduler.has_unfinished_requests(), "a request starves"
         for number in range(6):
             self.program_end(f"P{number}")
         self.now += 5000.0
         stats = self.engine.ask("stats")
         assert stats["leases"]["count"] == 0
         assert self.engine.pool.get_num_free_blocks() == BLOCKS
-        assert self.engine.scheduler.sojourn.steward.tickets == {}
+        assert self.engine.scheduler.sojourn.program_scheduler.request_states == {}
         totals = stats["ledger"]
         assert totals["prompt_tokens"] == (
             totals["device_tokens"]

@@ -1,4 +1,4 @@
-"""Placement in vLLM's own scheduler: who is parked, what moves down and up again, what must never stop."""
+"""Placement in vLLM's own scheduler: parked requests, copies down and up, and liveness."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sojourn_server.policy.labels import Label
-from sojourn_server.tiers.ranks import Rank
+from sojourn_server.kv_offload.retention_rank import RetentionRank
+from sojourn_server.policies.eviction.block_labels import BlockLabel
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -39,15 +39,15 @@ class Worker:
         self.results: Any = None
 
     def step(self, steps: int = 1) -> None:
-        from sojourn_server.tiers.jobs import TierResults
-        from sojourn_server.vllm.connector import StepReport
+        from sojourn_server.kv_offload.offload_jobs import OffloadResults
+        from sojourn_server.vllm.kv_connector import StepReport
         from vllm.v1.outputs import KVConnectorOutput
 
         for _ in range(steps):
             self.clock.now += self.step_s
             self.steps += 1
             planned = self.engine.plan()
-            self.results = TierResults(on_disk=[] if self.steps == 1 else None)
+            self.results = OffloadResults(on_disk=[] if self.steps == 1 else None)
             orders = planned.kv_connector_metadata
             if orders is not None:
                 self._before_forward(orders.jobs)
@@ -117,11 +117,11 @@ class Worker:
             self.counts["saved"] += 1
 
     def _finish_copies(self) -> None:
-        from sojourn_server.tiers.jobs import Fate
+        from sojourn_server.kv_offload.offload_jobs import CopyResult
 
         for job in [job for job, (done, _) in self.stores.items() if done <= self.steps]:
             self._copy_to_host(self.stores.pop(job)[1])
-            self.results.stored[job] = Fate.MOVED
+            self.results.stored[job] = CopyResult.MOVED
         for kind, job, files in self.files:
             if kind == "drop":
                 self.disk.pop(files[0], None)
@@ -129,10 +129,10 @@ class Worker:
                 for file in files:
                     assert self.slots[file.slot] == file.key
                     self.disk[file.key] = self.slots[file.slot]
-                self.results.spilled[job] = {file.key: Fate.MOVED for file in files}
+                self.results.spilled[job] = {file.key: CopyResult.MOVED for file in files}
             else:
                 self.slots.update((file.slot, self.disk[file.key]) for file in files)
-                self.results.staged[job] = {file.key: Fate.MOVED for file in files}
+                self.results.staged[job] = {file.key: CopyResult.MOVED for file in files}
         self.files.clear()
 
     def _compute(self, planned: Any) -> None:
@@ -176,7 +176,7 @@ def end(engine: Any, program_id: str, seq: int = 1) -> None:
 
 def ranks(worker: Worker, program_id: str) -> Counter[int]:
     """Of a program's blocks in host memory: which are reused first."""
-    keys = worker.engine.scheduler.sojourn.steward.contexts.get(program_id)
+    keys = worker.engine.scheduler.sojourn.program_scheduler.contexts.get(program_id)
     entries = map(planner(worker.engine).host.get, keys)
     return Counter(entry.rank for entry in entries if entry is not None)
 
@@ -211,12 +211,12 @@ def test_a_parked_request_costs_nothing_and_is_work_left(crowded: Worker) -> Non
     )
     assert engine.scheduler.has_unfinished_requests()
     assert engine.pool.get_num_free_blocks() == free
-    assert planner(engine)._looked_up == {}, "nobody looks for what it could load"
+    assert planner(engine)._looked_up == {}, "its loads are not looked up"
     assert program(engine, "B")["status"] == "gated"
     assert placed(engine) == {"device": 1, "waiting": 1}
 
 
-def test_strangers_go_past_a_parked_request(crowded: Worker) -> None:
+def test_requests_without_a_program_pass_a_parked_request(crowded: Worker) -> None:
     engine = crowded.engine
     engine.add("s1", prompt(9, 32), max_tokens=2)
     crowded.step()
@@ -234,7 +234,7 @@ def test_a_parked_request_can_be_aborted(crowded: Worker) -> None:
     assert engine.ask("stats")["requests"] == 0
 
 
-def test_who_came_first_waits_no_longer_than_needs_be(crowded: Worker) -> None:
+def test_the_first_request_waits_no_longer_than_necessary(crowded: Worker) -> None:
     crowded.engine.abort("a1")
     end(crowded.engine, "A")
     crowded.step()
@@ -260,7 +260,7 @@ def test_a_second_request_of_a_program_inside_is_not_parked(crowded: Worker) -> 
     assert running(crowded.engine) == {"a1", "a2"}
 
 
-def test_whom_a_peer_waits_for_is_not_parked_and_nobody_of_its_program_is_left_behind(
+def test_a_request_of_a_pair_is_not_parked_nor_are_its_programs_others(
     crowded: Worker,
 ) -> None:
     """Who enters is settled elsewhere, for a request of a prefill/decode pair."""
@@ -284,11 +284,11 @@ def test_whom_a_peer_waits_for_is_not_parked_and_nobody_of_its_program_is_left_b
     assert program(engine, "B")["turns"] == 2
 
 
-def test_who_was_seen_by_the_scheduler_is_handed_out_though_another_is_let_in_meanwhile() -> None:
-    from sojourn_server.vllm.waiting_queue import PolicyQueue
+def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> None:
+    from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
     ranks, parked = {"seen": 2, "parked": 1, "last": 3}, {"parked"}
-    queue: Any = PolicyQueue(lambda name: (ranks[name],), parked=lambda name: name in parked)
+    queue: Any = PolicyRequestQueue(lambda name: (ranks[name],), parked=lambda name: name in parked)
     for name in ranks:
         queue.add_request(name)
     assert queue.peek_request() == "seen"
@@ -307,7 +307,7 @@ def test_who_was_seen_by_the_scheduler_is_handed_out_though_another_is_let_in_me
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_who_is_parked_for_too_long_is_told_with_an_error(
+def test_a_request_parked_too_long_ends_with_an_error(
     make_engine: Any, clock: Any, asynchronous: bool
 ) -> None:
     from vllm.v1.engine import FinishReason
@@ -360,7 +360,7 @@ def test_what_happens_in_the_very_step_comes_before_a_refusal(
     worker.spend(50.0)
     clock.now += 11.0
     planned = engine.plan()
-    assert engine.scheduler.sojourn.steward.refused == ["b1"]
+    assert engine.scheduler.sojourn._refused == ["b1"]
     if happens == "aborted":
         engine.abort("b1")
     else:
@@ -371,7 +371,7 @@ def test_what_happens_in_the_very_step_comes_before_a_refusal(
     worker.until_idle()
 
 
-def test_who_is_let_in_by_the_very_step_is_not_refused(make_engine: Any, clock: Any) -> None:
+def test_a_request_admitted_in_the_same_step_is_not_refused(make_engine: Any, clock: Any) -> None:
     engine = make_engine("mori", settings={"gate_timeout_s": 60.0}, **SHAPE)
     worker = Worker(engine, clock)
     engine.add("a1", prompt(1, 480), program_id="A", max_tokens=100)
@@ -392,11 +392,13 @@ def test_who_is_let_in_by_the_very_step_is_not_refused(make_engine: Any, clock: 
 
 def test_host_memory_keeps_idle_programs_longest() -> None:
     """§4.3.2: "CPU DRAM: … then busy, then idle"; the device has the last two the other way round."""
-    from sojourn_server.vllm.host_ranks import host_rank
+    from sojourn_server.vllm.offload_manager import host_eviction_rank
 
-    busy, idle, cold, inactive = Label
-    assert sorted(Label, key=host_rank) == [inactive, cold, busy, idle]
-    assert host_rank(cold).until_written == host_rank(idle), "it is not yet where it belongs"
+    busy, idle, cold, inactive = BlockLabel
+    assert sorted(BlockLabel, key=host_eviction_rank) == [inactive, cold, busy, idle]
+    assert host_eviction_rank(cold).until_written == host_eviction_rank(idle), (
+        "it is not yet where it belongs"
+    )
 
 
 # -- down and up again ---------------------------------------------------------------------------------
@@ -411,13 +413,13 @@ def demoted(worker: Worker) -> None:
     worker.step(5)
 
 
-def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker) -> None:
+def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> None:
     demoted(worker)
     engine = worker.engine
     assert planner(engine).counts["stored"] == 50, "and B's, where there is room to spare"
     assert planner(engine).under_way == 0
-    assert ranks(worker, "A") == {Rank.IDLE: 30}
-    assert ranks(worker, "B") == {Rank.SPARE: 20}
+    assert ranks(worker, "A") == {RetentionRank.IDLE: 30}
+    assert ranks(worker, "B") == {RetentionRank.SPARE: 20}
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -426,17 +428,17 @@ def test_who_is_demoted_is_stored_and_loaded_when_it_is_promoted(worker: Worker)
     assert tokens["lost"] == {}
     assert program(engine, "A")["placed"] == "device"
     assert program(engine, "B")["placed"] == "host"
-    assert ranks(worker, "B") == {Rank.IDLE: 20}, "B has gone down for it"
-    assert set(ranks(worker, "A")) == {Rank.SPARE}
+    assert ranks(worker, "B") == {RetentionRank.IDLE: 20}, "B has gone down for it"
+    assert set(ranks(worker, "A")) == {RetentionRank.SPARE}
 
 
-def test_a_store_takes_no_step_where_nobody_needs_its_blocks(worker: Worker) -> None:
-    """Ahead of need: C takes the place on the device, and blocks that nobody has used yet."""
+def test_a_store_delays_no_step_that_does_not_need_its_blocks(worker: Worker) -> None:
+    """Ahead of need: C takes the place on the device and unused blocks."""
     engine = worker.engine
     worker.turn("a1", prompt(1, 160), "A")
     worker.turn("b1", prompt(2, 160), "B")
-    steward = engine.scheduler.sojourn.steward
-    steward.pool.blocks = 25  # as if others had taken the rest
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    program_scheduler.pool.blocks = 25  # as if others had taken the rest
     worker.clock.now += 10.0
     worker.turn("c1", prompt(3, 160), "C")
     worker.step(3)
@@ -471,11 +473,13 @@ def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> 
     engine = worker.engine
     worker.turn("b1", prompt(2, 160), "B")
     worker.turn("a1", prompt(1, 320), "A")
-    steward = engine.scheduler.sojourn.steward
-    from sojourn_server.policy.placement import Move, MoveReason, When
-    from sojourn_server.policy.placement_views import Tier
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+    from sojourn_server.policies.placement.placement_views import Tier
 
-    steward.placer._apply(Move("A", Tier.HOST, When.NOW, MoveReason.OVER_CAPACITY), worker.clock.now)
+    program_scheduler.tier_manager._apply(
+        TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY), worker.clock.now
+    )
     worker.step()
     worker.turn("c1", prompt(3, 320), "C")
     worker.turn("b2", [*prompt(2, 160), *prompt(4, 16)], "B")
@@ -493,9 +497,9 @@ def on_disk(make_engine: Any, clock: Any) -> Worker:
     return worker
 
 
-def test_a_disk_takes_who_is_most_idle(on_disk: Worker) -> None:
+def test_the_most_idle_program_goes_to_disk(on_disk: Worker) -> None:
     engine = on_disk.engine
-    assert engine.scheduler.sojourn.steward.pool.disk_blocks == 80
+    assert engine.scheduler.sojourn.program_scheduler.pool.disk_blocks == 80
     assert placed(engine) == {"device": 1, "disk": 1}
     assert program(engine, "A")["placed"] == "disk"
     assert planner(engine).counts["stored"] == 60, "B's to spare"
@@ -506,7 +510,7 @@ def test_a_disk_takes_who_is_most_idle(on_disk: Worker) -> None:
     assert program(engine, "A")["placed"] == "device"
 
 
-def test_who_was_placed_on_disk_long_ago_is_there_when_it_comes_back(make_engine: Any, clock: Any) -> None:
+def test_a_program_placed_on_disk_long_ago_is_found_on_return(make_engine: Any, clock: Any) -> None:
     """Its place in host memory is not counted, and another's KV is stored there in a single step."""
     worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45, "disk_blocks": 80}), clock)
     engine = worker.engine
@@ -521,7 +525,7 @@ def test_who_was_placed_on_disk_long_ago_is_there_when_it_comes_back(make_engine
     assert program(engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
 
 
-def test_who_is_promoted_from_disk_is_read_from_there(on_disk: Worker) -> None:
+def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None:
     engine = on_disk.engine
     assert len(on_disk.disk) == 30, "by order, though host memory has room"
     for entry in list(planner(engine).host):
@@ -541,8 +545,8 @@ def test_a_program_may_end_while_its_blocks_are_being_stored(
     worker = Worker(make_engine("mori", **SHAPE), clock, lag_steps=lag_steps)
     engine = worker.engine
     worker.turn("a1", prompt(1, 240), "A")
-    steward = engine.scheduler.sojourn.steward
-    steward.pool.blocks = 20
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    program_scheduler.pool.blocks = 20
     clock.now += 10.0
     engine.add("b1", prompt(2, 160), program_id="B", max_tokens=40)
     worker.step()
@@ -557,21 +561,19 @@ def test_a_program_may_end_while_its_blocks_are_being_stored(
     assert again.num_output_tokens == 2
 
 
-def test_what_an_ended_program_had_below_is_the_first_that_host_memory_reuses(
-    make_engine: Any, clock: Any
-) -> None:
-    """Else whoever ends while it is idle keeps its place in host memory from all who are busy."""
+def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clock: Any) -> None:
+    """Otherwise a program that ends while idle would keep its host memory from busy programs."""
     worker = Worker(make_engine("mori", **SHAPE), clock)
     demoted(worker)
     worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
-    keys = worker.engine.scheduler.sojourn.steward.contexts.get("A")
+    keys = worker.engine.scheduler.sojourn.program_scheduler.contexts.get("A")
     end(worker.engine, "A")
     worker.step()
     host = planner(worker.engine).host
-    assert {host.get(key).rank for key in keys} == {Rank.WORTHLESS}
+    assert {host.get(key).rank for key in keys} == {RetentionRank.WORTHLESS}
 
 
-def test_who_is_given_up_is_the_first_that_host_memory_reuses(make_engine: Any, clock: Any) -> None:
+def test_host_memory_evicts_blocks_of_abandoned_programs_first(make_engine: Any, clock: Any) -> None:
     """Host memory takes 28 blocks: A's 30 have no place there, and what is saved of them goes first."""
     worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 28}), clock)
     engine = worker.engine
@@ -580,7 +582,7 @@ def test_who_is_given_up_is_the_first_that_host_memory_reuses(make_engine: Any, 
     worker.turn("b1", prompt(2, 320), "B")
     worker.turn("s1", prompt(9, 160), None)
     assert program(engine, "A")["placed"] == "waiting"
-    assert set(ranks(worker, "A")) == {Rank.WORTHLESS}
+    assert set(ranks(worker, "A")) == {RetentionRank.WORTHLESS}
 
 
 # -- what is about to be read ----------------------------------------------------------------------------
@@ -591,30 +593,34 @@ def host_ranks(worker: Worker) -> Counter[int]:
 
 
 def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
-    from sojourn_server.policy.placement import Move, MoveReason, When
-    from sojourn_server.policy.placement_views import Tier
+    from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+    from sojourn_server.policies.placement.placement_views import Tier
 
     adapter = worker.engine.scheduler.sojourn
-    move = Move(program_id, Tier(to), When(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
-    adapter.steward.placer._apply(move, worker.clock.now)
+    move = TierMove(program_id, Tier(to), MoveTiming(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
+    adapter.program_scheduler.tier_manager._apply(move, worker.clock.now)
+    adapter._actions += adapter.program_scheduler._outbox
+    adapter.program_scheduler._outbox.clear()
     adapter._carry_out(worker.clock.now)
 
 
-def test_who_is_let_in_has_what_it_is_about_to_read_kept_for_it(make_engine: Any, clock: Any) -> None:
+def test_host_memory_keeps_the_blocks_that_an_admitted_program_will_load(
+    make_engine: Any, clock: Any
+) -> None:
     """B leaves for A in the same step: its 20 blocks must not take the place of A's in 45."""
     worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45}), clock)
     demoted(worker)
     worker.clock.now += 10.0
     moved(worker, "A", "device")
-    assert ranks(worker, "A") == {Rank.WANTED: 30}
+    assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
     moved(worker, "B", "host")
-    assert ranks(worker, "A") == {Rank.WANTED: 30}
+    assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 16)], "A")
     assert program(worker.engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
-    assert not host_ranks(worker)[Rank.WANTED]
+    assert not host_ranks(worker)[RetentionRank.WANTED]
 
 
-def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None:
+def test_a_running_program_has_no_wanted_blocks(worker: Worker) -> None:
     """Told to leave and then to stay, it used to keep its copies from everybody for good."""
     engine = worker.engine
     demoted(worker)
@@ -625,13 +631,13 @@ def test_who_runs_on_the_device_is_about_to_read_nothing(worker: Worker) -> None
     worker.step(2)
     kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
     assert len(kept) == 1
-    assert not host_ranks(worker)[Rank.WANTED]
+    assert not host_ranks(worker)[RetentionRank.WANTED]
     worker.until_idle()
     moved(worker, "B", "host")
     end(engine, "B")
     end(engine, "A", 2)
     worker.step(3)
-    assert set(host_ranks(worker)) == {Rank.WORTHLESS}, "of its context before that, too"
+    assert set(host_ranks(worker)) == {RetentionRank.WORTHLESS}, "of its context before that, too"
 
 
 def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_without_it(worker: Worker) -> None:
@@ -642,26 +648,26 @@ def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_witho
     moved(worker, "A", "host")
     moved(worker, "B", "host")
     worker.step(3)
-    keys = list(engine.scheduler.sojourn.steward.contexts.get("A"))[:6]
+    keys = list(engine.scheduler.sojourn.program_scheduler.contexts.get("A"))[:6]
     moved(worker, "B", "device")
     worker.turn("b2", prompt(6, 160), "B")  # its context was compacted
     moved(worker, "B", "host")
     worker.step(3)
     host = planner(engine).host
-    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [Rank.IDLE] * 6
+    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [RetentionRank.IDLE] * 6
 
 
-def test_a_request_that_is_broken_off_before_it_runs_wants_nothing_any_more(worker: Worker) -> None:
+def test_a_request_aborted_before_it_runs_has_no_wanted_blocks(worker: Worker) -> None:
     engine = worker.engine
     demoted(worker)
     worker.clock.now += 10.0
     end(engine, "B")
     engine.add("a2", [*prompt(1, 480), *prompt(3, 40)], program_id="A", max_tokens=2)
     moved(worker, "A", "device")
-    assert host_ranks(worker)[Rank.WANTED] == 30
+    assert host_ranks(worker)[RetentionRank.WANTED] == 30
     engine.abort("a2")
     worker.step(3)
-    assert not host_ranks(worker)[Rank.WANTED]
+    assert not host_ranks(worker)[RetentionRank.WANTED]
 
 
 def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Worker) -> None:
@@ -670,12 +676,14 @@ def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Wor
     demoted(worker)
     worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
     worker.step(3)
-    keys = list(engine.scheduler.sojourn.steward.contexts.get("A"))
+    keys = list(engine.scheduler.sojourn.program_scheduler.contexts.get("A"))
     worker.clock.now += 10.0
     worker.turn("a-title", prompt(8, 64), "A")
     host = planner(engine).host
-    spare = [key for key in keys if (entry := host.get(key)) is not None and entry.rank == Rank.SPARE]
-    assert len(spare) <= len(engine.scheduler.sojourn._held.still_cached(keys))
+    spare = [
+        key for key in keys if (entry := host.get(key)) is not None and entry.rank == RetentionRank.SPARE
+    ]
+    assert len(spare) <= len(engine.scheduler.sojourn._pinned.cached_prefix(keys))
 
 
 def test_of_a_program_that_is_over_nothing_is_copied(worker: Worker) -> None:
@@ -708,20 +716,20 @@ def spare_copies(make_engine: Any, clock: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["saga", "continuum", "known-ends"])
-def test_without_placement_too_copies_of_who_has_ended_make_way_for_others(
+def test_without_placement_host_memory_evicts_copies_of_ended_programs_first(
     spare_copies: Any, policy: str
 ) -> None:
     worker = spare_copies(policy)
-    copies = ranks(worker, "D")[Rank.SPARE]
-    keys = list(worker.engine.scheduler.sojourn.steward.contexts.get("D"))
+    copies = ranks(worker, "D")[RetentionRank.SPARE]
+    keys = list(worker.engine.scheduler.sojourn.program_scheduler.contexts.get("D"))
     assert copies > 10
     end(worker.engine, "D")
     worker.step()
     host = planner(worker.engine).host
     rank_of = [entry.rank for key in keys if (entry := host.get(key)) is not None]
-    assert rank_of == [Rank.SPARE] * 6 + [Rank.WORTHLESS] * (copies - 6), "C begins alike"
+    assert rank_of == [RetentionRank.SPARE] * 6 + [RetentionRank.WORTHLESS] * (copies - 6), "C begins alike"
     worker.turn("e1", prompt(5, 48), "E")  # in blocks that hold nothing, as ends of contexts leave them
-    assert ranks(worker, "E") == {Rank.SPARE: 3}
+    assert ranks(worker, "E") == {RetentionRank.SPARE: 3}
 
 
 def test_where_ends_change_nothing_they_change_no_copies_either(spare_copies: Any) -> None:
@@ -761,7 +769,7 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
 def test_where_the_policy_fails_everybody_is_let_in(
     make_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    from sojourn_server.policy.placement_idleness import RelativeIdleness
+    from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 
     engine = make_engine("mori", settings={"strict": False}, **SHAPE)
     worker = Worker(engine, clock)
@@ -775,7 +783,7 @@ def test_where_the_policy_fails_everybody_is_let_in(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(RelativeIdleness, method, broken)
+    monkeypatch.setattr(RelativeIdlenessPlacement, method, broken)
     engine.add("c1", prompt(3, 320), program_id="C", max_tokens=2)
     worker.step(2)
     assert engine.scheduler.sojourn.failures == 1
@@ -784,7 +792,7 @@ def test_where_the_policy_fails_everybody_is_let_in(
     assert engine.scheduler.sojourn.failures == 1
 
 
-def test_a_reset_of_the_cache_leaves_nobody_parked_for_what_is_gone(worker: Worker) -> None:
+def test_a_reset_of_the_cache_leaves_no_request_parked(worker: Worker) -> None:
     demoted(worker)
     engine = worker.engine
     assert engine.scheduler.reset_prefix_cache()
@@ -872,17 +880,17 @@ def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
     assert len(engine.scheduler.waiting) == 0
 
 
-# -- nobody is a program -----------------------------------------------------------------------------
+# -- without programs -----------------------------------------------------------------------------
 
 
 def test_priorities_and_placement_exclude_one_another(make_engine: Any) -> None:
-    with pytest.raises(ValueError, match="scheduling-policy priority"):
+    with pytest.raises(ValueError, match="scheduling-policy is priority"):
         make_engine("mori", scheduling_policy="priority", **SHAPE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_without_programs_every_step_is_stock_vllms(make_engine: Any, asynchronous: bool) -> None:
-    from test_vllm_stock import random_load
+    from test_vllm_unchanged_without_hints import random_load
 
     shape = {
         "blocks": 65,

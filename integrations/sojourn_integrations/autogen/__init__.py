@@ -3,38 +3,37 @@
     sojourn.init("http://127.0.0.1:8000")           # before or after importing AutoGen
     team = sojourn.wrap(team)                       # or only this team or agent, and all in it
 
-What is told
+What is reported
 - A **program** is the outermost run of a team or an agent: ``run``, ``run_stream`` or an agent's
   ``on_messages_stream``. Its name and type are the team's or agent's name. Inside
-  ``with sojourn.program():`` a run is part of that program instead, so that is what to open around
-  several runs that continue one conversation: without it each run is a program of its own, also one
-  that goes on from where the last stopped (``team.run()`` again, after ``reset()`` or not).
+  ``with sojourn.program():`` a run is part of that program instead. Open one around several runs that
+  continue one conversation: without it each run is a program of its own, also one that continues the
+  last (``team.run()`` again, after ``reset()`` or not).
 - A **node** is an agent's turn, by the agent's name; ``inner/alice`` for those of a team inside a
   team or of a ``SocietyOfMindAgent``. The requests with which a ``SelectorGroupChat`` or
   ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
 - A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with
-  the model's call id. AutoGen turns what a tool raises into a result; it is told as ``error``, and as
-  ``timeout`` where it was a ``TimeoutError``. What a ``CodeExecutorAgent`` executes is tool ``code``; its
-  class is the language, or for shell code the command that dominates it. A human's approval of the code,
-  where there is one, counts as part of it.
-- ``AgentTool``, ``TeamTool`` and whatever a tool's own code runs are **child programs** of that call.
-- The **graph** is told at the start: see ``graph``.
+  the model's call id. AutoGen turns a tool's exception into a result; it is reported as ``error``, or as
+  ``timeout`` for a ``TimeoutError``. The code of a ``CodeExecutorAgent`` is the tool ``code``; its class
+  is the language, or for shell code the main command. A human's approval of the code is part of the call.
+- ``AgentTool``, ``TeamTool`` and agents that a tool's code runs are **child programs** of that call.
+- The **graph** is reported at the start: see ``team_graph``.
 
 Limits
 - A ``CancellationToken`` that fires inside a tool makes AutoGen 0.7.4 and 0.7.5 wait for ever, with or
   without us (microsoft/autogen#7956); such a program stays open until the server's leases end it.
 - ``break`` out of ``team.run_stream()`` does not stop the team: AutoGen lets it run on until idle while the
-  generator is closed. The program ends after that. If nobody closes the generator, Python does so when it
-  collects it, or the event loop when it stops.
-- Tools that are not an ``AssistantAgent``'s, and code executors called by hand, are not told about; use
+  generator is closed. The program ends after that. An unclosed generator is closed by Python's garbage
+  collection, or by the event loop when it stops.
+- Tools of other agents than an ``AssistantAgent``, and code executors called by hand, are not reported; use
   ``sojourn.tool_call()``.
 - A runtime passed to the team and started inside *another* program keeps that one's context; the team's
   own requests outside of any turn (a selector's) then go to it.
-- What is wrapped with ``sojourn.wrap`` stays wrapped; an agent of it that also is in another team brings its
-  turns there with it, each as a program.
+- An object wrapped with ``sojourn.wrap`` stays wrapped. An agent of it that is also in another team reports
+  its turns there too, each as a program.
 
-An exception that gets out of ``_execute_tool_call`` makes AutoGen's agent wait for ever. So ours never do:
-everything here is guarded, and the user's code is called exactly once, outside of the guards.
+An exception out of ``_execute_tool_call`` makes AutoGen's agent wait for ever. So all code of ours is
+guarded, and the user's code is called exactly once, outside of the guards.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
-from sojourn.context import add_resolver, remove_resolver
-from sojourn.wrapping import closed
+from sojourn.program import add_resolver, remove_resolver
+from sojourn.scoped_functions import close_generator
 
-from sojourn_integrations.scope import fault
+from sojourn_integrations.safe_scope import fault
 
-from . import runs, tools
-from .graph import graph_of
+from . import run_scopes, tool_calls
+from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
-"""Makes ours of AutoGen's function; the second says whether ours is to do anything."""
+"""Returns our wrapper of AutoGen's function; the second argument returns whether it is active."""
 
 _patched: list[tuple[type, str, Any, Any]] = []
-"""Class, attribute, theirs and ours, as they stand in the class."""
+"""Class, attribute, their function and ours, as stored in the class."""
 _wrapped_classes: dict[type, type] = {}
 _lock = threading.Lock()
 _active = False
@@ -67,7 +66,7 @@ _active = False
 
 
 def patch() -> bool:
-    """Patch AutoGen's classes. False, and nothing changed, where one of them is not as known."""
+    """Patch AutoGen's classes. Returns False, without changes, where one of them looks unfamiliar."""
     global _active
     with _lock:
         if _active:
@@ -78,13 +77,12 @@ def patch() -> bool:
         _active = True
         for kind, name, function, wrapper in found:
             _replace(kind, name, function, wrapper)
-    add_resolver(runs.resolve)
+    add_resolver(run_scopes.resolve)
     return True
 
 
 def unpatch() -> None:
-    """AutoGen's very same functions are back, but where somebody else's stand above ours: those fall
-    silent."""
+    """Restore AutoGen's own functions. Where another patch covers ours, ours becomes inactive."""
     global _active
     with _lock:
         _active = False
@@ -93,7 +91,7 @@ def unpatch() -> None:
             if vars(kind).get(name) is ours:
                 setattr(kind, name, theirs)
     if not _wrapped_classes:
-        remove_resolver(runs.resolve)
+        remove_resolver(run_scopes.resolve)
 
 
 def wrap(target: Any) -> Any | None:
@@ -106,10 +104,10 @@ def wrap(target: Any) -> Any | None:
 
     if not isinstance(target, (BaseGroupChat, BaseChatAgent)):
         return None
-    add_resolver(runs.resolve)
+    add_resolver(run_scopes.resolve)
     for each in _parts(target, set()):
         try:
-            _swap(each)
+            _wrap_in_place(each)
         except Exception:
             fault("attach_error")
     return target
@@ -132,14 +130,14 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
         agents.MessageFilterAgent,
     ):
         yield kind, "on_messages_stream", _agent_stream
-    yield agents.AssistantAgent, "_execute_tool_call", tools.execute_tool_call
-    yield agents.CodeExecutorAgent, "execute_code_block", tools.execute_code_block
-    yield BaseTool, "run_json", tools.run_json
-    yield FunctionTool, "run", tools.run_function
+    yield agents.AssistantAgent, "_execute_tool_call", tool_calls.execute_tool_call
+    yield agents.CodeExecutorAgent, "execute_code_block", tool_calls.execute_code_block
+    yield BaseTool, "run_json", tool_calls.run_json
+    yield FunctionTool, "run", tool_calls.run_function
 
 
 def _static(kind: type, name: str) -> Any | None:
-    """What stands in the class; ``None`` where that is not a function or static method."""
+    """Return the class's attribute; ``None`` where it is no function or static method."""
     found = vars(kind).get(name)
     return found if callable(getattr(found, "__func__", found)) else None
 
@@ -152,8 +150,8 @@ def _replace(kind: type, name: str, theirs: Any, wrapper: _Wrapper) -> None:
     _patched.append((kind, name, theirs, ours))
 
 
-def _cover(agents: Any) -> None:
-    """Patch what classes of the user's have of their own: they are not known before they are used."""
+def _patch_user_classes(agents: Any) -> None:
+    """Patch methods that the user's classes override; the classes are unknown until they are used."""
     from autogen_agentchat.base import ChatAgent
 
     name = "on_messages_stream"
@@ -178,19 +176,19 @@ def _agent_stream(original: Any, active: Callable[[], bool]) -> Callable[..., An
     return _stream(original, active, _begin_turn)
 
 
-def _begin_team(team: Any) -> runs.Scope | None:
+def _begin_team(team: Any) -> run_scopes.RunScope | None:
     try:
         if _active:
-            _cover(team._participants)
-        return runs.begin_team(team, _graph)
+            _patch_user_classes(team._participants)
+        return run_scopes.begin_team(team, _graph)
     except Exception:
         fault("internal_error")
         return None
 
 
-def _begin_turn(agent: Any) -> runs.Scope | None:
+def _begin_turn(agent: Any) -> run_scopes.RunScope | None:
     try:
-        return runs.begin_turn(agent, _graph)
+        return run_scopes.begin_turn(agent, _graph)
     except Exception:
         fault("internal_error")
         return None
@@ -210,14 +208,14 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
         scope = _begin_turn(self) if active() else None
         if scope is None:
             return await original(self, *args, **kwargs)
-        tokens = scope.put_on()
+        tokens = scope.activate()
         try:
             result = await original(self, *args, **kwargs)
         except BaseException as error:
-            scope.take_off(tokens)
+            scope.deactivate(tokens)
             scope.close(error)
             raise
-        scope.take_off(tokens)
+        scope.deactivate(tokens)
         scope.close()
         return result
 
@@ -225,32 +223,32 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
 
 
 def _stream(
-    original: Any, active: Callable[[], bool], begin: Callable[[Any], runs.Scope | None]
+    original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
 ) -> Callable[..., Any]:
-    """The place is taken up for each step of the generator: between two steps its consumer runs, in a
-    context that it shares with us."""
+    """Enter the context for each step of the generator: between two steps its consumer runs, in the same
+    context."""
 
     @functools.wraps(original)
     async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        scope = (begin(self) if active() else None) or _Nowhere()
+        scope = (begin(self) if active() else None) or _NullScope()
         failure: BaseException | None = None
         try:
             inner = original(self, *args, **kwargs)
             step: Callable[[], Any] = inner.__anext__
             while True:
-                tokens = scope.put_on()
+                tokens = scope.activate()
                 try:
                     item = await step()
                 except StopAsyncIteration:
                     return
                 finally:
-                    scope.take_off(tokens)
+                    scope.deactivate(tokens)
                 if _is_last(item):
-                    scope.close()  # consumers need not come back for more, and many don't
+                    scope.close()  # many consumers do not ask for another item
                 try:
                     sent = yield item
                 except GeneratorExit:
-                    await closed(inner, _There(scope))
+                    await close_generator(inner, _EnteredScope(scope))
                     raise
                 except BaseException as error:
                     step = functools.partial(inner.athrow, error)
@@ -265,26 +263,26 @@ def _stream(
     return stream
 
 
-class _There:
+class _EnteredScope:
     """A block inside a scope."""
 
     def __init__(self, scope: Any) -> None:
         self._scope = scope
 
     def __enter__(self) -> None:
-        self._tokens = self._scope.put_on()
+        self._tokens = self._scope.activate()
 
     def __exit__(self, *_: object) -> None:
-        self._scope.take_off(self._tokens)
+        self._scope.deactivate(self._tokens)
 
 
-class _Nowhere:
-    """Stands for a scope where nothing begins."""
+class _NullScope:
+    """A scope that does nothing."""
 
-    def put_on(self) -> None:
+    def activate(self) -> None:
         """Nothing."""
 
-    def take_off(self, tokens: Any) -> None:
+    def deactivate(self, tokens: Any) -> None:
         """Nothing."""
 
     def close(self, error: BaseException | None = None) -> None:
@@ -302,7 +300,7 @@ def _is_last(item: Any) -> bool:
 
 
 def _parts(target: Any, seen: set[int]) -> Iterator[Any]:
-    """The team or agent and what it has that we instrument, each once."""
+    """Yield the team or agent and its parts that are instrumented, each once."""
     if target is None or id(target) in seen:
         return
     seen.add(id(target))
@@ -315,7 +313,7 @@ def _parts(target: Any, seen: set[int]) -> Iterator[Any]:
         yield from _parts(getattr(target, name, None), seen)
 
 
-def _swap(target: Any) -> None:
+def _wrap_in_place(target: Any) -> None:
     kind = type(target)
     client = getattr(target, "_client", None)
     if client is not None:
@@ -325,7 +323,7 @@ def _swap(target: Any) -> None:
     if kind not in _wrapped_classes:
         body: dict[str, Any] = {}
         for base, name, wrapper in _targets():
-            # For on_messages_stream the nearest of several is the one that counts.
+            # Of several definitions of on_messages_stream the nearest one counts.
             if issubclass(kind, base) and name not in body:
                 found = inspect.getattr_static(kind, name)
                 static = isinstance(found, staticmethod)
@@ -340,7 +338,7 @@ def _swap(target: Any) -> None:
 
 
 def _wrap_client(client: Any) -> None:
-    """The ``openai`` client inside AutoGen's: that is where requests get their identity."""
+    """Wrap the ``openai`` client inside AutoGen's, which adds the program to requests."""
     from sojourn import openai
 
     if type(client).__module__.partition(".")[0] == "openai":

@@ -20,7 +20,7 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Set by ``sojourn run --children``: those are to be attached to as well."""
 
 PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
-"""What ``sojourn.instruments`` waits for; mini is looked for below, by its agents' module."""
+"""What ``sojourn.instrumentation`` waits for; mini is looked for below, by its agents' module."""
 
 WORKERS = ("--multiprocessing-fork", "from multiprocessing.forkserver import main")
 """How the command lines of multiprocessing's own children look."""

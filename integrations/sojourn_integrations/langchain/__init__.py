@@ -5,14 +5,13 @@ Ways in, none of which changes an agent:
 - ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
 - ``agent.with_config({"callbacks": [Handler()]})`` to one agent, without patching anything;
 - ``create_agent(..., middleware=[Middleware()])`` for the tool calls of one agent, seen from around
-  the tool: unknown tools and arguments that do not validate, which callbacks never hear of.
-  Whose program they belong to it learns from one of the others, or from ``with sojourn.program()``.
+  the tool: includes unknown tools and invalid arguments, for which no callback is called. The program
+  comes from one of the other ways, or from ``with sojourn.program()``.
 
-``runs`` says which run is a program. Together they report each call once. The requests themselves
-are told by the patched ``openai`` client; a resolver tells it in which program and node it is called,
-since a callback must not set context variables: LangGraph runs a lone node in its caller's context, and
-ends async runs in a task of their own. Nothing of ours is raised into an agent. Checked with
-langchain-core 1.0.0 and 1.7.2.
+``run_tree`` decides which run is a program. Together the three report each call once. The patched ``openai``
+client reports the requests; a resolver gives it the program and node. A callback must not set context
+variables: LangGraph runs a single node in its caller's context, and ends async runs in a task of their own.
+Nothing of ours is raised into an agent. Checked with langchain-core 1.0.0 and 1.7.2.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from contextvars import ContextVar
 from typing import Any
 
 import sojourn
-from sojourn.context import Resolved, add_resolver, remove_resolver
+from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 
-from sojourn_integrations.scope import enter, fault, leave
+from sojourn_integrations.safe_scope import enter, fault, leave
 
-from .endings import tool_status
-from .runs import Run, Tree
+from .run_outcomes import tool_status
+from .run_tree import RunNode, RunTree
 
 __all__ = ["Handler", "Middleware", "patch", "unpatch", "wrap"]
 
-tree = Tree()
+tree = RunTree()
 _users: set[str] = set()
-"""Which of our modules want the handler in every run."""
+"""Our modules that need the handler in every run."""
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
-"""LangChain's own, found at the first need."""
+"""LangChain's own class, found at first use."""
 _by_hand = False
-"""A ``Handler`` was made by somebody else: the resolver stays."""
+"""True once the user made a ``Handler``: the resolver then stays."""
 
 
 def patch() -> bool:
-    """Add the handler to every run from now on; for ``sojourn.instruments``. False where the hook or the
-    context variable of this LangChain is not where it was."""
+    """Add the handler to every run from now on; for ``sojourn.instrumentation``. Returns False where this
+    LangChain lacks the hook or the context variable."""
     return install("langchain")
 
 
 def unpatch() -> None:
-    """Undo it. Runs under way are told of to their end."""
+    """Undo ``patch``. Runs in progress are reported to their end."""
     remove("langchain")
 
 
 def wrap(target: Any) -> Any | None:
-    """A runnable (an agent, a chain) with a handler of its own: another object that stands for it.
+    """Return a runnable (an agent, a chain) with a handler of its own, as a new object.
 
-    ``None`` for graphs, which ``langgraph`` wraps, and for what is no runnable or only part of an agent
-    (models, tools, prompts)."""
+    ``None`` for graphs, which ``langgraph`` wraps, for parts of an agent (models, tools, prompts) and for
+    other objects."""
     from langchain_core.language_models import BaseLanguageModel
     from langchain_core.prompts import BasePromptTemplate
     from langchain_core.runnables import Runnable
@@ -73,7 +72,7 @@ def wrap(target: Any) -> Any | None:
 
 
 def install(user: str) -> bool:
-    """Register for ``user``. Repeatable."""
+    """Add the handler for ``user``. Repeating it is harmless."""
     global _hook
     if _hook is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -84,8 +83,8 @@ def install(user: str) -> bool:
         if not isinstance(var_child_runnable_config, ContextVar):
             return False
         kind = _handler_class()
-        handler = kind.__new__(kind)  # not one made by hand
-        # The default is what makes it known in every thread and task, also in those with an empty context.
+        handler = kind.__new__(kind)  # not one that the user made
+        # As the default it applies in every thread and task, also in those with an empty context.
         hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
         context.register_configure_hook(hook, inheritable=True, handle_class=kind)
         add_resolver(_resolve)
@@ -95,7 +94,7 @@ def install(user: str) -> bool:
 
 
 def remove(user: str) -> None:
-    """Undo ``install`` when its last user is gone."""
+    """Undo ``install`` with its last user."""
     global _hook
     _users.discard(user)
     if _users or _hook is None:
@@ -109,7 +108,7 @@ def remove(user: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """``Handler`` and ``Middleware``, made when first asked for: that imports LangChain."""
+    """Create ``Handler`` and ``Middleware`` at first use, which imports LangChain."""
     if name == "Handler":
         return _handler_class()
     if name == "Middleware":
@@ -118,7 +117,7 @@ def __getattr__(name: str) -> Any:
 
 
 def running_in() -> Any:
-    """Id of the run around the running code, as LangChain's own context says; ``None`` at the top."""
+    """Return the id of the run around the running code, from LangChain's context; ``None`` at the top."""
     global _running_config
     if _running_config is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -129,20 +128,19 @@ def running_in() -> Any:
 
 
 def _key(run_id: Any) -> Any:
-    """What the tree knows a run by: a UUID works its hash out in Python, at each look-up anew."""
+    """Return the run's key in the tree, an integer: a UUID computes its hash in Python at each look-up."""
     return getattr(run_id, "int", run_id)
 
 
 def _above(parent_run_id: Any) -> Any:
-    """The run around one that begins. A retriever or model that calls back is none that we follow: then it is
-    the one in which that was called."""
+    """Return the run around one that begins. Retrievers and models are not followed: their caller counts."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = running_in()
     return parent_run_id if tree.get(around) is None else around
 
 
-def _resolve() -> Resolved | None:
+def _resolve() -> ResolvedContext | None:
     id = running_in()
     return None if id is None else tree.resolve(id)
 
@@ -155,15 +153,14 @@ def _handler_class() -> Any:
     from langchain_core.callbacks import BaseCallbackHandler
 
     class Handler(BaseCallbackHandler):
-        """Tells sojourn of programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
+        """Reports programs, nodes and tool calls: ``config={"callbacks": [Handler()]}``.
 
-        It keeps nothing itself; several of them, or one beside ``sojourn.init()``, tell everything once. By
-        itself it knows no more than callbacks say: for the graph, its threads and breakpoints use
-        ``sojourn.wrap(graph)``.
+        It holds no state: several of them, or one beside ``sojourn.init()``, report everything once. It knows
+        only what callbacks carry; for the graph, its threads and breakpoints use ``sojourn.wrap(graph)``.
         """
 
         run_inline = True
-        """Async runs would else call it from other threads, late and out of order."""
+        """Without it async runs call the handler from other threads, late and out of order."""
         raise_error = False
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
 
@@ -256,12 +253,12 @@ def _name(serialized: Any) -> str | None:
 
 
 def _result_status(output: Any) -> str:
-    """``handle_tool_error`` turns an exception into a message that says so."""
+    """True where ``handle_tool_error`` turned an exception into an error message."""
     return "error" if getattr(output, "status", None) == "error" else "ok"
 
 
-def _call_id_from_inputs(run: Run | None, name: str, arguments: Any) -> str | None:
-    """The model's id of this call, from what its node was given. For LangChain versions that do not tell."""
+def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
+    """Return the model's call id from the node's input, for LangChain versions without it."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:
@@ -300,16 +297,16 @@ def _middleware_class() -> Any:
     from langchain.agents.middleware import AgentMiddleware
 
     class Middleware(AgentMiddleware):
-        """Tells sojourn of an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
+        """Reports an agent's tool calls: ``create_agent(model, tools, middleware=[Middleware()])``.
 
-        First in the list it takes a call with all its retries for one; last, every attempt.
+        As the first in the list it reports a call with its retries as one; as the last, every attempt.
         """
 
         tools = ()
 
         @property
         def name(self) -> str:
-            """What ``create_agent`` tells middlewares apart by."""
+            """The name by which ``create_agent`` distinguishes middlewares."""
             return "SojournMiddleware"
 
         def wrap_tool_call(self, request: Any, handler: Any) -> Any:

@@ -2,17 +2,17 @@
 
 Two ways in:
 
-- ``sojourn.init(url)``: the default runner, through which ``Runner.run``, ``run_sync``, ``run_streamed`` and
-  ``agent.as_tool()`` all go, becomes a ``SojournRunner`` around the one that was there;
+- ``sojourn.init(url)``: the default runner, which ``Runner.run``, ``run_sync``, ``run_streamed`` and
+  ``agent.as_tool()`` use, becomes a ``SojournRunner`` around the original one;
 - without any patch: ``SojournRunner().run(agent, …)``, or ``Runner.run(agent, …, hooks=Hooks())`` inside
   ``with sojourn.program(): …``. ``Hooks(mine)`` and a runner both pass everything on to the user's own hooks.
 
-What a run belongs to says ``program``; how hooks tell of it, ``run``. Checked
-with 0.6.0 and 0.24.0. What cannot be seen: a tool's exception that an *async* ``failure_error_function``
-turns into text (0.6; such a call ends ``ok``), tools that run at the model's provider, and requests over the
-Responses websocket, which bypass the client. ``realtime`` and ``voice`` have runners of their own. With
-``SojournRunner`` or ``Hooks`` alone an agent used as a tool goes through the default runner, so that its
-requests count as its caller's.
+``run_programs`` finds the program of a run; ``run_hooks`` reports nodes and tool calls. Checked with 0.6.0
+and 0.24.0. Not visible: a tool's exception that an *async* ``failure_error_function`` turns into text (0.6;
+such a call ends ``ok``), tools that run at the model's provider, and requests over the Responses websocket,
+which bypass the client. ``realtime`` and ``voice`` have runners of their own. With ``SojournRunner`` or
+``Hooks`` alone an agent used as a tool goes through the default runner, so that its requests count as its
+caller's.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import finalize, ref
 
-from sojourn.context import remove_resolver
-from sojourn.program import status_of
+from sojourn.program import remove_resolver, status_of
 
-from sojourn_integrations.patches import Patches
-from sojourn_integrations.scope import fault
+from sojourn_integrations.monkey_patches import Patches
+from sojourn_integrations.safe_scope import fault
 
-from .graph import graph_of
-from .program import begin, end, forget
-from .run import HOOKS, BaseHooks, Run, noting_errors, passing_on, resolve, running
+from .agent_graph import graph_of
+from .run_hooks import HOOKS, BaseHooks, Run, chain_hook, record_tool_errors, resolve, running
+from .run_programs import begin, end, forget
 
 __all__ = ["Hooks", "SojournRunner", "graph_of", "patch", "unpatch", "wrap"]
 
@@ -42,8 +41,8 @@ _wrapped: dict[int, Any] = {}
 
 
 def patch() -> bool | None:
-    """Tell of every run from now on. False where the framework looks unfamiliar, ``None`` where ``agents`` is
-    somebody else's package; nothing is changed then."""
+    """Report every run from now on. Returns False where the framework looks unfamiliar, and ``None`` where
+    ``agents`` is another package; nothing is changed then."""
     global _everywhere
     if not _is_theirs():
         return None
@@ -54,8 +53,8 @@ def patch() -> bool | None:
 
 
 def unpatch() -> None:
-    """Undo ``patch`` and every ``wrap``: the very same runner is back, unless somebody put one above ours,
-    which then only passes on."""
+    """Undo ``patch`` and every ``wrap``: restore the original runner. Where another runner covers ours, ours
+    only passes calls on."""
     global _everywhere
     _everywhere = False
     _wrapped.clear()
@@ -65,7 +64,7 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """A runner in a ``SojournRunner``; or an agent, whose runs are told of from now on, and no others."""
+    """Return a runner inside a ``SojournRunner``; or an agent, whose runs alone are reported from now on."""
     if not _is_theirs():
         return None
     kinds = _kinds()
@@ -81,7 +80,7 @@ def wrap(target: Any) -> Any | None:
 
 
 def __getattr__(name: str) -> Any:
-    """``Hooks`` and ``SojournRunner``, made when first asked for: that imports the framework."""
+    """Create ``Hooks`` and ``SojournRunner`` at first use, which imports the framework."""
     if name in ("Hooks", "SojournRunner"):
         return getattr(_kinds(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -99,11 +98,11 @@ class _Kinds(NamedTuple):
 
 @functools.cache
 def _kinds() -> _Kinds:
-    """The framework is imported now; ours are made on top of its own."""
+    """Import the framework and derive our classes from its own."""
     hooks: Any = import_module("agents.lifecycle").RunHooksBase
     runner: Any = import_module("agents.run").AgentRunner
     names = {name for name in dir(hooks) if name.startswith("on_")} | HOOKS.keys()
-    methods: dict[str, Any] = {name: passing_on(name) for name in names}
+    methods: dict[str, Any] = {name: chain_hook(name) for name in names}
 
     def made(name: str, ours: type, theirs: Any, **body: Any) -> Any:
         return type(name, (ours, theirs), {**body, "__module__": __name__, "__doc__": ours.__doc__})
@@ -119,7 +118,7 @@ def _kinds() -> _Kinds:
 
 
 def _is_theirs() -> bool:
-    """Many a project has a package of its own named ``agents``."""
+    """Return whether ``agents`` is this framework; many projects have a package of that name."""
     package = import_module("agents")
     return hasattr(package, "Runner") and hasattr(package, "function_tool")
 
@@ -133,9 +132,9 @@ def _install() -> bool:
         return False
     _patches.put(run, _RUNNER, _kinds().DefaultRunner)
     tracing = import_module("agents.util._error_tracing")
-    # Without it, a tool whose exception became text for the model looks well.
+    # Without it, a tool whose exception became text for the model seems to succeed.
     if hasattr(tracing, "attach_error_to_current_span"):
-        _patches.put(tracing, "attach_error_to_current_span", noting_errors)
+        _patches.put(tracing, "attach_error_to_current_span", record_tool_errors)
     return True
 
 
@@ -146,7 +145,7 @@ class _Runner:
         self._inner = inner if inner is not None else _kinds().AgentRunner()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # not there before __init__, as in a copy
+        if name == "_inner":  # missing before __init__, as in a copy
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -181,7 +180,7 @@ class _Runner:
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-        """As the runner inside; the program ends when the loop behind the stream does."""
+        """As the runner inside; the program ends with the loop behind the stream."""
         run = self._begin(starting_agent, input, kwargs)
         if run is None:
             return self._inner.run_streamed(starting_agent, input, **kwargs)
@@ -196,7 +195,7 @@ class _Runner:
         return result
 
     def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
-        # A runner of somebody else's between two of ours: the outer one tells.
+        # Another runner is between two of ours: the outer one reports.
         if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._tells_of(agent):
             return None
         return begin(agent, given, kwargs.get("session"))
@@ -206,20 +205,20 @@ class _Runner:
 
 
 class _Selective:
-    """What stands in place of the framework's default runner."""
+    """Replaces the framework's default runner."""
 
     def _tells_of(self, agent: Any) -> bool:
         if _everywhere:
             return True
         reference = _wrapped.get(id(agent))
-        # What runs inside a run that is told of, is its part.
+        # A run inside a reported run is part of it.
         return (reference is not None and reference() is agent) or bool(_wrapped and running.get())
 
 
 def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         kinds, theirs = _kinds(), kwargs.get("hooks")
-        # What is no RunHooks is for the framework to complain of.
+        # The framework itself rejects what is no RunHooks.
         if isinstance(theirs, kinds.Hooks) or not isinstance(theirs, (kinds.RunHooks, type(None))):
             return kwargs
         return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
@@ -251,14 +250,14 @@ def _loop_done(run: Run, result: Any, task: Any) -> None:
         end(run, status, result)
 
     if guardrails is not None and not guardrails.done():
-        guardrails.add_done_callback(over)  # their requests belong to this run, and they may yet fail it
+        guardrails.add_done_callback(over)  # their requests belong to this run, and they may still fail it
     else:
         over(task)
 
 
 def _stream_status(result: Any, *tasks: Any) -> str:
-    """How a stream went, by what it will raise to its reader, who may look later or never."""
-    # Not task.exception(), which would tell asyncio that somebody dealt with it.
+    """Return the result of a stream from the exception it will raise, even if no reader asks for it."""
+    # Not task.exception(), which would mark the exception as retrieved.
     errors = [
         getattr(result, "_stored_exception", None),
         *(getattr(task, "_exception", None) for task in tasks),

@@ -2,9 +2,9 @@
 
     from sojourn_integrations import otel
     otel.install()           # a zero-patch source: spans become programs, nodes and tool calls
-    otel.export_spans()      # GenAI-convention spans with what the server made of each request
+    otel.export_spans()      # GenAI-convention spans with the server's outcome of each request
 
-Needs the extra ``sojourn[otel]``; nothing of it is imported before it is asked for.
+Needs the extra ``sojourn[otel]``; its packages are imported at first use.
 """
 
 from __future__ import annotations

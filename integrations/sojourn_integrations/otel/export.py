@@ -1,13 +1,13 @@
-"""What sojourn knows, as OpenTelemetry spans of the GenAI conventions.
+"""Writes programs, requests and tool calls as OpenTelemetry spans of the GenAI conventions.
 
     export = sojourn_integrations.otel.export_spans()      # to the global TracerProvider
     ...
     export.flush()                                                # optional; done at exit
 
 A program is an ``invoke_agent`` span, a request a ``chat`` span, a tool call an ``execute_tool`` span; a
-sub-agent hangs under the tool call it runs in. What the server made of a request (tokens found, lost and why,
-the lease) is asked of it afterwards and stands in ``sojourn.*`` attributes. Prompts, arguments and outputs
-never do.
+sub-agent is a child of the tool call it runs in. The server's outcome of a request (tokens found, tokens lost
+and why, the lease) is fetched afterwards into ``sojourn.*`` attributes. Prompts, arguments and outputs are
+never exported.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from typing import Any
 
 from sojourn import runtime
 from sojourn.errors import ConfigError
-from sojourn.observe import Listener, add_listener, remove_listener
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
+from sojourn.logical_request import LogicalRequest
 from sojourn.program import Program
-from sojourn.streams import LogicalRequest
+from sojourn.token_usage import TokenUsage
 from sojourn.tools import ToolCall
-from sojourn.usage import Usage
 
-from . import names
-from .outcomes import Outcomes, Turn
+from . import semantic_conventions
+from .outcome_fetcher import OutcomeFetcher, Turn
 
 try:
     import opentelemetry.sdk.trace  # noqa: F401  -- without it spans would silently go nowhere
     from opentelemetry import trace
     from opentelemetry.trace import SpanKind, Status, StatusCode
 except ImportError as error:
-    raise ImportError(names.MISSING) from error
+    raise ImportError(semantic_conventions.SDK_MISSING_MESSAGE) from error
 
 _OPERATIONS = {"/chat/completions": "chat", "/completions": "text_completion", "/responses": "chat"}
 _FAILED = {"error", "timeout", "failed"}
-"""Ends that are errors. A cancellation is none, nor is a command that answers with a number."""
+"""Statuses that are errors. ``cancelled`` and ``nonzero`` are not."""
 
 
-class _Open:
-    """Spans of one program under way."""
+class _OpenProgram:
+    """Spans of one open program."""
 
     __slots__ = ("__weakref__", "ours", "span", "tools")
 
     def __init__(self, span: Any, ours: bool) -> None:
         self.span = span
         self.ours = ours
-        """False: a framework's own span, from which the program came; it ends itself."""
+        """False for a framework's own span, which the framework ends."""
         self.tools: dict[str, tuple[Any, bool]] = {}
 
 
-class _Asked:
-    """A request under way."""
+class _OpenRequest:
+    """A request in progress."""
 
     __slots__ = ("span", "started_ns")
 
@@ -63,26 +63,26 @@ class _Asked:
         self.started_ns = started_ns
 
 
-class SpanExport(Listener):
+class SpanExport(ProgramListener):
     """Writes the spans. Made by ``export_spans()``."""
 
     wants_usage = True
 
-    def __init__(self, tracer: Any, provider: str, outcomes: Outcomes | None) -> None:
+    def __init__(self, tracer: Any, provider: str, outcomes: OutcomeFetcher | None) -> None:
         self._tracer = tracer
         self._provider = provider
         self._outcomes = outcomes
-        # Weak: a program let go of without an end leaves nothing here; its span is never exported.
-        self._programs: weakref.WeakKeyDictionary[Program, _Open] = weakref.WeakKeyDictionary()
-        self._by_id: weakref.WeakValueDictionary[str, _Open] = weakref.WeakValueDictionary()
-        self._requests: weakref.WeakKeyDictionary[LogicalRequest, _Asked] = weakref.WeakKeyDictionary()
+        # Weak: a program dropped without an end leaves nothing here; its span is never exported.
+        self._programs: weakref.WeakKeyDictionary[Program, _OpenProgram] = weakref.WeakKeyDictionary()
+        self._by_id: weakref.WeakValueDictionary[str, _OpenProgram] = weakref.WeakValueDictionary()
+        self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """End all spans of finished requests, with outcomes where the server tells them within the time."""
+        """End all spans of finished requests, with the outcomes that the server returns in time."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:
-        """Write no more. Spans of finished requests are ended; those of open programs are left out."""
+        """Stop. Spans of finished requests end; those of open programs are not exported."""
         remove_listener(self)
         atexit.unregister(self.close)
         for target, export in list(_exports.items()):
@@ -94,12 +94,12 @@ class SpanExport(Listener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """``invoke_agent``, unless a span of a framework's is where the program came from."""
+        """Start ``invoke_agent``, unless the program comes from a framework's span."""
         if not program.implicit:
             self._open(program)
 
     def program_ended(self, program: Program, status: str) -> None:
-        """The span ends; requests that wait for their outcomes get them now."""
+        """End the span, and fetch the outcomes of its requests now."""
         opened = self._programs.pop(program, None)
         if opened is not None and opened.ours:
             for span, ours in opened.tools.values():
@@ -109,13 +109,13 @@ class SpanExport(Listener):
         if self._outcomes is not None:
             self._outcomes.program_ended(program.id)
 
-    def _open(self, program: Program) -> _Open:
-        told = names.telling.span
-        if told is not None:
-            opened = _Open(told, ours=False)
+    def _open(self, program: Program) -> _OpenProgram:
+        current = semantic_conventions.telling.span
+        if current is not None:
+            opened = _OpenProgram(current, ours=False)
         else:
             label = program.name or program.agent_type
-            attributes = {**self._whose(program), names.OPERATION: "invoke_agent"}
+            attributes = {**self._whose(program), semantic_conventions.OPERATION: "invoke_agent"}
             for name, value in (
                 ("sojourn.parent_program_id", program.parent_id),
                 ("sojourn.root_program_id", program.root_id),
@@ -129,51 +129,53 @@ class SpanExport(Listener):
                 kind=SpanKind.INTERNAL,
                 attributes=attributes,
             )
-            opened = _Open(span, ours=True)
+            opened = _OpenProgram(span, ours=True)
         self._programs[program] = opened
         self._by_id[program.id] = opened
         return opened
 
     def _around(self, program: Program) -> Any:
-        """Context of the span a program hangs under; ``None`` is the one around the running code."""
+        """Return the context of a program's parent span; ``None`` means that of the running code."""
         parent = self._by_id.get(program.parent_id) if program.parent_id is not None else None
         if parent is None:
             return None
         span, _ = parent.tools.get(program.call_id or "", (parent.span, False))
         return trace.set_span_in_context(span)
 
-    def _of(self, program: Program) -> _Open | None:
+    def _of(self, program: Program) -> _OpenProgram | None:
         opened = self._programs.get(program)
         if opened is None and program.is_open and not program.implicit:
             return self._open(program)  # it began before the export did
         return opened
 
     def _whose(self, program: Program) -> dict[str, Any]:
-        attributes: dict[str, Any] = {names.PROVIDER: self._provider}
+        attributes: dict[str, Any] = {semantic_conventions.PROVIDER: self._provider}
         if not program.implicit:
-            attributes[names.CONVERSATION] = attributes[names.AGENT_ID] = program.id
+            attributes[semantic_conventions.CONVERSATION] = attributes[semantic_conventions.AGENT_ID] = (
+                program.id
+            )
             label = program.name or program.agent_type
             if label is not None:
-                attributes[names.AGENT_NAME] = label
+                attributes[semantic_conventions.AGENT_NAME] = label
         return attributes
 
     # ---- tools
 
     def tool_started(self, call: ToolCall) -> None:
-        """``execute_tool``."""
+        """Start ``execute_tool``."""
         opened = self._of(call.program) if call.program is not None else None
         if opened is None or call.program is None:
             return
-        told = names.telling.span
-        if told is not None:
-            opened.tools[call.call_id] = told, False
+        current = semantic_conventions.telling.span
+        if current is not None:
+            opened.tools[call.call_id] = current, False
             return
         attributes = {
-            names.OPERATION: "execute_tool",
-            names.TOOL_NAME: call.tool,
-            names.TOOL_CALL_ID: call.call_id,
-            names.TOOL_TYPE: "function",
-            names.CONVERSATION: call.program.id,
+            semantic_conventions.OPERATION: "execute_tool",
+            semantic_conventions.TOOL_NAME: call.tool,
+            semantic_conventions.TOOL_CALL_ID: call.call_id,
+            semantic_conventions.TOOL_TYPE: "function",
+            semantic_conventions.CONVERSATION: call.program.id,
         }
         if call.tool_class is not None:
             attributes["sojourn.tool.class"] = call.tool_class
@@ -188,7 +190,7 @@ class SpanExport(Listener):
         opened.tools[call.call_id] = span, True
 
     def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
-        """The span ends."""
+        """End the span."""
         opened = self._programs.get(call.program) if call.program is not None else None
         span, ours = opened.tools.pop(call.call_id, (None, False)) if opened is not None else (None, False)
         if ours:
@@ -197,18 +199,22 @@ class SpanExport(Listener):
     # ---- requests
 
     def request_started(self, request: LogicalRequest) -> None:
-        """``chat`` or ``text_completion``."""
+        """Start ``chat`` or ``text_completion``."""
         opened = self._of(request.program)
-        # Inside a framework's own spans ours hangs under the one that asks.
+        # Inside a framework's own spans ours is a child of the current one.
         foreign = opened is None or not opened.ours
-        current = trace.get_current_span().get_span_context().is_valid
-        around = None if opened is None or (foreign and current) else trace.set_span_in_context(opened.span)
+        nested = foreign and trace.get_current_span().get_span_context().is_valid
+        around = None if opened is None or nested else trace.set_span_in_context(opened.span)
         operation = next(
             (word for end, word in _OPERATIONS.items() if (request.path or "").endswith(end)), "chat"
         )
-        attributes = {**self._whose(request.program), names.OPERATION: operation, **_server(request.host)}
+        attributes = {
+            **self._whose(request.program),
+            semantic_conventions.OPERATION: operation,
+            **_server(request.host),
+        }
         if request.model is not None:
-            attributes[names.REQUEST_MODEL] = request.model
+            attributes[semantic_conventions.REQUEST_MODEL] = request.model
         if request.id:
             attributes["sojourn.request_id"] = request.id
         if request.node is not None:
@@ -221,22 +227,24 @@ class SpanExport(Listener):
             attributes=attributes,
             start_time=started_ns,
         )
-        self._requests[request] = _Asked(span, started_ns)
+        self._requests[request] = _OpenRequest(span, started_ns)
 
     def request_first_byte(self, request: LogicalRequest) -> None:
-        """The answer is streamed, and this long it took to begin."""
+        """Set the time to the first chunk of a streamed answer."""
         asked = self._requests.get(request)
         if asked is not None:
-            asked.span.set_attribute(names.REQUEST_STREAM, True)
-            asked.span.set_attribute(names.FIRST_CHUNK_S, (time.time_ns() - asked.started_ns) / 1e9)
+            asked.span.set_attribute(semantic_conventions.REQUEST_STREAM, True)
+            asked.span.set_attribute(
+                semantic_conventions.FIRST_CHUNK_S, (time.time_ns() - asked.started_ns) / 1e9
+            )
 
     def request_ended(self, request: LogicalRequest, how: str) -> None:
-        """The span ends at this time, though perhaps a little later."""
+        """End the span with the present time, once the outcome is known."""
         ended_ns = time.time_ns()
         asked = self._requests.pop(request, None)
         if asked is None:
             return
-        span, usage = asked.span, request.usage or Usage()
+        span, usage = asked.span, request.usage or TokenUsage()
         if request.attempts > 1:
             span.set_attribute("sojourn.request.attempts", request.attempts)
         error = request.error
@@ -265,7 +273,8 @@ class SpanExport(Listener):
 
 
 def outcome_attributes(turn: Turn) -> dict[str, Any]:
-    """``sojourn.*`` attributes of one turn of the server's ledger. Unknown or odd fields are left out."""
+    """Return ``sojourn.*`` attributes of one turn of the server's ledger, without unknown or invalid
+    fields."""
     found: dict[str, Any] = {}
     for name, key, kinds in _FACTS:
         value = turn.get(key)
@@ -302,13 +311,16 @@ _FACTS = (
 _NO_TIERS = frozenset({"prompt", "new", "tail", "lost"})
 
 
-def _usage_attributes(usage: Usage, turn: Turn) -> dict[str, int]:
-    """As the answer says, else as the server counted."""
+def _usage_attributes(usage: TokenUsage, turn: Turn) -> dict[str, int]:
+    """Return the token counts of the answer, else those of the server."""
     tokens = _mapping(turn.get("tokens"))
     found = {
-        names.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
-        names.OUTPUT_TOKENS: (usage.output_tokens, turn.get("output_tokens")),
-        names.CACHED_TOKENS: (usage.cached_tokens, sum(_tiers(tokens).values()) if tokens else None),
+        semantic_conventions.INPUT_TOKENS: (usage.input_tokens, tokens.get("prompt")),
+        semantic_conventions.OUTPUT_TOKENS: (usage.output_tokens, turn.get("output_tokens")),
+        semantic_conventions.CACHED_TOKENS: (
+            usage.cached_tokens,
+            sum(_tiers(tokens).values()) if tokens else None,
+        ),
     }
     chosen = {name: theirs if theirs is not None else ours for name, (theirs, ours) in found.items()}
     return {name: value for name, value in chosen.items() if type(value) is int}
@@ -324,14 +336,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _server(host: str | None) -> dict[str, Any]:
     name, _, port = (host or "").rpartition(":")
-    return {names.SERVER_ADDRESS: name, names.SERVER_PORT: int(port)} if name and port.isdigit() else {}
+    return (
+        {semantic_conventions.SERVER_ADDRESS: name, semantic_conventions.SERVER_PORT: int(port)}
+        if name and port.isdigit()
+        else {}
+    )
 
 
 def _end(span: Any, status: str, error: str | None = None, ended_ns: int | None = None) -> None:
     span.set_attribute("sojourn.status", status)
     if status in _FAILED:
         kind = error or ("timeout" if status == "timeout" else "_OTHER")
-        span.set_attribute(names.ERROR_TYPE, kind)
+        span.set_attribute(semantic_conventions.ERROR_TYPE, kind)
         span.set_status(Status(StatusCode.ERROR))
     span.end(end_time=ended_ns)
 
@@ -342,18 +358,18 @@ _exports: weakref.WeakKeyDictionary[Any, SpanExport] = weakref.WeakKeyDictionary
 def export_spans(tracer_provider: Any = None, *, outcomes: bool = True, provider: str = "vllm") -> SpanExport:
     """Write spans to ``tracer_provider``, the global one unless given, from now on.
 
-    ``outcomes=False`` asks the server nothing. ``provider`` is the spans' ``gen_ai.provider.name``.
-    Repeating it returns the export already there, until that is closed. Stop it with ``.close()``. Raises
+    ``outcomes=False`` fetches no outcomes. ``provider`` is the spans' ``gen_ai.provider.name``.
+    A second call returns the same export, until that is closed. Stop it with ``.close()``. Raises
     ``ConfigError`` where no provider is set yet.
     """
     target = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if isinstance(target, trace.ProxyTracerProvider):
-        raise ConfigError(names.NO_PROVIDER)
+        raise ConfigError(semantic_conventions.NO_PROVIDER_MESSAGE)
     export = _exports.get(target)
     if export is None:
-        tracer = target.get_tracer(names.SCOPE)
-        export = _exports[target] = SpanExport(tracer, provider, Outcomes() if outcomes else None)
-        # Run before the provider's own, which was registered earlier and takes no spans afterwards.
+        tracer = target.get_tracer(semantic_conventions.SCOPE)
+        export = _exports[target] = SpanExport(tracer, provider, OutcomeFetcher() if outcomes else None)
+        # Runs before the provider's hook, which was registered earlier and accepts no spans afterwards.
         atexit.register(export.close)
         add_listener(export)
     return export

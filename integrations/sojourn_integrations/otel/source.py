@@ -1,11 +1,11 @@
-"""Any framework with OpenTelemetry spans for its agents and tools: the spans are what we are told.
+"""Reads programs, nodes and tool calls from the OpenTelemetry spans of any framework.
 
     trace.set_tracer_provider(provider)
     sojourn_integrations.otel.install()     # or provider.add_span_processor(SojournSpanProcessor())
 
 The outermost agent or workflow of a trace is a program, an agent inside a tool call is its child, an
-agent inside an agent a node; tools are tool calls. Requests find their program by the current span. What a
-framework's own adapter reports is left to it. Spans that are not sampled never reach a processor.
+agent inside an agent a node; tools are tool calls. Requests find their program by the current span. Spans of
+frameworks with an adapter of their own are ignored. Spans that are not sampled never reach a processor.
 
 Every method is called on the agent's thread; none raises into it.
 """
@@ -21,67 +21,75 @@ from collections import OrderedDict
 from typing import Any
 
 import sojourn
-from sojourn import context as places
-from sojourn import instruments, runtime
+from sojourn import instrumentation, runtime
 from sojourn.errors import ConfigError
-from sojourn.naming import call_id_of
-from sojourn.program import Program, status_of
+from sojourn.program import (
+    CallInProgress,
+    Program,
+    ResolvedContext,
+    add_resolver,
+    current_context,
+    find_context,
+    remove_resolver,
+    status_of,
+)
 from sojourn.tools import ToolCall
+from sojourn.wire_names import call_id_of
 
-from sojourn_integrations.scope import fault
+from sojourn_integrations.safe_scope import fault
 
-from . import names
+from . import semantic_conventions
 
 try:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import StatusCode
 except ImportError as error:
-    raise ImportError(names.MISSING) from error
+    raise ImportError(semantic_conventions.SDK_MISSING_MESSAGE) from error
 
 MAX_SPANS = 10_000
 _REQUESTS_ONLY = frozenset({"openai", "litellm"})
-"""Adapters that tag requests and report no programs: their instrumentation's spans are no doubles."""
+"""Adapters that report requests but no programs, so that spans of these frameworks are not duplicates."""
 _CANCELLED = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
 
 _UNMOVED: Any = object()
-"""This span is no node."""
+"""Marks a span that is no node."""
 
 Key = tuple[int, int]
 """Trace id and span id."""
 
 
 class _Entry:
-    """What is known of one open span inside a program."""
+    """One open span inside a program."""
 
     __slots__ = ("above", "before", "call", "caught", "kind", "node", "owns", "program", "under")
 
     def __init__(self, kind: str | None, above: _Entry | None, above_key: Key | None) -> None:
         self.kind = kind
-        """``None``: a span of something else inside a program."""
+        """``None`` for another span inside a program."""
         self.above = above_key if above is not None else None
-        self.program = above.program if above is not None else None
-        """``None``: somebody else reports this part of the run."""
-        self.node = above.node if above is not None else None
-        self.under = above.under if above is not None else None
-        """The tool call around, in the same program; its own for a tool's span."""
+        self.program: Program | None = above.program if above is not None else None
+        """``None`` where another adapter or the user reports this part of the run."""
+        self.node: str | None = above.node if above is not None else None
+        self.under: CallInProgress | None = above.under if above is not None else None
+        """The tool call around it in the same program; for a tool's span its own."""
         self.owns = False
-        """The program ends with this span."""
+        """True where the program ends with this span."""
         self.call: ToolCall | None = None
-        """Started by this very span."""
+        """The tool call that this span started."""
         self.before: Any = _UNMOVED
         """The program's node before this one."""
         self.caught = id(sys.exc_info()[1])
-        """Exception being handled when the span began: not the one that ends it."""
+        """The exception in progress at the span's start, which does not end it."""
 
 
 class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
-    ``workflows`` names spans that are a run though no attribute says so, e.g. one's own ``run_team``.
+    ``workflows`` names spans that are a run without an attribute for it, such as your own ``run_team``.
     ``adopt``: inside a program opened by hand (``with sojourn.program():``) report the tools and nodes of
-    spans too. Without it whoever opened a program reports what happens in it. At most ``max_spans`` open
-    spans are remembered; those not heard of for longest are forgotten, and their programs ended.
+    spans too; without it only the opener reports them. At most ``max_spans`` open spans are kept; beyond
+    that the least recently used are dropped, and their programs end.
     """
 
     def __init__(
@@ -97,28 +105,27 @@ class SojournSpanProcessor(SpanProcessor):
         self._thread = threading.local()
 
     def _clear(self, session: runtime.Session | None) -> None:
-        # No lock: each access is one atomic operation of a dict. A lock of ours could be waited for by a
-        # thread that holds the emitter's, in a garbage collection that ends a span, while its holder waits
-        # for the emitter's.
+        # No lock: each access is one atomic operation of a dict. A lock could deadlock with the emitter's,
+        # since a garbage collection may end a span while either is held.
         self._session = session
         self._spans: OrderedDict[Key, _Entry] = OrderedDict()
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
-        """Open programs of ours by id, and the spans that hold each open."""
+        """Programs opened here by id, and the spans that keep each open."""
         self._late: dict[Key, object] = {}
-        """Open spans that told after their start what they are: each is taken in by one thread only."""
+        """Open spans whose attributes came after their start; one thread handles each."""
 
     @property
     def closed(self) -> bool:
-        """It was shut down and reports nothing more."""
+        """True once shut down."""
         return self._closed
 
     # ---- what OpenTelemetry calls
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
-        """A span began."""
+        """Handle the start of a span."""
         try:
             session = runtime.session()
-            if self._closed or not session.online or _scope(span) == names.SCOPE:
+            if self._closed or not session.online or _scope(span) == semantic_conventions.SCOPE:
                 return
             if session is not self._session:
                 self._clear(session)
@@ -127,7 +134,7 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def on_end(self, span: Any) -> None:
-        """A span ended."""
+        """Handle the end of a span."""
         try:
             key = _key(span.context)
             self._late.pop(key, None)
@@ -138,9 +145,9 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def shutdown(self) -> None:
-        """Forget everything; programs still open are ended as cancelled."""
+        """Drop all state; programs still open end as cancelled."""
         self._closed = True
-        places.remove_resolver(self._resolve)
+        remove_resolver(self._resolve)
         try:
             spans, self._spans = self._spans, OrderedDict()
             for key, entry in reversed(spans.items()):
@@ -149,13 +156,13 @@ class SojournSpanProcessor(SpanProcessor):
             fault("internal_error")
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing is kept back here; ``sojourn.flush()`` sends what was reported."""
+        """Return True: nothing is buffered here; ``sojourn.flush()`` sends the events."""
         return True
 
     # ---- what the SDK calls
 
-    def _resolve(self) -> places.Resolved | None:
-        """The program of the current span, for requests made inside it."""
+    def _resolve(self) -> ResolvedContext | None:
+        """Return the program of the current span, for requests made inside it."""
         if getattr(self._thread, "quiet", False):
             return None
         span = trace.get_current_span()
@@ -167,14 +174,14 @@ class SojournSpanProcessor(SpanProcessor):
             entry = self._catch_up(span, entry)
         if entry is None or entry.program is None or not entry.program.is_open:
             return None
-        return places.Resolved(entry.program, entry.node)
+        return ResolvedContext(entry.program, entry.node)
 
     # ---- one span
 
     def _started(self, span: Any, parent: Any) -> None:
         if not self._listening:
             self._listening = True
-            places.add_resolver(self._resolve)
+            add_resolver(self._resolve)
         context = parent.get_span_context()
         above = None
         if context.is_valid:
@@ -186,11 +193,11 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """The entry of a span that said only after its start what it is."""
-        if self._closed or _scope(span) == names.SCOPE or not runtime.session().online:
+        """Return the entry of a span whose attributes came after its start."""
+        if self._closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
-        if meaning is None or meaning.kind == names.MODEL:
+        if meaning is None or meaning.kind == semantic_conventions.MODEL:
             return entry
         key, claim = _key(span.get_span_context()), object()
         if self._late.setdefault(key, claim) is not claim:
@@ -203,26 +210,32 @@ class SojournSpanProcessor(SpanProcessor):
             self._late.pop(key, None)
         return taken
 
-    def _meaning(self, span: Any) -> names.Meaning | None:
+    def _meaning(self, span: Any) -> semantic_conventions.SpanMeaning | None:
         if span.name in self._workflows:
-            return names.Meaning(names.WORKFLOW, span.name)
-        return names.meaning(span.name, span.attributes)
+            return semantic_conventions.SpanMeaning(semantic_conventions.WORKFLOW, span.name)
+        return semantic_conventions.meaning(span.name, span.attributes)
 
-    def _enter(self, span: Any, meaning: names.Meaning | None, above: _Entry | None) -> _Entry | None:
-        """Take in a span that begins, below ``above``; ``None`` where it is no part of any program."""
+    def _enter(
+        self, span: Any, meaning: semantic_conventions.SpanMeaning | None, above: _Entry | None
+    ) -> _Entry | None:
+        """Add a span that begins below ``above``; ``None`` where it is part of no program."""
         kind = meaning.kind if meaning is not None else None
         entry = _Entry(kind, above, _key(span.parent) if span.parent is not None else None)
-        if meaning is None or kind == names.MODEL or (above is not None and above.program is None):
+        if (
+            meaning is None
+            or kind == semantic_conventions.MODEL
+            or (above is not None and above.program is None)
+        ):
             return None if above is None else self._remember(span, entry)
         around = self._around()
         if (around is not None and not self._adopt) or self._is_adapters(_scope(span)):
             entry.program = None
             return self._remember(span, entry)
         if around is not None and (entry.program is None or around.depth > entry.program.depth):
-            call = places.place.get().tool_call
+            call = current_context.get().tool_call
             entry.program, entry.node = around, None
             entry.under = call if call is not None and call.program is around else None
-        if kind == names.TOOL:
+        if kind == semantic_conventions.TOOL:
             if entry.program is None:
                 return None
             self._open_call(span, entry, meaning)
@@ -233,14 +246,14 @@ class SojournSpanProcessor(SpanProcessor):
             entry.program.enter_node(meaning.name)
         return self._remember(span, entry)
 
-    def _open_program(self, span: Any, entry: _Entry, meaning: names.Meaning) -> None:
+    def _open_program(self, span: Any, entry: _Entry, meaning: semantic_conventions.SpanMeaning) -> None:
         name, parent, call = meaning.name or "agent", entry.program, entry.under
         id = call_id_of(meaning.conversation) if parent is None and meaning.conversation else None
         held = self._programs.get(id) if id is not None else None
         key = _key(span.get_span_context())
         entry.owns, entry.under, entry.node = True, None, None
         if held is not None and held[0].is_open:
-            # A second agent in a conversation under way: one program, and which agent it is, is the node.
+            # A second agent in an open conversation: the same program, with the agent as its node.
             entry.program, entry.before, entry.node = held[0], held[0].node, meaning.name
             held[1].add(key)
             held[0].enter_node(name)
@@ -253,20 +266,20 @@ class SojournSpanProcessor(SpanProcessor):
         with _Telling(span):
             program.start()
 
-    def _open_call(self, span: Any, entry: _Entry, meaning: names.Meaning) -> None:
+    def _open_call(self, span: Any, entry: _Entry, meaning: semantic_conventions.SpanMeaning) -> None:
         program, around = entry.program, entry.under
         if meaning.name is None or program is None:
-            entry.kind = None  # perhaps its attributes come later
+            entry.kind = None  # its attributes may come later
             return
         call = ToolCall(meaning.name, meaning.call_id, tool_class=meaning.tool_type, program=program)
         if around is not None and (
             around.call_id == call.call_id
             or (around.tool == call.tool and (meaning.call_id is None or around.call_id.startswith("t-")))
         ):
-            return  # two instrumentations of one call
+            return  # two instrumentations report one call
         entry.under = call
         if call.call_id in program.running_tools:
-            return  # told by somebody else: here it only names the parent of what runs inside
+            return  # reported elsewhere; here it is only the parent of what runs inside
         entry.call = call
         with _Telling(span):
             call.start()
@@ -288,9 +301,9 @@ class SojournSpanProcessor(SpanProcessor):
                 self._release(_key(span.context), program, "error" if status == "timeout" else status)
 
     def _late_call(self, span: Any, entry: _Entry, program: Program) -> None:
-        """A tool's span that told only at its end that it was one."""
-        meaning = names.meaning(span.name, span.attributes)
-        if meaning is None or meaning.kind != names.TOOL or span.start_time is None:
+        """Report a tool's span whose attributes came at its end."""
+        meaning = semantic_conventions.meaning(span.name, span.attributes)
+        if meaning is None or meaning.kind != semantic_conventions.TOOL or span.start_time is None:
             return
         call = ToolCall(
             meaning.name or "tool", meaning.call_id, tool_class=meaning.tool_type, program=program
@@ -301,7 +314,7 @@ class SojournSpanProcessor(SpanProcessor):
                 call.stop(_status(span, entry.caught), duration_s=(span.end_time - span.start_time) / 1e9)
 
     def _release(self, key: Key, program: Program, status: str) -> None:
-        """The span ``key`` no longer holds the program open."""
+        """Release the program held by the span ``key``."""
         held = self._programs.get(program.id)
         if held is not None and held[0] is program:
             held[1].discard(key)
@@ -313,11 +326,11 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- bookkeeping
 
     def _touch(self, key: Key) -> _Entry | None:
-        """The entry of a span heard of now; it and all around it are the last to be forgotten."""
+        """Return the entry of a span, and mark it and the spans around it as recently used."""
         found = self._spans.get(key)
         entry, at = found, key
         while entry is not None:
-            with contextlib.suppress(KeyError):  # ended on another thread just now
+            with contextlib.suppress(KeyError):  # another thread has just ended it
                 self._spans.move_to_end(at)
             if entry.above is None:
                 break
@@ -339,10 +352,10 @@ class SojournSpanProcessor(SpanProcessor):
             self._release(key, entry.program, "cancelled")
 
     def _around(self) -> Program | None:
-        """The program around the running code where it is not one of ours."""
+        """Return the program around the running code, unless it was opened here."""
         self._thread.quiet = True
         try:
-            program = places.find(runtime.session().counters)[0].program
+            program = find_context(runtime.session().counters)[0].program
         finally:
             self._thread.quiet = False
         if program is None or program.implicit:
@@ -351,17 +364,17 @@ class SojournSpanProcessor(SpanProcessor):
         return None if held is not None and held[0] is program else program
 
     def _is_adapters(self, scope: str) -> bool:
-        """Whether spans of this instrumentation come from a framework whose own adapter is at work."""
+        """Return whether spans of this instrumentation come from a framework with an active adapter."""
         parts = self._scopes.get(scope)
         if parts is None:
             parts = frozenset(_word(part) for part in scope.split("."))
             if len(self._scopes) < 1000:
                 self._scopes[scope] = parts
-        for name in instruments.active():
-            framework = instruments.FRAMEWORKS.get(name)
+        for name in instrumentation.active():
+            framework = instrumentation.FRAMEWORKS.get(name)
             if framework is None or name in _REQUESTS_ONLY:
                 continue
-            for word in map(_word, (name, framework.package, *framework.kin)):
+            for word in map(_word, (name, framework.package, *framework.related_packages)):
                 if any(part == word or part.startswith(word + "_") for part in parts):
                     return True
         return False
@@ -373,11 +386,11 @@ _installed: weakref.WeakKeyDictionary[Any, SojournSpanProcessor] = weakref.WeakK
 def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor:
     """Add a ``SojournSpanProcessor(**options)`` to the provider, the global one unless given.
 
-    Repeating it returns the processor already there. Raises ``ConfigError`` where no provider is set yet.
+    A second call returns the same processor. Raises ``ConfigError`` where no provider is set yet.
     """
     provider = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if not hasattr(provider, "add_span_processor"):
-        raise ConfigError(names.NO_PROVIDER)
+        raise ConfigError(semantic_conventions.NO_PROVIDER_MESSAGE)
     processor = _installed.get(provider)
     if processor is None or processor.closed:
         processor = _installed[provider] = SojournSpanProcessor(**options)
@@ -386,7 +399,7 @@ def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor
 
 
 class _Telling:
-    """While inside, what is reported is what this span says: the export writes no second span for it."""
+    """Mark this span as the source of what is reported inside: the export writes no second span for it."""
 
     __slots__ = ("_before", "_span")
 
@@ -395,10 +408,10 @@ class _Telling:
         self._before: Any = None
 
     def __enter__(self) -> None:
-        self._before, names.telling.span = names.telling.span, self._span
+        self._before, semantic_conventions.telling.span = semantic_conventions.telling.span, self._span
 
     def __exit__(self, *error: object) -> None:
-        names.telling.span = self._before
+        semantic_conventions.telling.span = self._before
 
 
 def _key(context: Any) -> Key:
@@ -415,9 +428,9 @@ def _word(text: str) -> str:
 
 
 def _status(span: Any, caught: int) -> str:
-    """``ok``, ``error``, ``timeout`` or ``cancelled``, as a span that ended tells it."""
+    """Return ``ok``, ``error``, ``timeout`` or ``cancelled`` for an ended span."""
     attributes = span.attributes or {}
-    kind = attributes.get(names.ERROR_TYPE)
+    kind = attributes.get(semantic_conventions.ERROR_TYPE)
     failed = span.status.status_code is StatusCode.ERROR
     if kind is None and failed:
         for event in reversed(span.events):
@@ -425,7 +438,7 @@ def _status(span: Any, caught: int) -> str:
                 kind = (event.attributes or {}).get("exception.type")
                 break
     if kind is None and not failed:
-        # OpenTelemetry does not record what is no Exception, but the span ends while it passes through.
+        # OpenTelemetry does not record a BaseException, but the span ends while it propagates.
         error = sys.exc_info()[1]
         cancelled = error is not None and id(error) != caught and status_of(error) == "cancelled"
         return "cancelled" if cancelled else "ok"

@@ -1,7 +1,9 @@
-"""How identity and advice are said to each kind of server. One file per dialect.
+"""Dialects: how each kind of server receives identity, hints and events.
 
 context of a turn ── fields() ──▶ body fields and headers of its request
-events ── courier() ──▶ what this server takes of them, its own way; None: it takes none
+events ── event_transport() ──▶ requests of their own, where the server takes events
+
+Imports the wire, the event queue and the HTTP transport. Start reading at ``Dialect`` and ``sojourn``.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ from typing import Any, Protocol
 
 from sojourn.hints import AgenticContext
 
-from .aibrix import AibrixDialect
-from .courier import Batch, Courier, Delivery, Road
 from .dynamo import DynamoDialect
-from .llm_d import LlmDDialect
-from .sglang import SglangDialect
-from .sojourn import SojournCourier, SojournDialect
-from .thunderagent import ThunderAgentDialect
-from .vllm import VllmDialect
-from .vllm_priority import VllmPriorityDialect
+from .event_transport import DeliveryResult, EventTransport, PendingBatch, TransportContext
+from .server_dialects import (
+    AibrixDialect,
+    LlmDDialect,
+    SglangDialect,
+    ThunderAgentDialect,
+    VllmDialect,
+    VllmPriorityDialect,
+)
+from .sojourn import SojournDialect, SojournEventTransport
 from .vllm_router import VllmRouterDialect
 
 
@@ -30,18 +34,18 @@ class Dialect(Protocol):
 
     @property
     def carries_events(self) -> bool:
-        """Unsent events may ride along in the body."""
+        """True where the body of a request can carry unsent events."""
 
     @property
     def yields_to(self) -> frozenset[str]:
-        """Body fields of the user's own beside which the server would refuse ours: none is added then."""
+        """Body fields of the user that the server refuses beside ours: with one of them nothing is added."""
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
-        """Body fields and headers for one request. The caller owns both. Raises ``WireError`` for a context
-        that is too long, as its events may make it."""
+        """Return body fields and headers for one request; the caller owns both. Raises ``WireError`` for a
+        context that is too long, which its events can cause."""
 
-    def courier(self, road: Road) -> Courier | None:
-        """A fresh courier for this server's events; ``None`` where it has no use for any."""
+    def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
+        """Return a new transport for this server's events; ``None`` where it takes none."""
 
 
 _ALL: tuple[Dialect, ...] = (
@@ -59,4 +63,12 @@ _ALL: tuple[Dialect, ...] = (
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in _ALL}
 """By name."""
 
-__all__ = ["DIALECTS", "Batch", "Courier", "Delivery", "Dialect", "Road", "SojournCourier"]
+__all__ = [
+    "DIALECTS",
+    "DeliveryResult",
+    "Dialect",
+    "EventTransport",
+    "PendingBatch",
+    "SojournEventTransport",
+    "TransportContext",
+]

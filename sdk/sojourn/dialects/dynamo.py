@@ -11,9 +11,8 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 
-from .courier import Courier, Road
-from .header import header_text
-from .numbers import i32, u32
+from .event_transport import EventTransport, TransportContext
+from .server_dialects import I32_MAX, U32_MAX, clip, header_text
 
 SESSION_HEADER = "X-Dynamo-Session-ID"
 PARENT_HEADER = "X-Dynamo-Parent-Session-ID"
@@ -37,20 +36,20 @@ class DynamoDialect:
                 headers[PARENT_HEADER] = header_text(context.parent_program_id)
             if ours is not None and ours.final:
                 headers[FINAL_HEADER] = "true"
-        # ``strict_priority`` is never said: a tier above all others is the operator's to give.
+        # ``strict_priority`` is never sent: only the operator may put a request above all others.
         hints: dict[str, Any] = {}
         if context.priority is not None:
-            hints["priority"] = i32(context.priority)
+            hints["priority"] = clip(context.priority, I32_MAX)
         if context.expected_output_length is not None:
-            hints["osl"] = u32(context.expected_output_length)
+            hints["osl"] = max(0, clip(context.expected_output_length, U32_MAX))
         if context.expected_resume:
             # Dynamo then prefills, at the end of this turn, what it expects the next one to begin with.
             hints["speculative_prefill"] = True
         return {"nvext": {"agent_hints": hints}} if hints else {}, headers
 
-    def courier(self, road: Road) -> Courier | None:
-        if road.tool_events is None:
+    def event_transport(self, transport_context: TransportContext) -> EventTransport | None:
+        if transport_context.tool_events is None:
             return None
-        from .dynamo_events import ToolEvents
+        from .dynamo_events import ToolEventTransport
 
-        return ToolEvents(road, road.tool_events)
+        return ToolEventTransport(transport_context, transport_context.tool_events)

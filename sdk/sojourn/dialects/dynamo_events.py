@@ -14,22 +14,22 @@ from typing import Any
 
 import msgspec
 
-from sojourn.backlog import Pending
 from sojourn.errors import ConfigError
+from sojourn.event_queue import PendingEvent
 from sojourn.events import Event, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-from .courier import Batch, Delivery, Road
-from .header import header_text
+from .event_transport import DeliveryResult, PendingBatch, TransportContext
+from .server_dialects import header_text
 
 SCHEMA = "dynamo.request.trace.v1"
 TOPIC = b"agent-tool-events"
-"""What Dynamo 1.6 takes unless told otherwise; older releases take any."""
+"""Default of Dynamo 1.6; older releases take any."""
 HIGH_WATER_EVENTS = 1000
-"""Held by ZeroMQ while nobody takes them; further ones are dropped and counted."""
+"""Events that ZeroMQ holds while no peer reads; further ones are dropped and counted."""
 LINGER_S = 0.2
-"""How long the close waits for what ZeroMQ still holds."""
+"""How long ``close`` waits for what ZeroMQ still holds."""
 MAX_REMEMBERED = 4096
-"""Running tool calls, and programs with a parent; the oldest are forgotten."""
+"""Bound on running tool calls and on programs with a parent; the oldest are forgotten."""
 UNKNOWN_CLASS = "unknown"
 
 _STATUS = {
@@ -43,7 +43,7 @@ _STATUS = {
 
 
 def load_zmq() -> Any:
-    """The ZeroMQ library. Raises ``ConfigError`` naming the extra where it is not installed."""
+    """Return the ZeroMQ library. Raises ``ConfigError`` naming the extra where it is not installed."""
     try:
         import zmq
     except ImportError as error:
@@ -53,16 +53,16 @@ def load_zmq() -> Any:
     return zmq
 
 
-class Records:
-    """Translates events into records. Remembers what a stop alone does not tell: class and parent."""
+class TraceRecordEncoder:
+    """Translates events into records. Remembers what a stop event lacks: class and parent."""
 
     def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
         self._unix_s = unix_s
         self._classes: dict[tuple[str, str], str] = {}
         self._parents: dict[str, str] = {}
 
-    def record(self, pending: Pending, now: float) -> dict[str, Any] | None:
-        """The record of one event; ``None`` for what Dynamo has no word for."""
+    def record(self, pending: PendingEvent, now: float) -> dict[str, Any] | None:
+        """Return the record of one event; ``None`` for events that Dynamo has no record for."""
         fields = pending.fields
         if pending.kind is ProgramStart:
             if fields.get("parent_program_id"):
@@ -105,38 +105,40 @@ class Records:
         self._classes, self._parents = {}, {}
 
     def _around(self, kind: str, program_id: str, at_ms: int, tool: dict[str, Any]) -> dict[str, Any]:
-        # As the requests' headers say them, so that the two can be joined.
-        who = {"session_id": header_text(program_id)}
+        # The same text as in the requests' headers, so that the two can be joined.
+        ids = {"session_id": header_text(program_id)}
         if program_id in self._parents:
-            who["parent_session_id"] = header_text(self._parents[program_id])
+            ids["parent_session_id"] = header_text(self._parents[program_id])
         return {
             "schema": SCHEMA,
             "event_type": kind,
             "event_time_unix_ms": at_ms,
             # Releases differ in where they look for the session; each ignores the other's place.
             "event_source": "harness",
-            "agent_context": who,
-            **who,
+            "agent_context": ids,
+            **ids,
             "tool": tool,
         }
 
 
-class ToolEvents:
-    """Pushes the records. ``events_sent`` counts what ZeroMQ took: it tells no more."""
+class ToolEventTransport:
+    """Pushes the records. ``events_sent`` counts what ZeroMQ accepted; it reports no more."""
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ToolStart, ToolStop, ProgramEnd})
 
-    def __init__(self, road: Road, endpoint: str, records: Records | None = None) -> None:
+    def __init__(
+        self, transport_context: TransportContext, endpoint: str, records: TraceRecordEncoder | None = None
+    ) -> None:
         self._zmq = load_zmq()
-        self._counters = road.counters
+        self._counters = transport_context.counters
         self._endpoint = endpoint
-        self._records = Records() if records is None else records
+        self._records = TraceRecordEncoder() if records is None else records
         self._seq = itertools.count()
         self._context: Any = None
         self._socket: Any = None
         self._inherited: list[Any] = []
 
-    def deliver(self, batch: Batch) -> Delivery:
+    def deliver(self, batch: PendingBatch) -> DeliveryResult:
         for done, pending in enumerate(batch.events):
             try:
                 record = self._records.record(pending, batch.now)
@@ -152,9 +154,9 @@ class ToolEvents:
             except Exception as error:  # zmq.Again: the high-water mark is reached
                 self._counters.add(f"net_{type(error).__name__}")
                 self._counters.add("dropped_send", len(batch.events) - done)
-                return Delivery.FAILED
+                return DeliveryResult.FAILED
             self._counters.add("events_sent")
-        return Delivery.TAKEN
+        return DeliveryResult.TAKEN
 
     def after_fork(self) -> None:
         # Kept, not closed: the sockets' threads exist in the parent only.

@@ -1,4 +1,4 @@
-"""A server that runs the sojourn plugin: everything we know, under the field vLLM lets through."""
+"""The dialect of a server that runs the sojourn plugin: all hints, in the body field that vLLM accepts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from sojourn.wire import (
     encode,
 )
 
-from .courier import Batch, Delivery, Road
-from .header import session_header
+from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
+from .server_dialects import session_header
 
 logger = logging.getLogger("sojourn")
 
-NOT_OURS = frozenset({404, 405, 501})
-"""Answers of a server that has no such endpoint."""
 _ENVELOPE_BYTES = 1024
-"""Room left in a batch for everything that is not an event."""
+"""Bytes left free in a batch for everything that is not an event."""
 
 
 class SojournDialect:
@@ -45,27 +43,27 @@ class SojournDialect:
             raise WireError(f"agentic_context of {len(data)} bytes; at most {MAX_CONTEXT_BYTES} are accepted")
         return {"vllm_xargs": {"agentic_context": data.decode()}}, session_header(context.program_id)
 
-    def courier(self, road: Road) -> SojournCourier:
-        return SojournCourier(road)
+    def event_transport(self, transport_context: TransportContext) -> SojournEventTransport:
+        return SojournEventTransport(transport_context)
 
 
-class SojournCourier:
+class SojournEventTransport:
     """``POST /sojourn/v1/events``: every event, in batches, each answered with an outcome."""
 
     kinds: frozenset[type[Event]] = frozenset(get_args(AnyEvent))
 
-    def __init__(self, road: Road) -> None:
-        self._transport = road.transport
-        self._counters = road.counters
-        self._unknown_graph = road.unknown_graph
+    def __init__(self, transport_context: TransportContext) -> None:
+        self._transport = transport_context.transport
+        self._counters = transport_context.counters
+        self._unknown_graph = transport_context.unknown_graph
 
-    def deliver(self, batch: Batch) -> Delivery:
+    def deliver(self, batch: PendingBatch) -> DeliveryResult:
         bodies: list[list[msgspec.Raw]] = [[]]
         used = 0
         for pending in batch.events:
             try:
                 raw = pending.encode(batch.now)
-            except Exception:  # one event that cannot be said must not spoil the others
+            except Exception:  # one event that cannot be encoded must not spoil the others
                 self._counters.add("encode_error")
                 continue
             used += len(raw) + 1
@@ -73,16 +71,16 @@ class SojournCourier:
                 bodies.append([])
                 used = len(raw) + 1
             bodies[-1].append(msgspec.Raw(raw))
-        delivery = Delivery.TAKEN
+        delivery = DeliveryResult.TAKEN
         for sent, events in enumerate(bodies):
             if not events:
                 continue
             delivery = self._post(batch, events)
             unsent = sum(map(len, bodies[sent:]))
-            if delivery is Delivery.FAILED:
+            if delivery is DeliveryResult.FAILED:
                 self._counters.add("dropped_send", unsent)
                 break
-            if delivery is Delivery.NO_PLACE:
+            if delivery is DeliveryResult.NO_PLACE:
                 self._counters.add("dropped_unsupported", unsent)
                 break
         return delivery
@@ -91,30 +89,30 @@ class SojournCourier:
 
     def close(self) -> None: ...
 
-    def _post(self, batch: Batch, events: list[msgspec.Raw]) -> Delivery:
+    def _post(self, batch: PendingBatch, events: list[msgspec.Raw]) -> DeliveryResult:
         body = encode(EventBatch(v=WIRE_VERSION, emitter=batch.emitter, events=events, dropped=batch.dropped))
         try:
             answer = self._transport.post(EVENTS_PATH, body)
         except Exception as error:
             self._counters.add(f"net_{type(error).__name__}")
-            return Delivery.FAILED
-        if answer.status in NOT_OURS:
+            return DeliveryResult.FAILED
+        if answer.status in UNSUPPORTED_STATUSES:
             self._counters.add(f"http_{answer.status}")
-            return Delivery.NO_PLACE
+            return DeliveryResult.NO_PLACE
         if not 200 <= answer.status < 300:
             if self._counters[f"http_{answer.status}"] == 0:
                 logger.warning("the server answered %d to events; they are being dropped", answer.status)
             self._counters.add(f"http_{answer.status}")
-            return Delivery.FAILED
+            return DeliveryResult.FAILED
         self._counters.add("events_sent", len(events))
         return self._read_outcomes(answer.body, len(events), batch)
 
-    def _read_outcomes(self, body: bytes, expected: int, batch: Batch) -> Delivery:
+    def _read_outcomes(self, body: bytes, expected: int, batch: PendingBatch) -> DeliveryResult:
         try:
             outcomes = decode_outcomes(body[: 2 * MAX_BATCH_BYTES]).outcomes
         except WireError:
             self._counters.add("answer_unreadable")
-            return Delivery.TAKEN
+            return DeliveryResult.TAKEN
         for outcome in outcomes:
             self._counters.add(f"outcome_{outcome.outcome.value}")
         missing = {outcome.seq for outcome in outcomes if outcome.outcome is Outcome.MISSING}
@@ -122,5 +120,5 @@ class SojournCourier:
             for pending in batch.events:
                 if pending.seq in missing and pending.kind is AegReport:
                     self._unknown_graph(pending)
-        # Some servers answer 200 to everything; only one answer per event shows that ours was read.
-        return Delivery.SHOWN if len(outcomes) == expected else Delivery.TAKEN
+        # Some servers answer 200 to everything; one outcome per event shows that the batch was read.
+        return DeliveryResult.SHOWN if len(outcomes) == expected else DeliveryResult.TAKEN

@@ -15,18 +15,16 @@ from sojourn.hints import AgenticContext
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire import encode
 
-from .courier import Road
-from .header import SESSION_HEADER, header_text
-from .numbers import I64_MAX, i64
+from .server_dialects import I64_MAX, SESSION_HEADER, VllmDialect, clip, header_text
 
 MAX_DEADLINE_S = 30 * 86400.0
 """Longer ones say no more, and some overflow the router's durations."""
 MAX_RETENTION_S = 300.0
-"""The router takes the wish for a command: while a program's KV is kept, nobody else has its place. So it is
-not kept longer than the router lets others wait (``force_resume_timeout_seconds``)."""
+"""The router treats this hint as a command: while a program's KV is kept, no other program gets its place.
+So the bound is how long the router lets others wait (``force_resume_timeout_seconds``)."""
 
 
-class VllmRouterDialect:
+class VllmRouterDialect(VllmDialect):
     """``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
 
     A JSON string, though the router also reads an object: it passes the field on to its backend, and vLLM
@@ -34,8 +32,6 @@ class VllmRouterDialect:
     """
 
     name = "vllm_router"
-    carries_events = False
-    yields_to: frozenset[str] = frozenset()
 
     def fields(self, context: AgenticContext) -> tuple[dict[str, Any], dict[str, str]]:
         headers = {SESSION_HEADER: _short(header_text(context.program_id))}
@@ -44,7 +40,7 @@ class VllmRouterDialect:
         program_id, parent_id = _id(context.program_id), _id(context.parent_program_id)
         if parent_id == program_id:
             parent_id = None  # refused
-        said = {
+        fields = {
             "program_id": program_id,
             "parent_program_id": parent_id,
             "root_program_id": _id(context.root_program_id),
@@ -53,33 +49,31 @@ class VllmRouterDialect:
             "expected_resume": context.expected_resume,
             "request_id": _id(context.request_id),
             "step_id": _step(context.step_id),
-            "priority": None if context.priority is None else i64(context.priority),
+            "priority": None if context.priority is None else clip(context.priority, I64_MAX),
             "deadline_seconds": _seconds(context.deadline_seconds, MAX_DEADLINE_S),
             "expected_output_length": _count(context.expected_output_length),
             "kv_retention_ttl_seconds": _seconds(context.kv_retention_ttl_seconds, MAX_RETENTION_S),
         }
-        said = {name: value for name, value in said.items() if value is not None}
-        return {"vllm_xargs": {"agentic_context": encode(said).decode()}}, headers
-
-    def courier(self, road: Road) -> None:
-        return None
+        fields = {name: value for name, value in fields.items() if value is not None}
+        return {"vllm_xargs": {"agentic_context": encode(fields).decode()}}, headers
 
 
 def _id(id: str | None) -> str | None:
-    """The router trims ids and refuses what is empty then: such ids go as their encoded form."""
+    """Return the id as the router accepts it. The router trims ids and refuses empty ones, so others are
+    percent-encoded."""
     if id is None:
         return None
     return _short(id if id == id.strip() and id.isprintable() else header_text(id))
 
 
 def _short(id: str) -> str:
-    """At most 256 bytes: percent-encoding makes longer ones."""
+    """Return the id in at most 256 bytes; percent-encoding can make it longer."""
     data = id.encode("utf-8", "replace")
     return id if len(data) <= MAX_ID_BYTES else f"sha256-{hashlib.sha256(data).hexdigest()}"
 
 
 def _step(step_id: str | None) -> int | None:
-    """The router counts steps; a step with a name of its own is left out."""
+    """Return the step as a number; the router counts steps, so a named step is left out."""
     if step_id is None or not (step_id.isascii() and step_id.isdigit()) or len(step_id) > 18:
         return None
     return int(step_id)

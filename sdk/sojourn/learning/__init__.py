@@ -1,3 +1,5 @@
-"""What the agents of this machine are seen to do: how long tools take, what follows what, how many turns are
-left. Learned on a thread of its own, kept in a file, told to the server ahead of time. It hears of the
-agents as a listener (``sojourn.observe``) and never touches them."""
+"""Estimates learned from earlier runs on this machine: tool durations, transitions, remaining turns.
+
+May import the SDK's events, graphs and listeners; only ``lifecycle`` imports the advisor. Start reading at
+``advisor``.
+"""

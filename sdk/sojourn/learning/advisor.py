@@ -1,13 +1,12 @@
-"""Learns from what the agents of this process do, and says what to expect: a listener with its own thread.
+"""The advisor: a listener that learns from the agents of this process, on a thread of its own.
 
     agent's thread ── fact ──▶ queue ──▶ this thread, once a second: durations, transitions, graphs
           ▲                                     │ every five seconds and at the end
-          └── expectations: one dict look-up ───┤
+          └── estimates: one dict look-up ──────┤
                                                 └──▶ history file (SQLite), read once at the start
 
-The agent's side takes no lock: one could be waited for by a thread that holds the
-emitter's, while its holder, in a garbage collection that ends somebody's program,
-waits for the emitter's. ``SimpleQueue.put`` is made for that.
+The agent's side takes no lock. A lock could deadlock with the emitter's: a garbage collection may end a
+program, and so put an event, while the lock is held. ``SimpleQueue.put`` is safe there.
 """
 
 from __future__ import annotations
@@ -21,51 +20,51 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sojourn.aeg import Aeg
 from sojourn.errors import ArgumentError
-from sojourn.observe import Listener
+from sojourn.listeners import ProgramListener, remove_listener
 
-from .durations import Durations, Expectation
-from .history import Duration, History
-from .trail import Run, Trail
+from .history_store import DurationSample, HistoryStore
+from .run_trace import ProgramRun, RunTrace
+from .tool_durations import DurationEstimate, Durations
 from .transitions import ENOUGH_RUNS, MAX_KINDS, Transitions
 
 if TYPE_CHECKING:
+    from sojourn.logical_request import LogicalRequest
     from sojourn.program import Program
     from sojourn.stats import Counters
-    from sojourn.streams import LogicalRequest
     from sojourn.tools import ToolCall
 
 FOLD_EVERY_S: Final = 1.0
 SAVE_EVERY_S: Final = 5.0
 MAX_FACTS: Final = 20_000
-"""Heard and not yet folded; further ones are dropped and counted (``history_dropped``)."""
+"""Facts queued at most; further ones are dropped and counted (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
-MAX_SAID: Final = 4096
-"""Answers kept, to be given again."""
+MAX_CACHED_ESTIMATES: Final = 4096
+"""Estimates of remaining turns that are cached."""
 CLOSE_GRACE_S: Final = 0.05
-"""What saving gets at the end even where sending took all of the time there was."""
+"""Time for saving at the end, even where sending used up the whole bound."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""After so many runs a graph that has moved is told anew: each version is spelt out once, which costs."""
+"""After so many runs a changed graph is reported again. Each version is sent in full once, which costs."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""One that has a new edge may be told so soon after the last."""
+"""A graph with a new edge may be reported this soon after the last one."""
 MOVED: Final = 0.05
-"""Change of a probability that is worth a new version."""
+"""Smallest change of a probability that makes a new version."""
 LIKELY: Final = 0.03
-"""Edges below this come and go without a new version."""
+"""Edges with a lower probability appear and disappear without a new version."""
 
 _Declared = tuple[str, "Aeg | None"]
-"""Kind, and the graph declared for it; ``None`` where none was."""
+"""Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
-"""What to do with a trail and what was heard; ``None`` tells an ``Event`` that all before it is done."""
+"""A function, and the trail and value to call it with; ``None`` sets the ``Event`` that follows it."""
 
 
-class Advisor(Listener):
-    """One session's. ``history=None`` learns in memory only."""
+class Advisor(ProgramListener):
+    """The advisor of one session. ``history=None`` learns in memory only."""
 
     def __init__(
         self,
         counters: Counters,
-        history: History | None = None,
+        history: HistoryStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         fold_every_s: float = FOLD_EVERY_S,
@@ -80,13 +79,13 @@ class Advisor(Listener):
         self._save_every_s = save_every_s
         self._loaded = history is None
         self._graphs: dict[_Declared, Aeg] = {}
-        """As corrected."""
+        """Graphs corrected by what was seen."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """Runs of that kind seen when the graph was last looked at, and when it last changed."""
+        """Number of runs when the graph was last checked, and when it last changed."""
         self._moved: dict[_Declared, None] = {}
-        """Learned about since."""
-        self._said: dict[tuple[str, int, str | None], float | None] = {}
-        """Turns left, as answered since something was learned last."""
+        """Graphs whose agent type was learned about since the last check."""
+        self._turns_left_cache: dict[tuple[str, int, str | None], float | None] = {}
+        """Estimates of remaining turns given since the last update."""
         self._fresh()
 
     def _fresh(self) -> None:
@@ -95,43 +94,43 @@ class Advisor(Listener):
         self._thread: threading.Thread | None = None
         self._starting = False
         self._closed = False
-        self._unsaved: list[Duration] = []
-        self._unsaved_runs: list[tuple[str, Run]] = []
+        self._unsaved: list[DurationSample] = []
+        self._unsaved_runs: list[tuple[str, ProgramRun]] = []
         self._save_due_s: float | None = None
 
-    # ---- what the agent's threads ask
+    # ---- questions, on the agent's threads
 
-    def expected(self, tool: str, tool_class: str | None) -> Expectation | None:
-        """How long such a call may take; ``None`` where too few were seen."""
+    def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
+        """Return how long such a call may take; ``None`` where too few were seen."""
         return self.durations.expected(tool, tool_class)
 
     def turns_left(self, program: Program, node: str | None) -> float | None:
-        """LLM requests expected after the one being made, to two places; ``None`` where too few programs of
-        the kind were seen to their end."""
+        """Return the LLM requests expected after the current one, to two places; ``None`` where too few
+        programs of this type were seen to their end."""
         trail = program.trail
         if trail is None:
             return None
-        said, asked = self._said, (trail.kind, trail.turns, node)
-        if asked in said:
-            return said[asked]
+        cache, key = self._turns_left_cache, (trail.kind, trail.turns, node)
+        if key in cache:
+            return cache[key]
         left = self.transitions.turns_left(trail.kind, turns=trail.turns, node=node)
-        if len(said) < MAX_SAID:
-            # Into the answers that were there when it was worked out: newer ones are not for it.
-            said[asked] = None if left is None else round(left, 2)
+        if len(cache) < MAX_CACHED_ESTIMATES:
+            # Into the cache that was current before the estimate: a newer cache must not hold old values.
+            cache[key] = None if left is None else round(left, 2)
         return None if left is None else round(left, 2)
 
     def graph(self, program: Program) -> Aeg | None:
-        """The graph to report for ``program``: as declared, corrected by what was seen of its kind."""
+        """Return the graph to report for ``program``: the declared one, corrected by earlier runs."""
         declared = program.aeg
         kind = _kind(program)
         if kind is None:
             return declared
         found = self._graphs.get((kind, declared))
         if found is None and declared is not None and self.transitions.runs(kind):
-            self._put(self._announced, None, (kind, declared))  # more is known of the kind than of this graph
+            self._put(self._announced, None, (kind, declared))  # the type is known, this graph is not yet
         return declared if found is None else found
 
-    # ---- what the agent's threads tell
+    # ---- facts, on the agent's threads
 
     def program_started(self, program: Program) -> None:
         self._trail(program)
@@ -159,7 +158,7 @@ class Advisor(Listener):
             self._put(self._called, program.trail, call.tool)
 
     def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
-        self._put(self._stopped, None, Duration(call.tool, call.tool_class, duration_s, status))
+        self._put(self._stopped, None, DurationSample(call.tool, call.tool_class, duration_s, status))
 
     def program_ended(self, program: Program, status: str) -> None:
         trail, program.trail = program.trail, None
@@ -167,13 +166,13 @@ class Advisor(Listener):
             trail.graph = program.aeg
             self._put(self._ended, trail, status)
 
-    def _trail(self, program: Program) -> Trail | None:
+    def _trail(self, program: Program) -> RunTrace | None:
         kind = _kind(program)
-        if kind is not None and program.is_open and program.is_whole:  # of a part nothing can be told
-            program.trail = Trail(kind)
+        if kind is not None and program.is_open and program.is_whole:  # part of a run teaches nothing
+            program.trail = RunTrace(kind)
         return program.trail
 
-    def _put(self, fold: Callable[[Any, Any], None], trail: Trail | None, what: Any) -> None:
+    def _put(self, fold: Callable[[Any, Any], None], trail: RunTrace | None, what: Any) -> None:
         if self._closed or self._facts.qsize() >= MAX_FACTS:
             if trail is not None:
                 trail.lossy = True
@@ -189,33 +188,34 @@ class Advisor(Listener):
         """Read the history and begin to learn. Repeating it is harmless. Never raises."""
         if self._thread is not None or self._starting or self._closed:
             return
-        self._starting = True  # a garbage collection meanwhile may end a program, and end up here
+        self._starting = True  # a garbage collection may end a program and so call this method
         try:
             thread = threading.Thread(target=self._run, name="sojourn-history", daemon=True)
             contextvars.Context().run(thread.start)
             self._thread = thread
         except Exception:
-            self._closed = True  # what is heard would only pile up
+            self._closed = True  # facts would only pile up
             self._counters.add("thread_start_failed")
         finally:
             self._starting = False
 
-    def hurry_up(self) -> None:
-        """Take no more facts, and begin to save: ``close`` follows. Waits for nothing."""
+    def begin_shutdown(self) -> None:
+        """Stop listening and begin to save; ``close`` follows. Does not wait."""
+        remove_listener(self)
         if not self._closed:
             self._closed = True
             self._facts.put((None, None, threading.Event()))
             self._hurry.set()
 
     def close(self, timeout_s: float) -> None:
-        """Save what is unsaved, within the bound, and stop. Repeating it is harmless. Never raises."""
-        self.hurry_up()
+        """Save within the bound, and stop. Repeating it is harmless. Never raises."""
+        self.begin_shutdown()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(CLOSE_GRACE_S, timeout_s))
 
     def settle(self, timeout_s: float = 5.0) -> bool:
-        """Wait until all that was heard so far is learned. False where that takes longer. For tests."""
+        """Wait until all facts so far are learned. Returns False after the timeout. For tests."""
         self.start()
         done = threading.Event()
         self._facts.put((None, None, done))
@@ -223,7 +223,7 @@ class Advisor(Listener):
         return done.wait(timeout_s)
 
     def after_fork(self) -> None:
-        """In the child: what was learned stays; what is unsaved is the parent's to save."""
+        """In the child: keep what was learned; the parent saves what is unsaved."""
         self._fresh()
 
     # ---- the thread
@@ -246,12 +246,12 @@ class Advisor(Listener):
                 return
 
     def _patience_s(self) -> float | None:
-        """Until the next saving is due."""
+        """Return the seconds until the next save is due; ``None`` without one."""
         return None if self._save_due_s is None else max(0.0, self._save_due_s - self._clock())
 
     def _fold(self, first: Fact) -> None:
         waiting: list[threading.Event] = []
-        for fold, trail, what in (first, *self._heard()):
+        for fold, trail, what in (first, *self._queued()):
             if fold is None:
                 waiting.append(what)
                 continue
@@ -265,36 +265,36 @@ class Advisor(Listener):
         if self._save_due_s is None and (self._unsaved or self._unsaved_runs):
             self._save_due_s = self._clock() + self._save_every_s
 
-    def _heard(self) -> Iterator[Fact]:
+    def _queued(self) -> Iterator[Fact]:
         for _ in range(self._facts.qsize()):
             try:
                 yield self._facts.get_nowait()
             except Empty:
                 return
 
-    def _entered(self, trail: Trail, node: str) -> None:
+    def _entered(self, trail: RunTrace, node: str) -> None:
         self._learn(trail, trail.entered(node))
 
-    def _requested(self, trail: Trail, node: str | None) -> None:
+    def _requested(self, trail: RunTrace, node: str | None) -> None:
         self._learn(trail, trail.requested(node))
 
-    def _answered(self, trail: Trail, node: str | None) -> None:
+    def _answered(self, trail: RunTrace, node: str | None) -> None:
         trail.answered(node)
 
-    def _called(self, trail: Trail, tool: str) -> None:
+    def _called(self, trail: RunTrace, tool: str) -> None:
         trail.called(tool)
 
     def _announced(self, _: None, declared: _Declared) -> None:
         self._moved[declared] = None
 
-    def _ended(self, trail: Trail, status: str) -> None:
+    def _ended(self, trail: RunTrace, status: str) -> None:
         self._learn(trail, trail.ended(broken_off=status == "cancelled"))
 
-    def _stopped(self, _: None, duration: Duration) -> None:
+    def _stopped(self, _: None, duration: DurationSample) -> None:
         if self.durations.add(*duration) and self._keeps:
             self._unsaved.append(duration)
 
-    def _learn(self, trail: Trail, run: Run | None) -> None:
+    def _learn(self, trail: RunTrace, run: ProgramRun | None) -> None:
         if run is None or trail.lossy or not (run.path or run.turns):
             return
         self.transitions.learn(trail.kind, run)
@@ -307,9 +307,9 @@ class Advisor(Listener):
         return self.history is not None and self.history.usable
 
     def _conclude(self) -> None:
-        """Make what was learned tell."""
+        """Update the estimates and graphs from what was learned."""
         moved, self._moved = self._moved, {}
-        self._said = {}
+        self._turns_left_cache = {}
         try:
             self.durations.settle()
             for kind, declared in moved:
@@ -337,12 +337,12 @@ class Advisor(Listener):
             graph = (declared or _UNKNOWN).corrected(edges, self.transitions.tools(kind))
         except ArgumentError:  # too many names, too long ones
             self._counters.add("graph_too_large")
-            changed = runs  # not tried again before the next is due: it takes tens of milliseconds
+            changed = runs  # not retried before the next check is due: it takes tens of milliseconds
         else:
-            if before is None or (_differ(before, graph) if due else _has_new(before, graph)):
+            if before is None or (_differ(before, graph) if due else _has_new_edge(before, graph)):
                 self._graphs[kind, declared] = graph
                 changed = runs
-        # Last in the dict, so that those not heard of for longest go first.
+        # Re-inserted last: the dict drops its oldest entries first.
         self._renewed.pop((kind, declared), None)
         self._renewed[kind, declared] = (runs, changed)
 
@@ -368,7 +368,7 @@ class Advisor(Listener):
         durations, runs = self._unsaved, self._unsaved_runs
         history = self.history
         if history is not None and (durations or runs):
-            self._load()  # where it was locked at the start
+            self._load()  # the file may have been locked at the start
             if not history.save(durations, runs) and history.usable:
                 lost = max(0, len(durations) - MAX_UNSAVED) + max(0, len(runs) - MAX_UNSAVED)
                 if lost:
@@ -383,12 +383,12 @@ _UNKNOWN = Aeg((), complete=False)
 
 
 def _kind(program: Program) -> str | None:
-    """What programs are told apart by; none for one that has neither type nor name."""
+    """Return the agent type, or the name without one."""
     return program.agent_type or program.name
 
 
 def _differ(before: Aeg, after: Aeg) -> bool:
-    """The change is worth a new version."""
+    """Return whether the change makes a new version."""
     if before.nodes != after.nodes or before.complete != after.complete:
         return True
     for edge in before.edges.keys() | after.edges.keys():
@@ -401,8 +401,8 @@ def _differ(before: Aeg, after: Aeg) -> bool:
     return False
 
 
-def _has_new(before: Aeg, after: Aeg) -> bool:
-    """It has an edge that was not thought of."""
+def _has_new_edge(before: Aeg, after: Aeg) -> bool:
+    """Return whether ``after`` has a likely edge that ``before`` lacks."""
     return any((p is None or p >= LIKELY) and edge not in before.edges for edge, p in after.edges.items())
 
 

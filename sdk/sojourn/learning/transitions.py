@@ -1,13 +1,13 @@
-"""What follows what in programs of one kind, learned from those that were seen (SAGA §3.3, tier b).
+"""Transitions between the nodes of programs of one type, learned from earlier runs (SAGA §3.3, tier b).
 
-Back-off n-grams over the nodes of a run: what came after the last three, two and
-one nodes, with the ends of a run as nodes of their own. A first-order chain would
-not tell the first failing check from the third; three nodes of the past do.
+Back-off n-grams over the nodes of a run: what came after the last three, two and one nodes. The ends of a run
+are nodes too. A first-order chain cannot distinguish the first failing check from the third; three nodes of
+history can.
 
-    counts weigh   1 ── 2^(1/20) ── 2^(2/20) ─▶   newest run weighs most: half as much is left after 20 more
+    weight of a run   1 ── 2^(1/20) ── 2^(2/20) ─▶   the newest weighs most; 20 runs halve a weight
 
-One writer at a time; any thread may read meanwhile, without a lock: what readers
-see is replaced, never changed in steps that matter to them.
+One writer at a time. Any thread may read meanwhile without a lock: the writer replaces what readers use and
+never changes it in place.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import Any, Final
 
 from sojourn.aeg import END, START
 
-from .trail import Run
+from .run_trace import ProgramRun
 
 ORDER: Final = 3
-"""Nodes of the past that a prediction looks at, at most."""
+"""Longest history of a prediction, in nodes."""
 HALF_LIFE_RUNS: Final = 20
-"""A changed workload outweighs the old one after this many runs; after 50 the old one has a sixth left."""
+"""After this many runs a changed workload outweighs the old one; after 50 the old one has a sixth left."""
 ENOUGH_RUNS: Final = 5
-"""Finished programs below which nothing is said about turns left."""
+"""With fewer finished programs there is no estimate of remaining turns."""
 MAX_KINDS: Final = 64
 MAX_ENTRIES: Final = 4096
-"""(context, next) pairs kept for one kind; the contexts not seen for longest go first."""
+"""Pairs (context, next) kept per kind; the contexts unseen for longest go first."""
 MAX_SUCCESSORS: Final = 128
-"""Of one context; the rarest goes first."""
+"""Successors kept per context; the rarest goes first."""
 MAX_LEFT: Final = 1024
-"""(node, turn) pairs kept for one kind."""
+"""Pairs (node, turn) kept per kind."""
 MAX_TURN: Final = 64
-"""Turns are told apart up to here."""
+"""Later turns are counted together."""
 MAX_NODE_TOOLS: Final = 16
 SNAPSHOT_VERSION: Final = 1
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
 _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
-"""Counts that have decayed below this many runs are gone."""
-_CLEAR = ENOUGH_RUNS * 0.9
+"""Counts that decay below this many runs are removed."""
+_CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9
 """Decayed weight of about ``ENOUGH_RUNS`` samples."""
 
 Context = tuple[str, ...]
 
 
-class _Left:
-    """Turns that were left, at one node or turn: decayed sums, replaced as a whole."""
+class _TurnsLeft:
+    """Remaining turns at one node or turn: decayed sums, replaced as a whole."""
 
     __slots__ = ("mean", "spread", "weight", "x", "xx")
 
@@ -59,33 +59,33 @@ class _Left:
         self.mean = x / weight
         self.spread = max(0.0, xx / weight - self.mean**2)
 
-    def plus(self, weight: float, left: float) -> _Left:
-        return _Left(self.weight + weight, self.x + weight * left, self.xx + weight * left * left)
+    def plus(self, weight: float, left: float) -> _TurnsLeft:
+        return _TurnsLeft(self.weight + weight, self.x + weight * left, self.xx + weight * left * left)
 
 
 class _Kind:
-    """Everything known about one kind of agent."""
+    """Everything learned about one agent type."""
 
     __slots__ = ("contexts", "entries", "finished", "left", "runs", "tools", "weight")
 
     def __init__(self) -> None:
         self.contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
         self.entries = 0
-        self.left: OrderedDict[tuple[str | None, int | None], _Left] = OrderedDict()
+        self.left: OrderedDict[tuple[str | None, int | None], _TurnsLeft] = OrderedDict()
         self.tools: OrderedDict[str, dict[str, None]] = OrderedDict()
         self.weight = 1.0
-        """Of the run being learned."""
+        """Weight of the next run."""
         self.runs = 0
         self.finished = 0
 
 
 class Transitions:
-    """Counts by kind of agent, bounded and decayed; see the module for the threads."""
+    """Counts by agent type, bounded and decayed; see the module for the rules on threads."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
 
-    def learn(self, kind: str, run: Run) -> None:
+    def learn(self, kind: str, run: ProgramRun) -> None:
         """Add one run, or a piece of one, to its kind."""
         known = self._kinds.get(kind)
         if known is None:
@@ -104,25 +104,25 @@ class Transitions:
             _rescale(known)
 
     def kinds(self) -> tuple[str, ...]:
-        """Those known, the one not heard of for longest first."""
+        """Return the known types, least recently updated first."""
         return tuple(self._kinds)
 
     def runs(self, kind: str) -> int:
-        """Runs of this kind learned from, however long ago; 0 where it is not known."""
+        """Return the number of runs of this type, without decay; 0 for an unknown one."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.runs
 
     def finished(self, kind: str) -> int:
-        """Of those the ones whose end was seen."""
+        """Return the number of ``runs`` whose end was seen."""
         known = self._kinds.get(kind)
         return 0 if known is None else known.finished
 
     def predict(self, kind: str, history: Sequence[str]) -> list[tuple[str, float]]:
-        """``[(next node, probability), …]``, likeliest first; ``END`` may be among them.
+        """Return ``[(next node, probability), …]``, likeliest first; ``END`` may be among them.
 
-        ``history`` holds the nodes visited so far, the last of them last; the last three are looked at, and
-        the start where it is among them. Empty where nothing is known. Longer contexts are blended into
-        shorter ones by how much was seen of them (Witten and Bell 1991, method C).
+        ``history`` holds the nodes visited so far, the latest last. The last three count, and the start where
+        it is among them. Empty where nothing is known. Longer contexts are blended into shorter ones by how
+        often they were seen (Witten and Bell 1991, method C).
         """
         known = self._kinds.get(kind)
         if known is None:
@@ -145,7 +145,7 @@ class Transitions:
         return sorted(blend.items(), key=lambda item: (-item[1], item[0]))
 
     def edges(self, kind: str) -> dict[tuple[str, str], float]:
-        """(source, target) → how often it was taken, in runs, the older ones weighing less."""
+        """Return (source, target) → how often it was taken, in runs with decayed weights."""
         known = self._kinds.get(kind)
         if known is None:
             return {}
@@ -159,21 +159,21 @@ class Transitions:
         }
 
     def tools(self, kind: str) -> dict[str, tuple[str, ...]]:
-        """The tools seen at each node (SAGA's φ)."""
+        """Return the tools seen at each node (SAGA's φ)."""
         known = self._kinds.get(kind)
         return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
 
     def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
-        """Expected LLM requests after the ``turns``-th, which is at ``node``; ``None`` where too little is
-        known.
+        """Return the expected LLM requests after the ``turns``-th, which is at ``node``; ``None`` where too
+        little is known.
 
-        Goes by node and turn where that pair was seen often enough, else by whichever of the two alone said
-        it more narrowly so far.
+        Uses the pair (node, turn) where it was seen often enough, else the one of the two with the smaller
+        variance.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
             return None
-        clear = _CLEAR * known.weight / _GROWTH ** (ENOUGH_RUNS / 2)
+        clear = _CONFIDENT_WEIGHT * known.weight / _GROWTH ** (ENOUGH_RUNS / 2)
         turn = min(max(turns, 1), MAX_TURN)
         if node is not None:
             exact = known.left.get((node, turn))
@@ -185,7 +185,7 @@ class Transitions:
         return min(able, key=lambda each: each.spread).mean if able else None
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as a JSON-able document, kinds and contexts oldest first."""
+        """Return everything as a JSON document, types and contexts oldest first."""
         return {
             "version": SNAPSHOT_VERSION,
             "kinds": [
@@ -204,7 +204,7 @@ class Transitions:
 
     @classmethod
     def restore(cls, document: Any) -> Transitions:
-        """What a ``snapshot`` was taken of. Raises ``ValueError`` with the reason for anything else."""
+        """Return the transitions of a ``snapshot``. Raises ``ValueError`` for any other document."""
         if not isinstance(document, dict) or document.get("version") != SNAPSHOT_VERSION:
             raise ValueError(f"not transitions of version {SNAPSHOT_VERSION}")
         made = cls()
@@ -230,7 +230,7 @@ def _restored(entry: dict[str, Any]) -> _Kind:
         kind.entries -= len(kind.contexts.popitem(last=False)[1])
     for node, turn, weight, x, xx in entry["left"][-MAX_LEFT:]:
         at = None if node is None else str(node), None if turn is None else _whole(turn)
-        kind.left[at] = _Left(_positive(weight), _number(x), _number(xx))
+        kind.left[at] = _TurnsLeft(_positive(weight), _number(x), _number(xx))
     for node, tools in entry["tools"][-MAX_LEFT:]:
         kind.tools[str(node)] = dict.fromkeys(str(tool) for tool in tools[:MAX_NODE_TOOLS])
     return kind
@@ -254,14 +254,14 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _learn_path(kind: _Kind, run: Run) -> None:
+def _learn_path(kind: _Kind, run: ProgramRun) -> None:
     groups = [(START,), *run.path] if run.begins else list(run.path)
     if run.ends and run.path:
         groups.append((END,))
     past: Context = ()
     for here, following in pairwise(groups):
         for node in here:
-            # What preceded a fork is the same for each branch; what followed first stands for its branches.
+            # All branches share the context before a fork; the first branch stands for them afterwards.
             context = (*past, node)
             for target in following:
                 for order in range(1, len(context) + 1):
@@ -285,7 +285,7 @@ def _count(kind: _Kind, context: Context, target: str) -> None:
         kind.entries -= len(kind.contexts.popitem(last=False)[1])
 
 
-def _learn_turns(kind: _Kind, run: Run) -> None:
+def _learn_turns(kind: _Kind, run: ProgramRun) -> None:
     if not run.ends:
         return
     for number, node in enumerate(run.turn_nodes, start=1):
@@ -297,7 +297,7 @@ def _learn_turns(kind: _Kind, run: Run) -> None:
         for key in keys:
             seen = kind.left.get(key)
             if seen is None:
-                kind.left[key] = _Left(kind.weight, kind.weight * left, kind.weight * left * left)
+                kind.left[key] = _TurnsLeft(kind.weight, kind.weight * left, kind.weight * left * left)
             else:
                 kind.left[key] = seen.plus(kind.weight, left)
                 kind.left.move_to_end(key)
@@ -315,7 +315,7 @@ def _learn_tool(kind: _Kind, node: str, tool: str) -> None:
 
 
 def _rescale(kind: _Kind) -> None:
-    """Bring the weights back to one, and drop what has decayed. Every eight hundred runs or so."""
+    """Scale the weights back to one and drop decayed counts; due about every 800 runs."""
     scale, kind.weight = 1 / kind.weight, 1.0
     contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
     for context, counts in kind.contexts.items():
@@ -325,7 +325,7 @@ def _rescale(kind: _Kind) -> None:
     kind.contexts = contexts
     kind.entries = sum(map(len, contexts.values()))
     kind.left = OrderedDict(
-        (key, _Left(each.weight * scale, each.x * scale, each.xx * scale))
+        (key, _TurnsLeft(each.weight * scale, each.x * scale, each.xx * scale))
         for key, each in kind.left.items()
         if each.weight * scale > _FORGOTTEN
     )

@@ -1,14 +1,13 @@
-"""For tests of agents and integrations: a server on 127.0.0.1 that records what it was told.
+"""A fake server for tests of agents and integrations: it records the events and requests it receives.
 
     with FakeServer() as server:
         sojourn.init(server.url)
         ...
         assert [type(e).__name__ for e in server.events()] == ["ProgramStart", "ProgramEnd"]
 
-It takes event batches, answers the capabilities probe, and plays just enough of the
-OpenAI API (chat, completions, responses; streamed or not, tool calls included) for a
-client to be happy. What it answers can be a script, one answer after the other.
-Failure is a mode one can set at any time. No engine, no framework, standard library only.
+It listens on 127.0.0.1, takes event batches, answers the capabilities probe, and serves the parts of the
+OpenAI API that clients need (chat, completions, responses; streamed or not, tool calls included). A script
+sets its answers, a mode its failures. It imports the wire format and the standard library.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from sojourn.wire import (
     encode,
 )
 
-from .answers import Answer, ToolUse, answer_body, answer_stream
+from .scripted_answers import Answer, ToolUse, answer_body, answer_stream
 
 _PROGRAMS = "/sojourn/v1/programs/"
 MODES = ("ok", "500", "404", "hang")
-"""What the events endpoint does; for a refused connection use ``refusing_url()``."""
+"""Behaviours of the events endpoint; for a refused connection use ``refusing_url()``."""
 
 
 class LlmRequest(NamedTuple):
@@ -67,14 +66,14 @@ class LlmRequest(NamedTuple):
 
     @property
     def emitter(self) -> str:
-        """Who numbered the events that rode along; empty where there are none."""
+        """Id of the emitter that numbered the carried events; empty without events."""
         context = self.context
         ours = context.sojourn if context is not None else None
         return (ours.emitter or "") if ours is not None else ""
 
     @property
     def events(self) -> list[AnyEvent]:
-        """Events that rode along. Raises ``WireError``."""
+        """The events that the request carried. Raises ``WireError``."""
         context = self.context
         if context is None or context.sojourn is None:
             return []
@@ -98,10 +97,10 @@ class FakeServer:
         api_key: str | None = None,
     ) -> None:
         self.script = script
-        """What LLM requests are answered: a list, one answer for each in turn and ``reply`` after its end,
-        or a function of the ``LlmRequest``, which may be called by several threads at once."""
+        """The answers to LLM requests: a list, used in order with ``reply`` after its end, or a function of
+        the ``LlmRequest``, which several threads may call at once."""
         self.mode = mode
-        """How the events endpoint behaves: one of ``MODES``."""
+        """Behaviour of the events endpoint: one of ``MODES``."""
         self.sojourn = sojourn
         """False: a stock server, which has neither capabilities nor events."""
         self.api_key = api_key
@@ -109,9 +108,9 @@ class FakeServer:
         self.fail_next = 0
         """Answer 500 to that many LLM requests."""
         self.reply = "hello from the fake"
-        """Text of every answer that no script gives, streamed word by word."""
+        """Text of every answer without a script, streamed word by word."""
         self.verdict: Callable[[AnyEvent], Outcome] = lambda event: Outcome.APPLIED
-        """What each event that comes in a batch is answered."""
+        """Returns the outcome of each event in a batch."""
         self.chunk_delay_s = 0.0
         self.reply_delay_s = 0.0
         self.probe_delay_s = 0.0
@@ -123,7 +122,7 @@ class FakeServer:
         self.programs: dict[str, Any] = {}
         """Program id → what ``GET /sojourn/v1/programs/{id}`` answers; 404 for others."""
         self.program_lookups: list[str] = []
-        """Ids that were asked for."""
+        """Ids that were requested."""
         self._script_lock = threading.Lock()
         self._released = threading.Event()
         self._http = _Http(("127.0.0.1", 0), _Handler)
@@ -152,7 +151,7 @@ class FakeServer:
         return [decode_event(raw) for batch in list(self.batches) for raw in batch.events]
 
     def wait_for_events(self, count: int, timeout_s: float = 5.0) -> list[AnyEvent]:
-        """All events that came in batches, once there are ``count``. Raises ``TimeoutError``."""
+        """Wait for ``count`` events in batches and return all. Raises ``TimeoutError``."""
         end_s = time.monotonic() + timeout_s
         while len(events := self.events()) < count:
             if time.monotonic() > end_s:
@@ -161,7 +160,7 @@ class FakeServer:
         return events
 
     def program_events(self) -> list[AnyEvent]:
-        """Everything told, by whichever way it came: each fact once, in the order of its emitter."""
+        """Return all events, from batches and requests: each once, in the order of its emitter."""
         seen: dict[tuple[str, str, int], AnyEvent] = {}
         for batch in list(self.batches):
             for raw in batch.events:
@@ -174,7 +173,7 @@ class FakeServer:
         return [seen[key] for key in sorted(seen, key=lambda key: (key[0], key[2]))]
 
     def next_answer(self, request: LlmRequest) -> Answer:
-        """What the script says to this request."""
+        """Return the script's answer to this request."""
         if callable(self.script):
             return Answer.of(self.script(request))
         with self._script_lock:
@@ -183,7 +182,7 @@ class FakeServer:
             return Answer.of(next(self.script, self.reply))
 
     def forget(self) -> None:
-        """Start recording afresh."""
+        """Clear all records."""
         self.batches.clear()
         self.requests.clear()
         self.authorizations.clear()
@@ -202,7 +201,7 @@ class FakeServer:
 
 
 def refusing_url() -> str:
-    """A URL on this machine where nothing listens."""
+    """Return a URL on this machine where nothing listens."""
     with FakeServer() as server:
         return server.url
 
@@ -213,7 +212,7 @@ class _Http(ThreadingHTTPServer):
     fake: FakeServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in mid-answer is part of many tests."""
+        """Ignore clients that disconnect during an answer; many tests do so."""
 
 
 def _outcome(verdict: Callable[[AnyEvent], Outcome], raw: msgspec.Raw) -> EventOutcome:

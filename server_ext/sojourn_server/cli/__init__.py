@@ -1,21 +1,42 @@
-"""The ``sojourn`` command. One file per sub-command; each registers itself and imports late."""
+"""The ``sojourn`` command: one file per sub-command, each of which registers itself and imports late.
+
+The extra ``server`` brings what the commands need. Without it only ``sojourn run`` works.
+Start reading at ``build_app``.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-import typer
-
-from .console import fail_loudly
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
     "doctor", "run",
 )  # fmt: skip
+COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
+EXTRAS = {
+    **dict.fromkeys(COMMAND_LINE_PACKAGES, "server"),
+    **dict.fromkeys(("aiohttp", "prometheus_client", "starlette", "uvicorn"), "gateway"),
+    "tomli": "server",
+    "ray": "ray",
+    "matplotlib": "demo",
+    "zmq": "dynamo",
+    "openai": "openai",
+    "opentelemetry": "otel",
+    "vllm": "vllm",
+}
+"""Package → the extra of sojourn that installs it."""
 
 
 def build_app() -> typer.Typer:
-    """The Typer application with every sub-command registered."""
+    """Return the Typer application with every sub-command registered."""
+    import typer
+
     app = typer.Typer(
         name="sojourn",
         help="Keep an agent's KV cache across its tool calls, on an unforked vLLM.",
@@ -29,6 +50,22 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the ``sojourn`` script."""
-    with fail_loudly():
-        build_app()()
+    """Entry point of the ``sojourn`` script. A missing extra ends it with one line and exit code 1."""
+    missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]
+    if missing:
+        if sys.argv[1:2] == ["run"]:
+            from .agent_process import main as run_agent
+
+            run_agent(sys.argv[2:])
+            return
+        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: pip install 'sojourn[server]'")
+    from .console import fail_loudly
+
+    try:
+        with fail_loudly():
+            build_app()()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS or find_spec(package) is not None:
+            raise
+        sys.exit(f"sojourn: this command needs {package}: pip install 'sojourn[{EXTRAS[package]}]'")

@@ -1,4 +1,4 @@
-"""What every sub-command says and how: one console, one way to fail, one way to print JSON."""
+"""Output shared by all sub-commands: the console, the error format and the JSON writer."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from .cli_error import CliError as CliError
+
 console = Console(stderr=True)
 """Progress, tables and errors go to stderr, so that ``--json -`` can be piped."""
 
 
-class CliError(Exception):
-    """A failure the user can act on: what was wrong, and what to do next."""
-
-    def __init__(self, message: str, next_step: str, *, exit_code: int = 2) -> None:
-        super().__init__(message)
-        self.message = message
-        self.next_step = next_step
-        self.exit_code = exit_code
-
-
 @contextmanager
 def fail_loudly() -> Iterator[None]:
-    """Turn a ``CliError`` into two lines on stderr and its exit code; let all else through."""
+    """Turn a ``CliError`` into two lines on stderr and its exit code; other exceptions pass."""
     try:
         yield
     except CliError as error:
@@ -38,14 +30,14 @@ def fail_loudly() -> Iterator[None]:
 
 
 def write_json(document: Any, target: str) -> None:
-    """Write ``document`` to the file ``target``, or to stdout where it is ``-``.
+    """Write ``document`` to the file ``target``, or to stdout if ``target`` is ``-``.
 
-    The file appears whole or not at all.
+    The file is written atomically.
     """
     text = json.dumps(document, indent=2, sort_keys=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
         return
-    from sojourn_server.traces.whole_files import write_whole
+    from sojourn_server.traces.atomic_files import write_atomically
 
-    write_whole({Path(target): text.encode()})
+    write_atomically({Path(target): text.encode()})

@@ -1,4 +1,4 @@
-"""``sojourn demo``: eight coding agents on a stock engine and on ours, side by side."""
+"""``sojourn demo``: coding agents on stock vLLM and on sojourn, side by side."""
 
 from __future__ import annotations
 
@@ -11,248 +11,352 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.markup import escape
 
 from .console import CliError, console, write_json
 
+if TYPE_CHECKING:
+    from sojourn_server.demo.demo_arm import ArmRecord
+    from sojourn_server.demo.demo_size import DemoSize
+    from sojourn_server.demo.demo_tasks import DemoTask
+    from sojourn_server.demo.scripted_tokens import Tokenizer
+    from sojourn_server.launch.engine_server import EngineServer
+
 ARMS = ("stock", "sojourn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DemoOptions:
+    """The options of the command, checked."""
+
+    arms: tuple[str, ...]
+    programs: int | None
+    budget_s: float
+    policy: str
+    model: str
+    max_num_seqs: int
+    seed: int
+    url: str | None
+    kv_host_gib: float | None
+    resident: float
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command(
-        "demo",
-        help="Run real coding agents against a stock engine and against ours, and compare what that took.",
-    )(demo)
+    app.command("demo", help="Run real coding agents on stock vLLM and on sojourn, and compare the two.")(
+        demo
+    )
 
 
 def demo(
-    programs: int = typer.Option(8, "--programs", min=1, help="Agents that work at the same time."),
+    programs: int | None = typer.Option(
+        None,
+        "--programs",
+        min=1,
+        help="Agents that work at the same time. Default: up to 8, as many as end within --budget-s.",
+    ),
     json_file: str | None = typer.Option(None, "--json", help="Write all figures to this file; - is stdout."),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
-    arms: str = typer.Option("stock,sojourn", "--arms", help="Which arms to run, in this order."),
-    policy: str = typer.Option("continuum", "--policy", help="The policy of the sojourn arm."),
+    arms: str = typer.Option("stock,sojourn", "--arms", help="Arms to run, in this order."),
+    policy: str = typer.Option("continuum", "--policy", help="Policy of the sojourn arm."),
     model: str = typer.Option(
-        "smol", "--model", help="smol or tiny; both have the tokenizer the script needs."
+        "smol", "--model", help="smol or tiny; both have the tokenizer that the scripts need."
     ),
     max_num_seqs: int = typer.Option(
-        8, "--max-num-seqs", min=1, help="Requests the engine runs at once, in every arm."
+        8, "--max-num-seqs", min=1, help="Requests that the engine runs at once, in every arm."
     ),
     seed: int = typer.Option(0, "--seed", help="Seed of the arrival times."),
     url: str | None = typer.Option(
-        None, "--url", help="Use this server in place of one of our own; one arm only."
+        None, "--url", help="Use this server instead of starting one; for one arm only."
     ),
     kv_host_gib: float | None = typer.Option(
         None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
     resident: float = typer.Option(
-        3.0, "--resident", min=0.5, max=100.0, help="Contexts, fully grown, that the KV pool has room for."
+        3.0, "--resident", min=0.5, max=100.0, help="Full-grown contexts that fit into the KV pool."
     ),
     keep: bool = typer.Option(
         False,
         "--keep",
-        help="Keep repositories and server logs, and say where. Always kept where a program failed.",
+        help="Keep repositories and server logs, and print where. Always on if a program fails.",
+    ),
+    budget_s: float = typer.Option(
+        600.0, "--budget-s", min=1.0, help="Seconds for all arms; without --programs the demo sizes itself."
     ),
 ) -> None:
     """Exit code 0 only if every program of every arm ended and fixed its repository."""
-    chosen = _checked_arms(arms, url)
+    options = _DemoOptions(
+        arms=_checked_arms(arms, url),
+        programs=programs,
+        budget_s=budget_s,
+        policy=policy,
+        model=model,
+        max_num_seqs=max_num_seqs,
+        seed=seed,
+        url=url,
+        kv_host_gib=kv_host_gib,
+        resident=resident,
+    )
     if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
         raise CliError(
-            f"--kv-host-gib {kv_host_gib} is for a server of our own, and a size in GiB, more than 0",
-            "drop --url, or give the server at that URL its host memory by sojourn serve --kv-host-gib",
+            f"--kv-host-gib {kv_host_gib}: expected a size in GiB above 0, and no --url",
+            "drop --url, or start the server at that URL with sojourn serve --kv-host-gib",
         )
     _check_policy(policy)
     _check_installed(plot)
-    from sojourn_server.demo import report
-    from sojourn_server.demo.agent import prepare_environment
+    from sojourn_server.demo import demo_report
+    from sojourn_server.demo.demo_agent import prepare_environment
+    from sojourn_server.demo.demo_arm import DemoInterrupted
 
     prepare_environment()
-    # As for Ctrl-C: our server lives in a process group of its own and must be stopped by us.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
+    records: list[ArmRecord] = []
+    facts: dict[str, Any] = {}
+    signal_number = 0
     try:
-        records, facts = _run(
-            chosen, programs, policy, model, seed, url, directory, max_num_seqs, kv_host_gib, resident
-        )
-        result = report.document(records, facts)
-        console.print(report.table(result))
-        for arm in records:
-            for program in arm.programs:
-                if program.error:
-                    console.print(
-                        f"{arm.name}, {program.task}: {program.error}", markup=False, soft_wrap=True
-                    )
-                    keep = True
+        try:
+            with _interrupts():
+                _run_arms(options, directory, records, facts)
+        except DemoInterrupted as stop:
+            signal_number = stop.signal_number
+        result = demo_report.document(records, facts, partial=bool(signal_number))
+        keep |= _report(records, result)
         if json_file:
             write_json(result, json_file)
-        if plot:
-            from sojourn_server.demo.plot import draw
+        if plot and all(record.programs for record in records) and records:
+            from sojourn_server.demo.demo_plot import draw
 
             draw(result, plot)
             console.print(f"plot: {plot}", highlight=False)
     except Exception:
-        keep = True  # the log is what tells why
+        keep = True  # the server's log has the cause
         raise
     finally:
         if keep:
             console.print(f"repositories and logs: {directory}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(directory, ignore_errors=True)
-    if not report.succeeded(records):
+    if signal_number:
+        raise typer.Exit(128 + signal_number)
+    if not demo_report.succeeded(records):
         raise typer.Exit(1)
 
 
-def _run(
-    arms: list[str],
-    programs: int,
-    policy: str,
-    model: str,
-    seed: int,
-    url: str | None,
-    directory: Path,
-    max_num_seqs: int,
-    kv_host_gib: float | None,
-    resident: float,
-) -> tuple[list[Any], dict[str, Any]]:
-    from sojourn_server.demo import arm as arms_room
-    from sojourn_server.demo.script import Tokenizer, model_length, pool_blocks
-    from sojourn_server.demo.tasks import load_tasks
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Raise ``DemoInterrupted`` on Ctrl-C and SIGTERM: the report of what has ended comes before the exit.
+
+    The server has a process group of its own, so the signal does not reach it; unwinding stops it.
+    """
+    from sojourn_server.demo.demo_arm import DemoInterrupted
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise DemoInterrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
+    """Print the table and each program's error; returns whether there was an error."""
+    from sojourn_server.demo import demo_report
+
+    if records:
+        console.print(demo_report.table(result))
+    else:
+        console.print("interrupted before the first arm began: there are no figures", highlight=False)
+    failed = [(arm.name, program) for arm in records for program in arm.programs if program.error]
+    for name, program in failed:
+        console.print(f"{name}, {program.task}: {program.error}", markup=False, soft_wrap=True)
+    return bool(failed)
+
+
+def _run_arms(
+    options: _DemoOptions, directory: Path, records: list[ArmRecord], facts: dict[str, Any]
+) -> None:
+    """Run each arm and append its record; fill ``facts`` with what a reader needs to repeat the run."""
+    from sojourn_server.demo.demo_arm import BLOCK_TOKENS, serve_args
+    from sojourn_server.demo.demo_size import FULL_PROGRAMS
+    from sojourn_server.demo.demo_tasks import load_tasks
+    from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.models import ModelError, resolve_model
 
-    tasks = load_tasks(programs)
     try:
-        tokenizer = Tokenizer(resolve_model(model))
+        tokenizer = Tokenizer(resolve_model(options.model))
     except ModelError as error:
         raise CliError(error.message, error.next_step) from error
     except Exception as error:
         raise CliError(
-            f"no tokenizer.json for {model!r}: {error}", "use --model smol or --model tiny"
+            f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
         ) from error
-    contexts = [task.context_tokens for task in tasks]
-    blocks = pool_blocks(contexts, arms_room.BLOCK_TOKENS, resident)
-    flags = arms_room.serve_args(blocks, model_length(contexts), max_num_seqs)
-    facts = {
-        "pool": (
-            f"KV for {blocks * arms_room.BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
-            if url is None
-            else f"a server at {without_userinfo(url)}"
-        ),
-        "pool_blocks": blocks if url is None else None,
-        "block_tokens": arms_room.BLOCK_TOKENS if url is None else None,
-        "context_tokens": contexts,
-        "seed": seed,
-        "policy": policy,
-        "model": model,
-        "serve_args": list(flags) if url is None else None,
-        "kv_host_gib": kv_host_gib,
-        "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
-        "versions": _versions(),
-        "command": command_line(),
-    }
-    console.print(f"{programs} programs; pool: {facts['pool']}", highlight=False, soft_wrap=True)
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds, which belong to no arm
+    tasks = load_tasks(options.programs or FULL_PROGRAMS)
+    length = model_length([task.context_tokens for task in tasks])
 
-    def below(name: str) -> tuple[str, ...]:
-        return () if name == arms_room.STOCK or kv_host_gib is None else ("--kv-host-gib", str(kv_host_gib))
+    def describe(size: DemoSize | None) -> tuple[str, ...]:
+        """Record pool and size in ``facts``; returns the flags of the engine."""
+        contexts = [task.context_tokens for task in tasks]
+        resident = options.resident if size is None else size.resident(options.resident)
+        blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
+        flags = serve_args(blocks, length, options.max_num_seqs)
+        own = options.url is None
+        pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
+        if options.url is not None:
+            pool = f"a server at {without_userinfo(options.url)}"
+        facts.update(
+            pool=pool,
+            pool_blocks=blocks if own else None,
+            block_tokens=BLOCK_TOKENS if own else None,
+            context_tokens=contexts,
+            seed=options.seed,
+            policy=options.policy,
+            model=options.model,
+            serve_args=list(flags) if own else None,
+            kv_host_gib=options.kv_host_gib,
+            size=size.as_json() if size is not None else None,
+            machine={"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+            versions=_versions(),
+            command=command_line(),
+        )
+        return flags
 
-    records = []
-    for name in arms:
+    flags = describe(None)
+    size: DemoSize | None = None
+    for name in options.arms:
         place = directory / name
         place.mkdir()
-        records.append(
-            _attached_arm(name, tasks, url, model, tokenizer, seed, place)
-            if url is not None
-            else _served_arm(name, tasks, policy, model, tokenizer, seed, place, (*flags, *below(name)))
-        )
-    return records, facts
+        if options.url is not None:
+            key = os.environ.get("VLLM_API_KEY")
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            root = options.url.rstrip("/").removesuffix("/v1")
+            record = _run_one(name, tasks, root, options, tokenizer, place, headers, facts["pool"])
+        else:
+            server = _server(name, options, place, flags)
+            try:
+                start_s = _start(name, server)
+                if options.programs is None and size is None:
+                    size = _measured_size(server, options, start_s)
+                    tasks = [task.shortened(size.turns) for task in load_tasks(size.programs)]
+                    flags = describe(size)
+                    if not size.is_full:  # its KV pool is smaller
+                        server.stop()
+                        server = _server(name, options, place, flags)
+                        _start(name, server)
+                record = _run_one(
+                    name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
+                )
+            finally:
+                server.stop()
+        records.append(record)
+        record.raise_if_interrupted()
 
 
-def _served_arm(
-    name: str,
-    tasks: Any,
-    policy: str,
-    model: str,
-    tokenizer: Any,
-    seed: int,
-    directory: Path,
-    flags: tuple[str, ...],
-) -> Any:
-    from sojourn_server.launch.server import EngineServer, ServerFailed
+def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str, ...]) -> EngineServer:
+    from sojourn_server.launch.engine_server import EngineServer
 
-    chosen = "stock" if name == "stock" else policy
-    server = EngineServer(model, policy=chosen, serve_args=flags, log_path=directory / "server.log")
+    policy = options.policy
+    if name == "stock":
+        policy = "stock"
+    elif options.kv_host_gib is not None:
+        flags = (*flags, "--kv-host-gib", str(options.kv_host_gib))
+    return EngineServer(options.model, policy=policy, serve_args=flags, log_path=directory / "server.log")
+
+
+def _start(name: str, server: EngineServer) -> float:
+    """Start the server; returns the seconds until it answered."""
+    from sojourn_server.launch.engine_server import ServerStartError
+
+    began_s = time.monotonic()
     try:
-        with console.status(f"arm {name}: starting the server ({chosen})"):
+        with console.status(f"arm {name}: starting the server ({server.policy})"):
             server.start()
-        return _run_one(name, tasks, server.url, model, tokenizer, seed, directory, server.headers)
-    except ServerFailed as error:
-        remedy = "run `sojourn doctor`, which checks what the engine needs"
-        raise CliError(escape(str(error)), remedy) from error
-    finally:
-        server.stop()
+    except ServerStartError as error:
+        raise CliError(
+            escape(str(error)), "run `sojourn doctor`, which checks what the engine needs"
+        ) from error
+    return time.monotonic() - began_s
 
 
-def _attached_arm(
-    name: str, tasks: Any, url: str, model: str, tokenizer: Any, seed: int, directory: Path
-) -> Any:
-    root = url.rstrip("/").removesuffix("/v1")
-    key = os.environ.get("VLLM_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return _run_one(name, tasks, root, model, tokenizer, seed, directory, headers)
+def _measured_size(server: EngineServer, options: _DemoOptions, start_s: float) -> DemoSize:
+    import httpx
+
+    from sojourn_server.demo.demo_size import choose_size, measure_speed
+
+    try:
+        with console.status("measuring this machine"):
+            speed = measure_speed(server.url, options.model, server.headers, start_s=start_s)
+    except httpx.HTTPError as error:
+        raise CliError(
+            f"the speed of this machine cannot be measured: {type(error).__name__}: {error}",
+            "run `sojourn doctor`, or set the size with --programs 8",
+        ) from error
+    size = choose_size(speed, options.arms, options.budget_s)
+    console.print(size.reason, highlight=False, soft_wrap=True)
+    return size
 
 
 def _run_one(
     name: str,
-    tasks: Any,
+    tasks: list[DemoTask],
     url: str,
-    model: str,
-    tokenizer: Any,
-    seed: int,
+    options: _DemoOptions,
+    tokenizer: Tokenizer,
     directory: Path,
     headers: dict[str, str],
-) -> Any:
+    pool: str,
+) -> ArmRecord:
     import httpx
 
-    from sojourn_server.demo.arm import run_arm
-    from sojourn_server.demo.live import LiveView
+    from sojourn_server.demo.demo_arm import run_arm
+    from sojourn_server.demo.live_view import LiveView
 
+    console.print(f"arm {name}: {len(tasks)} programs; pool: {pool}", highlight=False, soft_wrap=True)
     try:
         with LiveView(name, tasks, console) as view:
             return run_arm(
-                name, tasks, url, model, tokenizer,
-                seed=seed, directory=directory, headers=headers, watch=view.update,
+                name, tasks, url, options.model, tokenizer,
+                seed=options.seed, directory=directory, headers=headers, watch=view.update,
             )  # fmt: skip
     except httpx.HTTPError as error:
-        remedy = f"check that `sojourn serve {model}` runs there"
+        remedy = f"check that `sojourn serve {options.model}` runs there"
         raise CliError(f"the server at {url} does not answer: {error}", remedy) from error
     except RuntimeError as error:
         raise CliError(str(error), "see the server's log; --keep keeps it") from error
 
 
 def _check_policy(policy: str) -> None:
-    from sojourn_server.policy.preset import PresetError, load_preset
+    from sojourn_server.policies.preset import load_preset
+    from sojourn_server.policies.preset_store import PresetError
 
     try:
         load_preset(policy)
     except PresetError as error:
-        raise CliError(str(error), "sojourn demo --help") from None
+        raise CliError(str(error), "see sojourn demo --help") from None
 
 
-def _checked_arms(text: str, url: str | None) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
+def _checked_arms(text: str, url: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names or len(set(names)) < len(names):
         raise CliError(
-            f"--arms {text}: expected each of stock, sojourn at most once", "e.g. --arms stock,sojourn"
+            f"--arms {text}: expected each of stock, sojourn at most once", "for example --arms stock,sojourn"
         )
     if url is not None and len(names) != 1:
-        raise CliError("--url names one server, and each arm needs one of its own", "add --arms sojourn")
+        raise CliError("--url names one server, and each arm needs a server of its own", "add --arms sojourn")
     return names
 
 
@@ -266,7 +370,7 @@ def _check_installed(plot: Path | None) -> None:
 
 
 def command_line() -> str:
-    """This command as it was given, but for secrets: figures are passed on."""
+    """This command line without its secrets, because figures are published."""
     from sojourn_server.launch.redaction import redacted
 
     return shlex.join(["sojourn", *redacted(sys.argv[1:])])

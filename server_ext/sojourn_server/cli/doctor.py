@@ -1,4 +1,4 @@
-"""``sojourn doctor``: what is installed, what a server answers, and what to do about each fault."""
+"""``sojourn doctor``: checks of this environment and of a server, with the next step for each fault."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import httpx
 import typer
 from rich.console import Console
 
+from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
 from .console import console, write_json
-from .doctor_check import Check
+from .doctor_report import Check
 from .doctor_server import KEY_VARIABLES, server_checks
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
-_ENTRY_POINTS = (("vllm.general_plugins", "sojourn"), ("vllm.endpoint_plugins", "sojourn"))
+_ENTRY_POINTS = ((GENERAL_PLUGINS, "sojourn"), (ENDPOINT_PLUGINS, "sojourn"))
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
@@ -37,14 +38,14 @@ def doctor(
     ),
     json_output: str | None = typer.Option(None, "--json", help="Write the report to this file; - is stdout"),
     fabric: bool = typer.Option(
-        False, "--fabric", help="Only print settings that keep KV apart on InfiniBand or RoCE; not verified"
+        False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
     ),
 ) -> None:
-    """Report; exit 0 where nothing is wrong, 1 otherwise. With --url one token is generated."""
+    """Print a report; exit code 0 without faults, else 1. With --url the server generates one token."""
     if fabric:
-        from ..paths.fabric import infiniband, roce
+        from ..kv_transfer.fabric_qos import infiniband_settings, roce_settings
 
-        typer.echo(f"{infiniband()}\n\n{roce()}")
+        typer.echo(f"{infiniband_settings()}\n\n{roce_settings()}")
         return
     # The report is the result, so it goes to stdout, unless its JSON does.
     report = console if json_output == "-" else Console()
@@ -62,7 +63,7 @@ def doctor(
 
 
 def _key_source(context: typer.Context) -> str:
-    """Where the key was found."""
+    """Name of the option or variable that gave the key."""
     source = context.get_parameter_source("api_key")
     if source is None or source.name != "ENVIRONMENT":
         return "--api-key"
@@ -95,14 +96,14 @@ def _print(check: Check, report: Console) -> None:
 
 
 def environment_checks() -> Iterator[Check]:
-    """What is installed here, one check at a time."""
+    """Checks of what is installed here."""
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     version = _version("sojourn")
     yield Check(
         "sojourn",
         version is not None,
         version or "not installed as a distribution, so vLLM cannot find the plugin",
-        "" if version else "pip install -e . in the repository",
+        "" if version else "run pip install -e . in a checkout",
     )
     yield from _engine_checks()
     yield _memory_check()
@@ -121,7 +122,7 @@ def environment_checks() -> Iterator[Check]:
 
 
 def _engine_checks() -> Iterator[Check]:
-    from sojourn_server.launch.versions import TESTED_VLLM, installed_vllm, is_cpu_build, is_tested
+    from sojourn_server.vllm.compat import TESTED_VLLM, installed_vllm, is_cpu_build, is_tested
 
     tested = ", ".join(TESTED_VLLM)
     version = installed_vllm()
@@ -129,7 +130,7 @@ def _engine_checks() -> Iterator[Check]:
         yield Check(
             "vllm",
             None,
-            "not installed; only serve, demo and the engine tests need it",
+            "not installed; serve, demo and the engine tests need it",
             "to serve from here: make setup, or pip install '.[vllm]' in a checkout on a CUDA machine",
         )
         return
@@ -150,8 +151,8 @@ def _engine_checks() -> Iterator[Check]:
         error or "transformers loads its models",
         ""
         if error is None
-        else "run make setup again; a torchvision built for another torch is the usual "
-        "cause, and text models do not need it: pip uninstall torchvision",
+        else "run make setup again; the usual cause is a torchvision built for another torch, which "
+        "text models do not need: pip uninstall torchvision",
     )
 
 
@@ -163,8 +164,8 @@ def _memory_check() -> Check:
     return Check(
         "memory",
         True,
-        f"{memory.available_bytes / gib:.2f} GiB available of the {memory.total_bytes / gib:.2f} GiB that "
-        f"{memory.owner} has, for model, KV cache and --kv-host-gib",
+        f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
+        f"{memory.owner}, for model, KV cache and --kv-host-gib",
     )
 
 
@@ -174,7 +175,7 @@ def _model_checks() -> Iterator[Check]:
 
     for name in LOCAL_MODELS:
         if is_cached(name):
-            yield Check(f"model {name}", True, f"made, in {model_directory(name)}")
+            yield Check(f"model {name}", True, f"present in {model_directory(name)}")
             continue
         try:
             find_gguf()
@@ -192,7 +193,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _import_error(statement: str) -> str | None:
-    """The last line of what importing says, in a process of its own: an import can take it down."""
+    """Last line of stderr if ``statement`` fails in a process of its own; else ``None``."""
     if util.find_spec("transformers") is None:
         return "transformers is not installed"
     try:

@@ -1,4 +1,4 @@
-"""``sojourn doctor`` of a gateway: its replicas, and the pairs that can be made of them."""
+"""``sojourn doctor`` of a gateway: its replicas and their prefill/decode pairs."""
 
 from __future__ import annotations
 
@@ -6,73 +6,83 @@ from typing import Any
 
 import httpx
 
-from .doctor_check import Check, document_of, get, is_gateways, list_of, roles_told, said, texts, texts_of
+from .doctor_report import (
+    Check,
+    as_list,
+    as_text_list,
+    as_text_mapping,
+    count_roles,
+    error_summary,
+    get,
+    is_gateway_answer,
+    json_object,
+)
 
 REPLICAS_PATH = "/sojourn/v1/replicas"
 
 
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
-    """What a gateway says of itself, its replicas and their pairs; empty: this is none, or an older one.
+    """Checks of a gateway, its replicas and their pairs; empty if the server is no gateway, or an older one.
 
-    ``goes_on``: more is asked afterwards, which replicas answer.
+    ``goes_on``: further checks follow, and replicas answer those.
     """
     from sojourn.wire import CAPABILITIES_PATH
 
     answer = get(client, REPLICAS_PATH)
-    if not is_gateways(answer):
+    if not is_gateway_answer(answer):
         return []
     assert isinstance(answer, httpx.Response)
     if answer.status_code != 200:
-        return [Check("gateway", None, f"it is one, and says nothing of its replicas: {said(answer)}")]
-    document = document_of(answer)
-    states = [state for state in list_of(document.get("replicas")) if isinstance(state, dict)]
-    missing = texts(document.get("missing"))
+        return [Check("gateway", None, f"a gateway that does not list its replicas: {error_summary(answer)}")]
+    document = json_object(answer)
+    states = [state for state in as_list(document.get("replicas")) if isinstance(state, dict)]
+    missing = as_text_list(document.get("missing"))
     health = {str(state.get("replica")): str(state.get("health")) for state in states}
-    doubted = [name for name, how in health.items() if how == "suspect"]
+    unanswered = [name for name, how in health.items() if how == "suspect"]
     leaving = [name for name, how in health.items() if how == "draining"]
-    refused = texts_of(document.get("refused"))
-    known, up = len(states) + len(missing) + len(refused), len(states) - len(doubted)
+    refused = as_text_mapping(document.get("refused"))
+    known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
     capabilities = get(client, CAPABILITIES_PATH)
-    told = {} if isinstance(capabilities, str) else document_of(capabilities)
-    # Without an engine that answers there are no capabilities; the gateway knows what it runs all the same.
-    policy = told.get("cluster_policy") or document.get("policy") or "unknown"
+    known_capabilities = {} if isinstance(capabilities, str) else json_object(capabilities)
+    # Capabilities need an engine that answers; the gateway knows its policy without one.
+    policy = known_capabilities.get("cluster_policy") or document.get("policy") or "unknown"
     detail = f"policy {policy}, {up} of {known} replicas up"
     if leaving:
         detail += f", {len(leaving)} of them draining"
-    if missing or doubted:
-        detail += f"; without an answer: {', '.join([*doubted, *missing])}"
+    if missing or unanswered:
+        detail += f"; no answer from: {', '.join([*unanswered, *missing])}"
     if refused:
-        detail += f"; {len(refused)} {'is' if len(refused) == 1 else 'are'} refused"
+        detail += f"; {len(refused)} rejected"
     if up and goes_on:
-        detail += "; what follows is said by its replicas"
+        detail += "; its replicas answer the following checks"
     pairs = _pairs_check(document, states, refused)
-    # Of those that are refused the pairs' line says what to do.
+    # The line of the pairs has the next step for rejected replicas.
     if known and up + len(refused) == known:
         return [Check("gateway", True, detail), *pairs]
-    advice = "wait until they have loaded, start them, or look into their logs"
+    advice = "wait until they have loaded, start them, or see their logs"
     return [Check("gateway", False, detail, advice), *pairs]
 
 
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[Check]:
-    """Of a gateway for pairs, whether requests can be served, where, and who is left out; else none."""
+    """Whether a gateway for pairs can serve requests, and which engines are missing; empty without pairs."""
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []
-    detail = roles_told(roles)
+    detail = count_roles(roles)
     if nodes := sorted({str(state["node"]) for state in states if state.get("node")}):
         detail += f"; nodes {', '.join(nodes)}"
     if read_side := document.get("read_side"):
         detail += f"; read side {read_side}"
     for url, why in refused.items():
-        detail += f"; {url} is refused: {why}"
+        detail += f"; {url} is rejected: {why}"
     absent = [name for name, number in roles.items() if not number]
     if refused:
-        advice = "start these as the others are started, or take them out of --prefill and --decode"
+        advice = "start them like the other engines, or remove them from --prefill and --decode"
     else:
         missing = " and a ".join(absent)
-        advice = f"start a {missing} engine, or look into its log: until one is up requests are refused"
+        advice = f"start a {missing} engine, or see its log; until one is up, requests are rejected"
     if absent or refused:
         return [Check("pairs", False, detail, advice)]
     return [Check("pairs", True, detail)]

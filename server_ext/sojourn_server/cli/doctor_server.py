@@ -1,4 +1,4 @@
-"""``sojourn doctor --url``: what a server answers, an engine's or a gateway's."""
+"""``sojourn doctor --url``: checks of a running engine or gateway."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from typing import Any
 
 import httpx
 
-from .doctor_check import Check, document_of, get, is_gateways, roles_told, said, texts
 from .doctor_gateway import gateway_checks
+from .doctor_report import (
+    Check,
+    as_text_list,
+    count_roles,
+    error_summary,
+    get,
+    is_gateway_answer,
+    json_object,
+)
 
 KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
-"""An engine's own first, then what the SDK shows and a gateway asks for."""
+"""Variables with an API key: vLLM's first, then that of the SDK and the gateway."""
 
 
 def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterator[Check]:
-    """What the server behind ``client`` answers; stops where nothing further can be asked.
+    """Checks of the server behind ``client``, up to the first fault that makes further checks impossible.
 
-    ``key_source``: where the key that ``client`` shows was found.
+    ``key_source``: the option or variable that gave the client's key.
     """
     base = str(client.base_url).rstrip("/")
     health = get(client, "/health")
@@ -34,13 +42,13 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
             "server",
             False,
             f"{base}/health answers {health.status_code}",
-            "wait until it has loaded; look into its log where that does not help",
+            "wait until it has loaded; if it does not, see its log",
         )
         return
     yield Check("server", True, f"{base} is up")
 
     models = get(client, "/v1/models")
-    found = gateway_checks(client) if is_gateways(models) else []
+    found = gateway_checks(client) if is_gateway_answer(models) else []
     yield from found
     served = _model_ids(models)
     if not isinstance(models, str) and models.status_code in (401, 403):
@@ -48,7 +56,7 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
         return
     if not served:
         what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
-        yield Check("models", False, f"/v1/models: {said(models)}", what)
+        yield Check("models", False, f"/v1/models: {error_summary(models)}", what)
         return
     with_key = "Authorization" in client.headers
     yield Check("API key", True, f"accepted, or none needed ({key_source})" if with_key else "none needed")
@@ -62,32 +70,32 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
     answer = get(client, CAPABILITIES_PATH)
     if isinstance(answer, str) or answer.status_code != 200:
-        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {said(answer)}", _plugin_advice(answer))
+        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {error_summary(answer)}", _plugin_advice(answer))
         return
-    document = document_of(answer)
+    document = json_object(answer)
     wires = document.get("wire", [])
     understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
     yield Check(
         "plugin",
         understood,
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
-        "" if understood else f"this client speaks wire {WIRE_VERSION}; use one release on both ends",
+        "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
-    if stock := texts(document.get("stock")):  # a gateway's engines
+    if stock := as_text_list(document.get("stock")):  # a gateway's engines
         yield Check(
             "plugin of each replica",
             False,
             f"{', '.join(stock)}: without the plugin",
-            "start these with sojourn serve; until then no KV is kept there",
+            "start them with sojourn serve; until then they keep no KV",
         )
-    if silent := texts(document.get("silent")):
+    if silent := as_text_list(document.get("silent")):
         yield Check(
             "answer of each replica",
             False,
-            f"{', '.join(silent)}: no answer, or not sojourn's",
-            "look into their logs",
+            f"{', '.join(silent)}: no answer, or not an answer of sojourn",
+            "see their logs",
         )
-    if "tiers" in document:  # an older server does not say
+    if "tiers" in document:  # not in answers of older servers
         yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
     try:
         answer = client.post(
@@ -96,42 +104,40 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         answer.raise_for_status()
         decode_outcomes(answer.content)
     except httpx.HTTPStatusError as error:
-        yield Check("events", False, said(error.response), "look into the server's log")
+        yield Check("events", False, error_summary(error.response), "see the server's log")
     except (httpx.HTTPError, ValueError) as error:
-        yield Check("events", False, f"{type(error).__name__}: {error}", "look into the server's log")
+        yield Check("events", False, f"{type(error).__name__}: {error}", "see the server's log")
     else:
         yield Check("events", True, "accepted")
 
 
-def _tiers_check(told: Any, paths: Any, pairs: Any) -> Check:
-    if told is None and isinstance(pairs, dict):  # a gateway's
-        return Check("tiers", True, f"KV is stored and read by engines of pairs: {roles_told(pairs)}")
-    if told is None and isinstance(paths, dict):
+def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
+    if tiers is None and isinstance(pairs, dict):  # a gateway's
+        return Check("tiers", True, f"engines of pairs store and read KV: {count_roles(pairs)}")
+    if tiers is None and isinstance(paths, dict):
         where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
-        return Check(
-            "tiers", True, f"KV is stored and read by a {where}, reached at {paths.get('peer', '?')}"
-        )
-    if not isinstance(told, dict):
-        nothing = "nothing below the device: KV that it loses is computed again"
-        return Check("tiers", None, nothing if told is None else f"not understood: {told!r}")
+        return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths.get('peer', '?')}")
+    if not isinstance(tiers, dict):
+        none = "none below the device: evicted KV is computed again"
+        return Check("tiers", None, none if tiers is None else f"not understood: {tiers!r}")
     sizes = ", ".join(
-        f"{name} {_size(told[field])}"
+        f"{name} {_size(tiers[field])}"
         for field, name in (("host", "host memory"), ("disk", "disk"))
-        if isinstance(told.get(field), dict)
+        if isinstance(tiers.get(field), dict)
     )
-    what = f"{told.get('connector', '?')}, {sizes or 'of unknown size'}"
-    if told.get("on", True):
+    what = f"{tiers.get('connector', '?')}, {sizes or 'of unknown size'}"
+    if tiers.get("on", True):
         return Check("tiers", True, what)
     return Check(
         "tiers",
         False,
-        f"{what}; turned off: {told.get('off_because') or 'it is not said why'}",
-        "the server's log says more; KV that the device loses is computed again until it is restarted",
+        f"{what}; turned off: {tiers.get('off_because') or 'for an unknown reason'}",
+        "see the server's log; until a restart, evicted KV is computed again",
     )
 
 
-def _size(told: dict[str, Any]) -> str:
-    blocks, size = told.get("blocks"), told.get("bytes")
+def _size(tier: dict[str, Any]) -> str:
+    blocks, size = tier.get("blocks"), tier.get("bytes")
     parts = [f"{size / (1 << 30):,.3f}".rstrip("0").rstrip(".") + " GiB"] if isinstance(size, int) else []
     parts += [f"{blocks:,} blocks"] if isinstance(blocks, int) else []
     return f"for {' or '.join(parts)}" if parts else "of unknown size"
@@ -140,13 +146,13 @@ def _size(told: dict[str, Any]) -> str:
 def _plugin_advice(answer: httpx.Response | str) -> str:
     if not isinstance(answer, str):
         if answer.status_code == 404:
-            return "it is not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
+            return "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
         if answer.status_code in (401, 403):
-            return "the plugin wants the server's API key; pass --api-key"
-        advice = document_of(answer).get("error", {})
+            return "the plugin needs the server's API key; pass --api-key"
+        advice = json_object(answer).get("error", {})
         if isinstance(advice, dict) and advice.get("next"):
             return str(advice["next"])
-    return "look into the server's log"
+    return "see the server's log"
 
 
 def _key_check(client: httpx.Client, key_source: str) -> Check:
@@ -154,11 +160,11 @@ def _key_check(client: httpx.Client, key_source: str) -> Check:
         return Check(
             "API key",
             False,
-            f"that of {key_source} is not the one the server was started with",
+            f"the key of {key_source} is not the server's key",
             "compare it with the server's --api-key, or a gateway's --tenants",
         )
     variables = ", or else ".join(KEY_VARIABLES)
-    return Check("API key", False, "the server wants one", f"pass --api-key, or set {variables}")
+    return Check("API key", False, "the server needs one", f"pass --api-key, or set {variables}")
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
@@ -168,20 +174,20 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
         return Check(
             "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"
         )
-    if answer.status_code == 401 and is_gateways(answer):
-        # It let the same key see its models.
+    if answer.status_code == 401 and is_gateway_answer(answer):
+        # The same key was accepted for the list of models.
         return Check(
             "cached tokens",
             None,
-            "not looked at: this is the gateway's admin key, which sees everything and generates nothing",
-            "pass a tenant's key to have a token generated",
+            "not checked: the gateway's admin key may see everything and generate nothing",
+            "pass a tenant's key to generate a token",
         )
     if answer.status_code >= 500:
-        advice = "nothing is generated: look into the server's log, a gateway's or its engines'"
-        return Check("cached tokens", False, f"/v1/completions: {said(answer)}", advice)
+        advice = "the server generates nothing: see its log; for a gateway also its engines' logs"
+        return Check("cached tokens", False, f"/v1/completions: {error_summary(answer)}", advice)
     if answer.status_code != 200:
-        return Check("cached tokens", None, f"/v1/completions: {said(answer)}")
-    details = (document_of(answer).get("usage") or {}).get("prompt_tokens_details")
+        return Check("cached tokens", None, f"/v1/completions: {error_summary(answer)}")
+    details = (json_object(answer).get("usage") or {}).get("prompt_tokens_details")
     if isinstance(details, dict) and details.get("cached_tokens") is not None:
         return Check("cached tokens", True, "reported with each answer")
     return Check(
@@ -192,7 +198,7 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
 def _model_ids(answer: httpx.Response | str) -> list[str]:
     if isinstance(answer, str) or answer.status_code != 200:
         return []
-    entries = document_of(answer).get("data")
+    entries = json_object(answer).get("data")
     if not isinstance(entries, list):
         return []
     return [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]

@@ -1,5 +1,7 @@
-"""``sojourn gateway``: one address for several engines, that sends a program's turns to where its KV is, or
-for pairs of engines that prefill and decode."""
+"""``sojourn gateway``: one address for several engines, or for pairs of prefill and decode engines.
+
+It sends the turns of a program to the engine that holds the program's KV.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from .console import CliError, console
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from sojourn_server.gateway.http.tenants import Tenants
-    from sojourn_server.gateway.ray.config import RayConfig
-    from sojourn_server.policy.cluster_preset import ClusterPreset
+    from sojourn_server.gateway.http.tenant_keys import TenantKeys
+    from sojourn_server.gateway.ray.ray_config import RayConfig
+    from sojourn_server.policies.cluster_preset import ClusterPreset
 
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
@@ -28,50 +30,52 @@ _READ_SIDES = ("shorter", "split", "prefill")
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command("gateway", help="One address for several engines: a program's turns go to where its KV is.")(
-        gateway
-    )
+    app.command(
+        "gateway", help="Serve one address for several engines; turns go to the engine with their KV."
+    )(gateway)
 
 
 def gateway(
     context: typer.Context,
-    engines: list[str] = typer.Option([], help="Addresses of engines, http://HOST:PORT; commas or repeated"),
+    engines: list[str] = typer.Option(
+        [], help="Addresses of engines, http://HOST:PORT, separated by commas or repeated"
+    ),
     prefill: list[str] = typer.Option(
-        [], help="In place of --engines: addresses of engines of --role prefill (docs/dualpath.md)"
+        [], help="In place of --engines: addresses of engines of --role prefill (docs/prefill-decode.md)"
     ),
     decode: list[str] = typer.Option([], help="With --prefill: addresses of engines of --role decode"),
     read_side: str = typer.Option(
         "shorter",
-        help="With --prefill: who reads KV from storage: shorter (the shorter queue), split or prefill",
+        help="With --prefill: reader of KV from storage: shorter (the shorter queue), split or prefill",
     ),
-    policy: str = typer.Option("sojourn", help="A cluster preset's name"),
-    policy_file: Path | None = typer.Option(None, help="A TOML cluster preset in place of a named one"),
-    host: str = typer.Option("127.0.0.1", help="Address to listen at"),
-    port: int = typer.Option(8100, min=0, max=65535, help="Port to listen at; 0: any that is free"),
+    policy: str = typer.Option("sojourn", help="Name of a cluster preset"),
+    policy_file: Path | None = typer.Option(None, help="TOML cluster preset in place of a named one"),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on"),
+    port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on; 0: any free port"),
     tenants: Path | None = typer.Option(None, help="TOML file of tenants and their keys"),
     api_key: str | None = typer.Option(
         None,
         envvar="SOJOURN_API_KEY",
-        help="One key that everybody has to show, where there is no file of tenants",
+        help="The key of all clients, without a file of tenants",
     ),
     engine_key: str | None = typer.Option(
-        None, envvar="SOJOURN_ENGINE_KEY", help="Key shown to engines in place of the client's own"
+        None, envvar="SOJOURN_ENGINE_KEY", help="Key sent to engines in place of the client's key"
     ),
     admin_key: str | None = typer.Option(
         None,
         envvar="SOJOURN_ADMIN_KEY",
-        help="Key of those who may drain replicas and see everybody's",
+        help="Key of administrators, who may drain replicas and see all programs",
     ),
-    max_waiting: int = typer.Option(20_000, min=1, help="Requests that may wait; more are answered with 429"),
-    wait_s: float = typer.Option(600.0, min=0.1, help="Longest wait of a request for room, seconds"),
-    state: Path | None = typer.Option(None, help="File to keep programs' homes in over a restart"),
+    max_waiting: int = typer.Option(20_000, min=1, help="Most waiting requests; further ones get a 429"),
+    wait_s: float = typer.Option(600.0, min=0.1, help="Longest wait of a request for capacity, seconds"),
+    state: Path | None = typer.Option(None, help="File that keeps program affinities over a restart"),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
     ray: Path | None = typer.Option(
         None,
-        help="YAML file: engines and gateways on a Ray cluster, all options from this file (docs/ray.md)",
+        help="YAML file for engines and gateways on a Ray cluster; it has all options (docs/ray.md)",
     ),
 ) -> None:
-    """Serve until stopped; requests that are on their way are finished first."""
+    """Serve until stopped; running requests are finished first."""
     import importlib.util
 
     needed = ("aiohttp", "starlette", "uvicorn", "prometheus_client")
@@ -79,9 +83,9 @@ def gateway(
     if missing:
         raise CliError(f"not installed: {', '.join(missing)}", "pip install '.[gateway]' from a checkout")
     if ray is not None:
-        _serve_on_ray(ray, _given(context, "ray"))
+        _serve_on_ray(ray, _given_options(context, "ray"))
         return
-    in_pairs = _in_pairs(context, prefill, decode, read_side)
+    in_pairs = _is_prefill_decode(context, prefill, decode, read_side)
     named = {"prefill": prefill, "decode": decode} if in_pairs else {"engines": engines}
     urls = {role: _urls(role, texts, _PAIRS if in_pairs else _ENGINES) for role, texts in named.items()}
     every = [url for found in urls.values() for url in found]
@@ -89,15 +93,19 @@ def gateway(
     if twice:
         both = in_pairs and twice[0] in urls["prefill"] and twice[0] in urls["decode"]
         how = "with --prefill and with --decode" if both else "twice"
-        raise CliError(f"{', '.join(twice)} is named {how}", "name each engine once")
+        raise CliError(f"{', '.join(twice)} is given {how}", "name each engine once")
     for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
         if key is not None and not key.strip():
             raise CliError(f"{name} is empty", "leave it out, or give a key")
     preset = None if in_pairs else _preset(policy, policy_file)
-    if tenants is not None and api_key is not None and "--api-key" not in _given(context, but="tenants"):
-        # It is there for the SDK as well, which shows it: not a word about who may come in.
+    if (
+        tenants is not None
+        and api_key is not None
+        and "--api-key" not in _given_options(context, but="tenants")
+    ):
+        # The variable may be set for the SDK, which sends it.
         console.print(
-            f"[yellow]note:[/] SOJOURN_API_KEY is left aside: {escape(str(tenants))} has the keys",
+            f"[yellow]note:[/] SOJOURN_API_KEY is ignored: {escape(str(tenants))} has the keys",
             soft_wrap=True,
         )
         api_key = None
@@ -107,14 +115,14 @@ def gateway(
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not known.checks and not _is_loopback(host):
         console.print(
-            f"[yellow]note:[/] {host} can be reached from elsewhere and no keys are checked here: whoever "
-            "reaches it may use the engines. --tenants or --api-key checks keys.",
+            f"[yellow]note:[/] other machines can reach {host}, and the gateway checks no keys: every client "
+            "may use the engines. Use --tenants or --api-key to check keys.",
             soft_wrap=True,
         )
-    from sojourn_server.gateway.core.limits import CoreLimits
-    from sojourn_server.gateway.http.app import GatewayOptions
+    from sojourn_server.gateway.http.gateway_app import GatewayOptions
+    from sojourn_server.routing.routing_limits import RoutingLimits
 
-    limits = CoreLimits(most_waiting=max_waiting, wait_s=wait_s)
+    limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s)
     options = GatewayOptions(
         policy=preset.name if preset is not None else "dualpath",
         engine_key=engine_key,
@@ -122,29 +130,29 @@ def gateway(
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
     )
     if preset is None:
-        from sojourn_server.gateway.pd.standalone import build_pairs
+        from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 
-        _, app = build_pairs(
+        _, app = build_prefill_decode_gateway(
             urls["prefill"], urls["decode"], known, options, read_side=read_side, limits=limits
         )
         served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
     else:
-        from sojourn_server.gateway.http.standalone import build
+        from sojourn_server.gateway.http.standalone_gateway import build_gateway
 
         if state is not None:
             _check_state(state)
-        _, app = build(every, preset, known, options, limits=limits, state=state)
+        _, app = build_gateway(every, preset, known, options, limits=limits, state=state)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     _check_port(host, port)
     console.print(f"{served} behind http://{host}:{port}", highlight=False)
     _serve(app, host, port, log_level)
 
 
-def _in_pairs(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
-    """Whether engines that prefill and decode were named, and nothing beside that means nothing there."""
+def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str], read_side: str) -> bool:
+    """Whether prefill and decode engines are named. Raises ``CliError`` for other options that do not fit."""
     given = {"--prefill": prefill, "--decode": decode}
     there = [flag for flag, texts in given.items() if texts]
-    others = _given(context, but="prefill")
+    others = _given_options(context, but="prefill")
     if not there:
         if "--read-side" in others:
             raise CliError("--read-side is given without --prefill and --decode", _PAIRS)
@@ -154,23 +162,23 @@ def _in_pairs(context: typer.Context, prefill: list[str], decode: list[str], rea
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
     for flag in ("--engines", "--policy", "--policy-file", "--state"):
         if flag in others:
-            why = {"--engines": "an engine has one role", "--state": "no program is at home at an engine"}
+            why = {"--engines": "an engine has one role", "--state": "pairs have no program affinity"}
             raise CliError(
                 f"{flag} and --prefill are both given; {why.get(flag, 'pairs are chosen by load alone')}",
-                f"leave {flag} out",
+                f"remove {flag}",
             )
     if read_side not in _READ_SIDES:
-        raise CliError(f"--read-side is {read_side!r}", f"expected {', '.join(_READ_SIDES)}")
+        raise CliError(f"unknown --read-side {read_side!r}", f"use one of {', '.join(_READ_SIDES)}")
     return True
 
 
 def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """Addresses of one option, each of which may have several between commas."""
-    from sojourn_server.gateway.http.replicas import BadAddress, read_url
+    """Addresses of one option; each text may have several, separated by commas."""
+    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 
     try:
-        urls = [read_url(part) for text in texts for part in text.split(",") if part.strip()]
-    except BadAddress as error:
+        urls = [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
+    except InvalidReplicaAddress as error:
         raise CliError(str(error), example) from None
     if not urls:
         raise CliError(f"no {'engines' if role == 'engines' else f'{role} engines'} were named", example)
@@ -187,7 +195,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         log_level=log_level,
         access_log=False,
         ws="none",
-        # Longer than clients and load balancers keep a connection, so that they close it first.
+        # Longer than clients and load balancers keep a connection, so that their side closes it first.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=60,
         server_header=False,
@@ -196,11 +204,11 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
 
 
 def _check_state(path: Path) -> None:
-    """Make its folder; what could not be written would be lost at the end."""
-    from sojourn_server.gateway.http.kept_state import make_place
+    """Make the folder of the state file. Raises ``CliError`` if the file cannot be written."""
+    from sojourn_server.gateway.http.routing_state_file import prepare_state_file
 
     try:
-        make_place(path)
+        prepare_state_file(path)
     except OSError as error:
         raise CliError(
             f"--state {path} cannot be written: {error.strerror or error}",
@@ -208,19 +216,19 @@ def _check_state(path: Path) -> None:
         ) from None
 
 
-def _check_port(host: str, port: int, way_out: str = "choose another --port") -> None:
-    """Before anything is begun: uvicorn says it late and without a way out."""
+def _check_port(host: str, port: int, suggestion: str = "choose another --port") -> None:
+    """Raise ``CliError`` if the port is taken; uvicorn would fail later and name no next step."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise CliError(f"{host}:{port} cannot be listened at: {error.strerror}", way_out) from None
+            raise CliError(f"cannot listen on {host}:{port}: {error.strerror}", suggestion) from None
 
 
-def _given(context: typer.Context, but: str) -> list[str]:
-    """Options on the command line; environment variables may be there for something else."""
+def _given_options(context: typer.Context, but: str) -> list[str]:
+    """Options of the command line, without those from environment variables."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != but}
     return [
         f"--{name.replace('_', '-')}"
@@ -235,34 +243,34 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     if others:
         raise CliError(
             f"--ray and {', '.join(others)} are both given",
-            f"write it into {path}: docs/ray.md lists the keys",
+            f"write the option into {path}: docs/ray.md lists the keys",
         )
-    # Not ray.serve: to look for that imports Ray, which reads the environment only then.
+    # Not ray.serve: looking for it imports Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", "pip install '.[gateway,ray]' from a checkout")
-    from sojourn_server.gateway.ray.config import ConfigError, read_config
-    from sojourn_server.gateway.ray.environment import set_environment
+    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config
+    from sojourn_server.gateway.ray.ray_environment import set_ray_environment
 
     try:
         config = read_config(path)
-    except ConfigError as error:
+    except RayConfigError as error:
         raise CliError(str(error), "docs/ray.md lists the keys") from None
     if config.in_pairs:
-        told = "pairs on Ray"
+        summary = "pairs on Ray"
     else:
         policy_file = Path(config.policy_file) if config.policy_file is not None else None
         known = _preset(config.policy, policy_file)
-        told = f"policy {known.name} on Ray, engines run {known.engine}"
+        summary = f"policy {known.name} on Ray, engines run {known.engine}"
     if config.is_local:
-        _check_here(config, path)
+        _check_local_cluster(config, path)
     elif config.tenants is not None:
         _tenants(Path(config.tenants), None, None)
-    set_environment(config)
-    from sojourn_server.gateway.ray.serving import serve_until_stopped
+    set_ray_environment(config)
+    from sojourn_server.gateway.ray.ray_application import serve_until_stopped
 
-    console.print(told, highlight=False)
+    console.print(summary, highlight=False)
     try:
-        # What failed may say anything, brackets too.
+        # Error texts may have brackets, which rich would read as markup.
         serve_until_stopped(
             config, lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
         )
@@ -270,15 +278,15 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         raise CliError(str(error).strip().splitlines()[-1], "docs/ray.md says where the logs are") from None
 
 
-def _check_here(config: RayConfig, path: Path) -> None:
-    """Of a cluster of this machine, what it would say one after the other when Ray has started."""
-    from sojourn_server.gateway.ray.config import ConfigError, key_of
+def _check_local_cluster(config: RayConfig, path: Path) -> None:
+    """Check the file's settings that a cluster on this machine would reject only after Ray has started."""
+    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:
         api, _, admin = (
-            key_of(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
+            read_key(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
         )
-    except ConfigError as error:
+    except RayConfigError as error:
         raise CliError(f"{path}: {error}", "export it where this command is started") from None
     _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
     for name in ("port", "direct_port"):
@@ -289,7 +297,7 @@ def _check_here(config: RayConfig, path: Path) -> None:
     store = config.pairs.store
     if store is not None and not Path(store).is_dir():
         raise CliError(
-            f"{path}: pairs.store is {store!r}, where no directory is; expected one that all engines share",
+            f"{path}: pairs.store is {store!r}; expected a directory that all engines share",
             "mount it, or make it with mkdir",
         )
 
@@ -303,28 +311,28 @@ def _check_model(model: str, path: Path) -> None:
         return
     known = f"expected {', '.join(LOCAL_MODELS)}, a model directory or a hub id"
     if model.startswith(("/", "./", "../", "~")):
-        raise CliError(f"{path}: model is {model!r}, where nothing is; {known}", f"mend model in {path}")
+        raise CliError(f"{path}: model {model!r} does not exist; {known}", f"correct model in {path}")
     near = difflib.get_close_matches(model, LOCAL_MODELS, 1)
     if near:
         raise CliError(
-            f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"mend model in {path}"
+            f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"correct model in {path}"
         )
-    if "/" not in model:  # the hub has a few that are called so
+    if "/" not in model:  # the hub has a few such names
         console.print(
-            f"[yellow]note:[/] model {escape(model)} is no ORGANISATION/NAME of the hub; {escape(known)}",
+            f"[yellow]note:[/] model {escape(model)} is not ORGANISATION/NAME; {escape(known)}",
             highlight=False,
             soft_wrap=True,
         )
 
 
 def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:
-    from sojourn_server.policy.building import PresetError
-    from sojourn_server.policy.cluster_preset import (
+    from sojourn_server.policies.cluster_preset import (
         cluster_preset_names,
         load_cluster_preset,
         read_cluster_preset,
     )
-    from sojourn_server.policy.preset import preset_names
+    from sojourn_server.policies.preset import preset_names
+    from sojourn_server.policies.preset_store import PresetError
 
     try:
         return load_cluster_preset(policy) if policy_file is None else read_cluster_preset(policy_file)
@@ -340,20 +348,29 @@ def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:
         raise CliError(str(error), "docs/gateway.md lists the cluster presets") from None
 
 
-def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> Tenants:
-    from sojourn_server.gateway.http.tenants import EVERYBODY, Tenants, TenantsError, read_tenants
+def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> TenantKeys:
+    from sojourn_server.gateway.http.tenant_keys import (
+        DEFAULT_TENANT,
+        TenantKeys,
+        TenantKeysError,
+        load_tenant_keys,
+    )
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
     try:
-        known = read_tenants(path) if path is not None else Tenants({api_key: EVERYBODY} if api_key else None)
-    except TenantsError as error:
+        known = (
+            load_tenant_keys(path)
+            if path is not None
+            else TenantKeys({api_key: DEFAULT_TENANT} if api_key else None)
+        )
+    except TenantKeysError as error:
         unset = "the environment has no" in str(error)
         how = 'write [tenants] and under it lines NAME = ["KEY", ...]'
         raise CliError(str(error), "export it, or take the line out" if unset else how) from None
     try:
         known.check_admin(admin_key)
-    except TenantsError as error:
+    except TenantKeysError as error:
         raise CliError(str(error), "choose another admin key") from None
     return known
 

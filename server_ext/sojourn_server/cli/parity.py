@@ -1,4 +1,4 @@
-"""``sojourn parity``: tell a tape's facts to a second steward and compare every decision."""
+"""``sojourn parity``: replay a recording in a second scheduler and compare every decision."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from .console import CliError, console, write_json
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command("parity", help="Replay a tape of a live engine: every decision must come out the same.")(
+    app.command("parity", help="Replay a recording of a live engine; every decision must be the same.")(
         parity
     )
 
 
 def parity(
-    tape: Path = typer.Argument(help="What an engine wrote with the setting tape_file"),
+    recording: Path = typer.Argument(help="Recording that an engine wrote with the setting tape_file"),
     allow_unfinished: bool = typer.Option(
-        False, help="The engine was killed: take the tape as far as it goes"
+        False, help="Accept a recording without an end, as a killed engine leaves it"
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the report as JSON, - for stdout"),
 ) -> None:
-    """Compare and show; exit code 1 at the first decision or answer that differs."""
-    from sojourn_server.lab.parity import TapeError, replay_tape
+    """Compare and print a report; exit code 1 if a decision or answer differs."""
+    from sojourn_server.simulator.parity_replay import RecordingError, replay_recording
 
     try:
-        report = replay_tape(tape, allow_unfinished=allow_unfinished)
-    except TapeError as error:
+        report = replay_recording(recording, allow_unfinished=allow_unfinished)
+    except RecordingError as error:
         raise CliError(
-            str(error), "name a tape that this release wrote; a killed engine's needs --allow-unfinished"
+            str(error),
+            "name a recording of this release; for one of a killed engine add --allow-unfinished",
         ) from None
     console.print(report)
     if json is not None:
         write_json(report.as_dict(), json)
     if not report.total_decisions:
         raise CliError(
-            f"{tape} holds no decisions: nothing was compared",
-            "let the server stop in peace: sojourn serve MODEL … --shutdown-timeout 10",
+            f"{recording} holds no decisions: nothing was compared",
+            "give the server time to stop: sojourn serve MODEL … --shutdown-timeout 10",
             exit_code=1,
         )
     if not report.identical:
         raise CliError(
-            "the tape was not reproduced",
-            "it was made with another release, preset or policy file",
+            "the decisions differ from the recording",
+            "use the release, preset and policy file of the recording",
             exit_code=1,
         )

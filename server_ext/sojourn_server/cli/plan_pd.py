@@ -1,4 +1,4 @@
-"""``sojourn plan-pd``: how many nodes should prefill and how many decode, and what two paths bring."""
+"""``sojourn plan-pd``: the ratio of prefill to decode nodes, and the gain of two paths to storage."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import CliError, console, write_json
-from .outputs import Outputs
+from .simulate_outputs import SimulateOutputs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sojourn_server.policy.pd_gain import TurnSizes
-    from sojourn_server.policy.pd_range import NodeLinks, PdRange
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
+        AverageTurnSizes,
+        NodeLinks,
+        PdRatioRange,
+    )
 
 _GBIT = 1e9 / 8
 _EXAMPLES = {
     "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
     "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
 }  # fmt: skip
-"""What is a good value where one was refused: the default."""
+"""Examples of valid values, for error messages: the defaults."""
 
 
 def register(app: typer.Typer) -> None:
@@ -32,25 +35,28 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_pd(
-    nodes: int = typer.Option(6, min=2, help="Nodes in all; every way to divide them is shown"),
-    devices: int = typer.Option(8, min=1, help="Devices a node, each with a compute NIC of its own"),
-    compute_nic_gbit: float = typer.Option(400.0, help="A device's compute NIC, Gbit/s each way"),
-    storage_nic_gbit: float = typer.Option(400.0, help="A node's storage NIC, Gbit/s"),
-    dram_gbyte: float = typer.Option(500.0, help="A node's memory, GB/s of reads and writes together"),
-    hit_tokens: float = typer.Option(33_147.0, help="Tokens a turn whose KV is read from storage"),
-    new_tokens: float = typer.Option(292.0, help="Tokens a turn that are computed"),
+    nodes: int = typer.Option(6, min=2, help="Number of nodes; the plan shows every division of them"),
+    devices: int = typer.Option(8, min=1, help="Devices per node, each with its own compute NIC"),
+    compute_nic_gbit: float = typer.Option(400.0, help="Compute NIC of a device, Gbit/s each way"),
+    storage_nic_gbit: float = typer.Option(400.0, help="Storage NIC of a node, Gbit/s"),
+    dram_gbyte: float = typer.Option(500.0, help="Memory bandwidth of a node, GB/s, reads plus writes"),
+    hit_tokens: float = typer.Option(33_147.0, help="Tokens per turn with KV from storage"),
+    new_tokens: float = typer.Option(292.0, help="Computed tokens per turn"),
     kv_bytes: float = typer.Option(
         48_068.0,
-        help="KV bytes a token, as an engine's capabilities tell; the default is DeepSeek-V3.2's in FP8",
+        help="KV bytes per token, as in an engine's capabilities; the default is DeepSeek-V3.2 in FP8",
     ),
     new_tokens_per_s: float = typer.Option(
-        2_160.0, help="What a device prefills behind contexts of this length"
+        2_160.0, help="Prefill speed of a device with contexts of this length, tokens per second"
     ),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the plan as JSON, - for stdout"),
 ) -> None:
-    """Show the range, each link's bound, and what each division of the nodes is good for."""
-    from sojourn_server.policy.pd_gain import TurnSizes
-    from sojourn_server.policy.pd_range import NodeLinks, pd_range
+    """Print the range of ratios, the bound of each link, and each division of the nodes."""
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
+        AverageTurnSizes,
+        NodeLinks,
+        pd_ratio_range,
+    )
 
     given = {
         "--compute-nic-gbit": compute_nic_gbit, "--storage-nic-gbit": storage_nic_gbit,
@@ -63,20 +69,20 @@ def plan_pd(
                 f"{option} is {value:g}; expected a finite number above 0",
                 f"for example {option} {_EXAMPLES[option]}",
             )
-    Outputs(json=json, plot=None, save=None, explain=None).check()
+    SimulateOutputs(json=json, plot=None, save=None, explain=None).check()
     links = NodeLinks(
         devices=devices,
         compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
         storage_nic_bytes_per_s=storage_nic_gbit * _GBIT,
         dram_bytes_per_s=dram_gbyte * 1e9,
     )
-    turn = TurnSizes(
+    turn = AverageTurnSizes(
         hit_tokens=hit_tokens,
         new_tokens=new_tokens,
         kv_bytes_per_token=kv_bytes,
         new_tokens_per_s=new_tokens_per_s,
     )
-    found = pd_range(links)
+    found = pd_ratio_range(links)
     divisions = [_division(links, turn, found, count, nodes - count) for count in range(1, nodes)]
     if json != "-":
         console.print(_range_text(found), highlight=False)
@@ -105,13 +111,14 @@ def plan_pd(
             ) from None
 
 
-def _division(links: NodeLinks, turn: TurnSizes, found: PdRange, prefill: int, decode: int) -> dict[str, Any]:
-    from sojourn_server.policy.pd_gain import pd_gain
-    from sojourn_server.policy.pd_range import link_loads
+def _division(
+    links: NodeLinks, turn: AverageTurnSizes, found: PdRatioRange, prefill: int, decode: int
+) -> dict[str, Any]:
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import link_utilisation, two_path_gain
 
-    loads = link_loads(links, prefill, decode)
+    loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
-    gain = pd_gain(links, turn, prefill, decode)
+    gain = two_path_gain(links, turn, prefill, decode)
     # Out of range not all storage NICs can work at once, and what they could read together says nothing.
     in_range = found.possible and found.holds(prefill / decode)
     return {
@@ -129,7 +136,7 @@ def _division(links: NodeLinks, turn: TurnSizes, found: PdRange, prefill: int, d
     }
 
 
-def _range_text(found: PdRange) -> str:
+def _range_text(found: PdRatioRange) -> str:
     if not found.possible:
         return "[bold]No ratio:[/] whatever it is, another link is full before all storage NICs are."
     return (
@@ -138,7 +145,7 @@ def _range_text(found: PdRange) -> str:
     )
 
 
-def _bounds(found: PdRange) -> Table:
+def _bounds(found: PdRatioRange) -> Table:
     from rich.table import Table
 
     table = Table("link", "bound on P/D", box=None, title="What each link says", title_justify="left")
@@ -170,13 +177,13 @@ def _divisions(divisions: list[dict[str, Any]]) -> Table:
             "yes" if each["in_range"] else "no",
             each["fullest_link"],
             f"{each['fullest_load']:,.0%}",
-            *(_told(turns[name], ",.1f") for name in ("one_path", "two_paths", "compute")),
-            _told(each["gain_at_most"], ".2f", "×"),
+            *(_number_text(turns[name], ",.1f") for name in ("one_path", "two_paths", "compute")),
+            _number_text(each["gain_at_most"], ".2f", "×"),
         )
     return table
 
 
-def _told(value: float | None, form: str, unit: str = "") -> str:
+def _number_text(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 

@@ -1,4 +1,4 @@
-"""``sojourn profile``: measure a live server once, so that policies know what a lost context costs."""
+"""``sojourn profile``: measure a live server, so that policies know the cost of a lost context."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from urllib.parse import urlsplit
 import typer
 
 from .console import CliError, console, write_json
-from .profile_progress import MeasuringProgress, words_of
+from .profile_progress import ProfileProgress, duration_text
 
 if TYPE_CHECKING:
-    from sojourn_server.policy.costs import EngineLimits, EngineProfile
-    from sojourn_server.profiling.bandwidth import Bandwidth
-    from sojourn_server.profiling.break_even import BreakEven
-    from sojourn_server.profiling.prefill import PrefillMeasurement
-    from sojourn_server.profiling.steps import StepMeasurement
-    from sojourn_server.replay.client import ServedModel
+    from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
+    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
+    from sojourn_server.profiling.offload_break_even import OffloadBreakEven
+    from sojourn_server.profiling.prefill_measurement import PrefillMeasurement
+    from sojourn_server.profiling.step_measurement import StepMeasurement
+    from sojourn_server.replay.completions_client import ServedModel
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 @dataclass(slots=True)
-class _Measured:
-    """What is known so far: it is filled while measuring goes on, which may be stopped at any time."""
+class _ProfileMeasurements:
+    """Results so far; they are filled during the measurement, which may be interrupted at any time."""
 
     served: ServedModel
     limits: EngineLimits
@@ -48,8 +48,8 @@ def register(app: typer.Typer) -> None:
 
 
 def profile(
-    url: str = typer.Option(..., help="The server's root, e.g. http://127.0.0.1:8000"),
-    model: str | None = typer.Option(None, help="Served model; without it the server's first"),
+    url: str = typer.Option(..., help="The server's root, for example http://127.0.0.1:8000"),
+    model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     output: Path | None = typer.Option(
         None,
         "--output",
@@ -57,39 +57,53 @@ def profile(
         help="Write the profile to this TOML file, for serve --sojourn-profile and simulate --hardware",
     ),
     max_context: int | None = typer.Option(
-        None, min=4, help="Longest context to measure; else the server's own"
+        None, min=4, help="Longest context to measure, tokens. Default: the server's limit"
     ),
-    repeats: int = typer.Option(3, min=1, help="Samples for each length; their median counts"),
-    budget_s: float = typer.Option(540.0, min=1.0, help="Measure no longer than this, seconds"),
+    repeats: int = typer.Option(3, min=1, help="Samples per length; the median counts"),
+    budget_s: float = typer.Option(540.0, min=1.0, help="Longest measurement, seconds"),
     decode: bool = typer.Option(
-        True, help="Also measure decodes and extended prefixes: sojourn simulate needs them"
+        True, help="Also measure decodes and extended prefixes, which sojourn simulate needs"
     ),
-    vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
+    vocabulary: int = typer.Option(8000, min=400, help="Upper bound of token ids"),
     block_size: int | None = typer.Option(
-        None, min=1, help="The server's KV block size; else what it tells, or 16"
+        None, min=1, help="KV block size. Default: the server's answer, or 16"
     ),
-    kv_pool_tokens: int | None = typer.Option(None, min=1, help="The server's KV pool; else what it tells"),
-    max_num_seqs: int | None = typer.Option(None, min=1, help="The server's limit; else what it tells"),
+    kv_pool_tokens: int | None = typer.Option(
+        None, min=1, help="Size of the KV pool, tokens. Default: the server's answer"
+    ),
+    max_num_seqs: int | None = typer.Option(
+        None, min=1, help="Most requests per step. Default: the server's answer"
+    ),
     max_num_batched_tokens: int | None = typer.Option(
-        None, min=1, help="The server's tokens a step; else what it tells"
+        None, min=1, help="Most tokens per step. Default: the server's answer"
     ),
-    kv_bytes_per_token: int | None = typer.Option(None, min=1, help="Of one token; else what it tells"),
-    layers: int | None = typer.Option(None, min=1, help="Of the model; else by its config.json here"),
-    hidden_size: int | None = typer.Option(None, min=1, help="Of the model; else the same"),
-    hardware: str | None = typer.Option(None, help="What to call the machine; else what is found here"),
-    api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
+    kv_bytes_per_token: int | None = typer.Option(
+        None, min=1, help="KV bytes of one token. Default: the server's answer"
+    ),
+    layers: int | None = typer.Option(
+        None, min=1, help="Layers of the model. Default: its config.json on this machine"
+    ),
+    hidden_size: int | None = typer.Option(
+        None, min=1, help="Hidden size of the model. Default: its config.json on this machine"
+    ),
+    hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
+    api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
     json: bool = typer.Option(False, "--json", help="Print the profile as JSON on stdout"),
 ) -> None:
-    """Without ``-o`` and ``--json`` the TOML goes to stdout.
+    """Print or write the profile; without ``-o`` and ``--json`` the TOML goes to stdout.
 
-    Whoever stops it (Ctrl-C, SIGTERM) gets what was measured so far, marked as incomplete.
+    Interrupted by Ctrl-C or SIGTERM, it writes what it has measured, marked as incomplete.
     """
-    from sojourn_server.policy.costs import EngineLimits
-    from sojourn_server.profiling.bandwidth import Bandwidth, KvBlocks, measure_bandwidth
-    from sojourn_server.profiling.break_even import Dimensions, break_even, read_dimensions
-    from sojourn_server.profiling.compute import Compute, measure_compute
-    from sojourn_server.replay.client import RequestError, ServerError
-    from sojourn_server.traces.whole_files import write_whole
+    from sojourn_server.policies.costs.engine_profile import EngineLimits
+    from sojourn_server.profiling.compute_throughput import ComputeThroughput, measure_compute
+    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth, KvBlockLayout, measure_bandwidth
+    from sojourn_server.profiling.offload_break_even import (
+        ModelDimensions,
+        offload_break_even,
+        read_dimensions,
+    )
+    from sojourn_server.replay.completions_client import RequestError, ServerError
+    from sojourn_server.traces.atomic_files import write_atomically
 
     if (layers is None) != (hidden_size is None):
         raise CliError("--layers and --hidden-size go together", "give both, or neither")
@@ -103,7 +117,7 @@ def profile(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
     )
-    so_far: list[_Measured] = []
+    so_far: list[_ProfileMeasurements] = []
     stopped: CliError | None = None
     try:
         asyncio.run(
@@ -112,54 +126,52 @@ def profile(
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
     except RequestError as error:
-        stopped = CliError(f"a measurement failed: {error}", _after(error))
+        stopped = CliError(f"a measurement failed: {error}", _resume_hint(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        shorter = (
-            "it takes less long with --max-context TOKENS, --no-decode, --repeats 1 or --budget-s SECONDS"
-        )
+        shorter = "shorten it with --max-context TOKENS, --no-decode, --repeats 1 or --budget-s SECONDS"
         stopped = CliError("interrupted", shorter, exit_code=130)
     if not so_far or not so_far[0].prefill.points:
         raise stopped or CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
     measured = so_far[0]
     if stopped is not None:
-        raise _left_in_part(measured, stopped, url, hardware, output) from None
+        raise _save_partial(measured, stopped, url, hardware, output) from None
     served, limits = measured.served, measured.limits
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     dimensions = read_dimensions(served.root) if local else None
     if layers and hidden_size:
-        dimensions = Dimensions(layers, hidden_size)
+        dimensions = ModelDimensions(layers, hidden_size)
     if local:
         kv_bytes = limits.kv_bytes_per_token
-        # In how many pieces a large block is copied matters little.
+        # The number of pieces of a large block hardly changes the bandwidth.
         pieces = dimensions.layers if dimensions else 1
         bandwidth = measure_bandwidth(
-            blocks=KvBlocks(kv_bytes * measured.block_size, pieces) if kv_bytes else None
+            blocks=KvBlockLayout(kv_bytes * measured.block_size, pieces) if kv_bytes else None
         )
     else:
-        bandwidth = Bandwidth(None, None, "the server runs on another machine; profile it there")
+        bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
     result = _profile_of(measured, bandwidth, hardware, local)
     notes = [
         *measured.prefill.notes,
         *measured.steps.notes,
         *([bandwidth.reason] if bandwidth.reason else []),
     ]
-    compute = Compute(None, "the server runs on another machine")
+    compute = ComputeThroughput(None, "the server runs on another machine")
     if local and dimensions is not None:
         compute = measure_compute()
-    evens = break_even(result, dimensions, compute)
+    break_even_points = offload_break_even(result, dimensions, compute)
     _show(result, bandwidth)
-    _show_break_even(evens, longest=measured.prefill.points[-1][0])
+    _show_break_even(break_even_points, longest=measured.prefill.points[-1][0])
     for note in notes:
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if output is not None:
-        write_whole({output: result.to_toml().encode()})
+        write_atomically({output: result.to_toml().encode()})
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json:
         residual_s = result.prefill.residual(measured.prefill.points)
         write_json(
             {
                 **dataclasses.asdict(result),
-                "break_even": evens.as_json(),
+                "break_even": break_even_points.as_json(),
                 "residual_s": residual_s,
                 "notes": notes,
             },
@@ -170,7 +182,7 @@ def profile(
 
 
 async def _measure(
-    so_far: list[_Measured],
+    so_far: list[_ProfileMeasurements],
     url: str,
     model: str | None,
     api_key: str | None,
@@ -181,19 +193,19 @@ async def _measure(
     vocabulary: int,
     decode: bool,
 ) -> None:
-    """Puts one ``_Measured`` into ``so_far`` as soon as the server is known, and fills it."""
-    from sojourn_server.policy.costs import EngineLimits
-    from sojourn_server.profiling.limits import read_block_size, read_limits
-    from sojourn_server.profiling.prefill import PrefillMeasurement, measure_prefill
-    from sojourn_server.profiling.steps import StepMeasurement, expected_steps_s, measure_steps
-    from sojourn_server.replay.client import CompletionsClient
+    """Append one ``_ProfileMeasurements`` to ``so_far`` once the server has answered, and fill it."""
+    from sojourn_server.policies.costs.engine_profile import EngineLimits
+    from sojourn_server.profiling.live_engine_limits import read_block_size, read_limits
+    from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
+    from sojourn_server.profiling.step_measurement import StepMeasurement, expected_steps_s, measure_steps
+    from sojourn_server.replay.completions_client import CompletionsClient
 
     _cancel_on_sigterm()
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
         told = await read_limits(client.url, served, api_key=api_key)
         limit, max_context = served.max_context_tokens, said.max_context_tokens
-        # What the user says of the server wins, but for the context: a short measurement changes no limit.
+        # The user's limits take precedence, except the context: a short measurement changes no limit.
         limits = EngineLimits(
             **{
                 known.name: getattr(said, known.name) or getattr(told, known.name)
@@ -206,16 +218,16 @@ async def _measure(
             block_size or served.block_size or await read_block_size(client.url, api_key=api_key) or 16
         )
         if limit is None and max_context is None:
-            raise CliError(f"{client.url} doesn't tell its longest context", "say it: --max-context TOKENS")
+            raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
-        measured = _Measured(served, limits, block_tokens, PrefillMeasurement(), StepMeasurement())
+        measured = _ProfileMeasurements(served, limits, block_tokens, PrefillMeasurement(), StepMeasurement())
         so_far.append(measured)
         _announce(served.name, longest, budget_s, decode)
         started = time.monotonic()
-        # The prefill curve serves the policies of a live engine: the decodes get what it leaves, and a half
-        # where there is little.
+        # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
+        # budget, at least half.
         prefill_budget_s = budget_s / 2 if decode else budget_s
-        with MeasuringProgress() as progress:
+        with ProfileProgress() as progress:
 
             def show_prefill(what: str, left_s: float | None) -> None:
                 if left_s is not None and decode:
@@ -245,7 +257,7 @@ async def _measure(
                     client,
                     served,
                     points,
-                    # No longer than what the budget let be prefilled.
+                    # At most the longest prompt that the budget allowed.
                     max_tokens=min(longest, points[-1][0]),
                     limits=limits,
                     block_size=block_tokens,
@@ -258,7 +270,7 @@ async def _measure(
 
 
 def _cancel_on_sigterm() -> None:
-    """Let SIGTERM, which ``timeout`` and supervisors send, end the measuring as Ctrl-C does."""
+    """Let SIGTERM, the signal of ``timeout`` and supervisors, end the measurement like Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None, "called by a coroutine"
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread, Windows
@@ -272,7 +284,7 @@ def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
     console.print(
         escape(
             f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
-            f"{words_of(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
+            f"{duration_text(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
         ),
         highlight=False,
         soft_wrap=True,
@@ -280,11 +292,11 @@ def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
 
 
 def _profile_of(
-    measured: _Measured, bandwidth: Bandwidth, hardware: str | None, local: bool
+    measured: _ProfileMeasurements, bandwidth: CopyBandwidth, hardware: str | None, local: bool
 ) -> EngineProfile:
-    from sojourn_server.policy.costs import EngineProfile, PrefillCurve
-    from sojourn_server.policy.step_costs import fit_step_costs
-    from sojourn_server.profiling.bandwidth import describe_hardware
+    from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+    from sojourn_server.policies.costs.step_costs import fit_step_costs
+    from sojourn_server.profiling.copy_bandwidth import describe_hardware
 
     served, prefill, steps = measured.served, measured.prefill, measured.steps
     return EngineProfile(
@@ -305,26 +317,26 @@ def _profile_of(
     )
 
 
-def _left_in_part(
-    measured: _Measured, stopped: CliError, url: str, hardware: str | None, output: Path | None
+def _save_partial(
+    measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
 ) -> CliError:
-    """Write what was measured before it ``stopped``; the error that says where."""
-    from sojourn_server.profiling.bandwidth import Bandwidth
-    from sojourn_server.traces.whole_files import write_whole
+    """Write what was measured before ``stopped``; returns the error that names the file."""
+    from sojourn_server.profiling.copy_bandwidth import CopyBandwidth
+    from sojourn_server.traces.atomic_files import write_atomically
 
     lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
     if output is None:
         what = f"no -o was given: what was measured, prefill of {lengths} tokens, is lost"
         return CliError(stopped.message, f"{what}; {stopped.next_step}", exit_code=stopped.exit_code)
     if not measured.steps.decode_points:
-        # Costs of a step that were fitted to prompts alone tell nothing of decodes.
+        # Step costs fitted to prompts alone are wrong for decodes.
         measured.steps.samples.clear()
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
-    result = _profile_of(measured, Bandwidth(None, None), hardware, local)
+    result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
     has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
     # An earlier one may be whole.
     path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.exists() else output
-    write_whole({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
+    write_atomically({path: f"# incomplete: {has}, no copies\n{result.to_toml()}".encode()})
     return CliError(
         stopped.message,
         f"{path} has what was measured: {has}; {stopped.next_step}",
@@ -343,7 +355,7 @@ def _check_output(path: Path) -> None:
         raise CliError(f"--output {path} cannot be written", "name a file that this user can write")
 
 
-def _show(result: EngineProfile, bandwidth: Bandwidth) -> None:
+def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
@@ -360,11 +372,11 @@ def _show(result: EngineProfile, bandwidth: Bandwidth) -> None:
         _show_steps(result)
 
 
-def _show_break_even(evens: BreakEven, longest: int) -> None:
+def _show_break_even(break_even_points: OffloadBreakEven, longest: int) -> None:
     from rich.markup import escape
 
-    measured, closed = evens.measured.words(longest), evens.closed_form.words(longest)
-    if evens.measured.tokens is None:
+    measured, closed = break_even_points.measured.words(longest), break_even_points.closed_form.words(longest)
+    if break_even_points.measured.tokens is None:
         text = f"break-even of recomputing and offloading: {measured}"
     else:
         text = (
@@ -399,7 +411,7 @@ def _show_steps(result: EngineProfile) -> None:
 
 def _versions(engine: str, local: bool) -> dict[str, str]:
     versions = {"engine": engine}
-    # torch's version is the engine's only where both share this environment.
+    # torch's version is the engine's only if both share this environment.
     for package in ("sojourn", *(("torch",) if local else ())):
         try:
             versions[package] = importlib.metadata.version(package)
@@ -412,12 +424,12 @@ def _rounded(value: Any) -> float | None:
     return None if value is None else float(round(value))
 
 
-def _after(error: Exception) -> str:
+def _resume_hint(error: Exception) -> str:
     text = str(error)
     if "vocabulary" in text:
         return "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
     if "context too long" in text:
-        return "say the longest context the server takes: --max-context TOKENS"
+        return "give the server's longest context: --max-context TOKENS"
     if "timeout" in text:
         return "raise --budget-s, or measure less: --max-context TOKENS"
-    return "look into the server's log"
+    return "see the server's log"

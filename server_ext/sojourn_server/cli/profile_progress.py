@@ -1,4 +1,4 @@
-"""How far ``sojourn profile`` is, on stderr: a bar on a terminal, elsewhere a line from time to time."""
+"""Progress of ``sojourn profile`` on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LINE_EVERY_S = 10.0
-"""Where there is no terminal: seldom enough for a log, often enough to see that something moves."""
+"""Seconds between two lines without a terminal."""
 
 
-class MeasuringProgress:
-    """Use as ``with``. ``clock`` tells seconds."""
+class ProfileProgress:
+    """A context manager around the measurement. ``clock`` returns seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._clock = clock
         self._started = clock()
-        self._told_whole = False
+        self._sent_full_prompt = False
         self._last_line_s = -LINE_EVERY_S
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -36,7 +36,7 @@ class MeasuringProgress:
         self._progress = Progress(*columns, console=console, transient=True)
         self._bar = self._progress.add_task("prefill", total=None, left="")
 
-    def __enter__(self) -> MeasuringProgress:
+    def __enter__(self) -> ProfileProgress:
         if console.is_terminal:
             self._progress.start()
         return self
@@ -48,12 +48,12 @@ class MeasuringProgress:
             self._progress.stop()
 
     def show(self, what: str, left_s: float | None) -> None:
-        """``what`` comes next; all that is left takes about ``left_s``; ``None``: not known yet."""
+        """Show that ``what`` is next and the rest takes ``left_s`` seconds; ``None``: unknown."""
         passed_s = self._clock() - self._started
-        left = "" if left_s is None else f"about {words_of(left_s)} left"
-        if left_s is not None and not self._told_whole:
-            self._told_whole = True
-            _line(f"about {words_of(passed_s + left_s)} in all")
+        left = "" if left_s is None else f"about {duration_text(left_s)} left"
+        if left_s is not None and not self._sent_full_prompt:
+            self._sent_full_prompt = True
+            _line(f"about {duration_text(passed_s + left_s)} in all")
         if console.is_terminal:
             whole_s = None if left_s is None else max(passed_s + left_s, 1e-9)
             self._progress.update(
@@ -64,8 +64,8 @@ class MeasuringProgress:
             _line(f"{what}, {left}" if left else what)
 
 
-def words_of(seconds: float) -> str:
-    """In two digits or so: it is a guess."""
+def duration_text(seconds: float) -> str:
+    """Estimated duration with about two digits."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min"

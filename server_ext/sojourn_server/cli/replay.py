@@ -13,9 +13,9 @@ import typer
 from .console import CliError, console, write_json
 
 if TYPE_CHECKING:
-    from sojourn_server.replay.driver import ReplayOptions
-    from sojourn_server.replay.report import Tally
-    from sojourn_server.traces.schema import TraceProgram
+    from sojourn_server.replay.replay_driver import ReplayOptions
+    from sojourn_server.replay.replay_report import ReplayTally
+    from sojourn_server.traces.trace_schema import TraceProgram
 
 
 def register(app: typer.Typer) -> None:
@@ -25,44 +25,44 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     trace: str = typer.Argument(
-        help="A .jsonl or .jsonl.gz trace, one program a line, or synthetic:NAME as for simulate"
+        help="A .jsonl or .jsonl.gz trace, one program per line, or synthetic:NAME as in simulate"
     ),
-    url: str = typer.Option(..., help="The server's root, e.g. http://127.0.0.1:8000"),
-    model: str | None = typer.Option(None, help="Served model; without it the server's first"),
+    url: str = typer.Option(..., help="The server's root, for example http://127.0.0.1:8000"),
+    model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     programs: int | None = typer.Option(
-        None, min=1, help="Only the first N top-level programs, with sub-agents"
+        None, min=1, help="Number of top-level programs to run, with their sub-agents. Default: all"
     ),
-    concurrency: int = typer.Option(8, min=1, help="Top-level programs at once (closed loop)"),
+    concurrency: int = typer.Option(8, min=1, help="Top-level programs at the same time (closed loop)"),
     arrivals: bool = typer.Option(False, help="Start programs at their recorded times instead"),
-    speed: float = typer.Option(1.0, help="Divide tool times, arrivals and offsets by this"),
-    token_scale: float = typer.Option(1.0, help="Multiply all token counts by this"),
+    speed: float = typer.Option(1.0, help="Divisor of tool times, arrivals and offsets"),
+    token_scale: float = typer.Option(1.0, help="Factor of all token counts"),
     max_context: int | None = typer.Option(
-        None, min=2, help="End programs before the first turn that needs more"
+        None, min=2, help="Longest context in tokens; programs end before their first longer turn"
     ),
     force_tokens: bool = typer.Option(
-        False, help="Force outputs, so that prefixes are exact; the server needs our logits processor"
+        False, help="Force outputs, so that prefixes are exact; needs our logits processor in the server"
     ),
     hide_lengths: bool = typer.Option(
-        False, help="With --force-tokens: let no request's max_tokens tell how long its output will be"
+        False, help="With --force-tokens: do not reveal the output's length in max_tokens"
     ),
     dialect: str = typer.Option(
-        "auto", help="sojourn: report programs and tools; vllm: plain requests; auto"
+        "auto", help="sojourn: report programs and tools; vllm: plain requests; auto: ask the server"
     ),
-    vocabulary: int = typer.Option(8000, min=400, help="Use token ids below this"),
+    vocabulary: int = typer.Option(8000, min=400, help="Upper bound of token ids"),
     block_size: int | None = typer.Option(
         None,
         min=1,
-        help="The server's KV block size, to tell what was computed again; else what it tells, or 16",
+        help="The server's KV block size, for counting recomputed tokens. Default: the server's value, or 16",
     ),
-    api_key: str | None = typer.Option(None, help="The server's key; else SOJOURN_API_KEY"),
+    api_key: str | None = typer.Option(None, help="The server's key. Default: SOJOURN_API_KEY"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the result as JSON, - for stdout"),
 ) -> None:
-    """Run the replay; exit code 1 where no program finished."""
-    from sojourn_server.lab.workloads.choose import load_programs
-    from sojourn_server.lab.workloads.synthetic import PREFIX
-    from sojourn_server.replay.client import ServerError
-    from sojourn_server.replay.driver import ReplayOptions, take_programs
-    from sojourn_server.traces.schema import TraceError
+    """Run the replay; exit code 1 if no program finished."""
+    from sojourn_server.replay.completions_client import ServerError
+    from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
+    from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
+    from sojourn_server.simulator.workloads.workload_loader import load_programs
+    from sojourn_server.traces.trace_schema import TraceError
 
     if dialect not in ("auto", "sojourn", "vllm"):
         raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
@@ -81,13 +81,13 @@ def replay(
     except ValueError as error:
         raise CliError(str(error), "see sojourn replay --help") from None
     try:
-        chosen = take_programs(load_programs(trace), programs)
+        chosen = first_programs(load_programs(trace), programs)
     except TraceError as error:
-        step = "check the file; a trace has one JSON object a line, one program each"
-        if trace.startswith(PREFIX):
+        step = "check the file; a trace has one program per line, a JSON object"
+        if trace.startswith(SYNTHETIC_PREFIX):
             step = "docs/traces.md lists the synthetic workloads"
         raise CliError(str(error), step) from None
-    # httpx logs every request at INFO where somebody has set up logging; thousands of lines help nobody.
+    # With logging set up, httpx logs every request at INFO: thousands of lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     key = api_key or os.environ.get("SOJOURN_API_KEY") or None
     try:
@@ -103,7 +103,7 @@ def replay(
     for note in tally.notes():
         console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if tally.finished and tally.first_error is not None:
-        # The table has the reasons; this is one in the server's own words.
+        # The table has the reasons; this is the server's text of one.
         console.print(
             f"first failed request: {tally.first_error}", markup=False, highlight=False, soft_wrap=True
         )
@@ -120,13 +120,13 @@ async def _run(
     model: str | None,
     dialect: str,
     api_key: str | None,
-) -> tuple[Tally, dict[str, Any]]:
+) -> tuple[ReplayTally, dict[str, Any]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from sojourn_server.launch.redaction import without_userinfo
-    from sojourn_server.replay.announce import Announcer, Sdk, Silent
-    from sojourn_server.replay.client import CompletionsClient
-    from sojourn_server.replay.driver import Replay
+    from sojourn_server.replay.completions_client import CompletionsClient
+    from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+    from sojourn_server.replay.replay_driver import Replay
 
     async with CompletionsClient(url, api_key=api_key) as client:
         served = await client.discover(model)
@@ -137,7 +137,9 @@ async def _run(
                 f"{client.url} does not answer /sojourn/v1/capabilities",
                 "start it with sojourn serve, or use --dialect vllm",
             )
-        announcer: Announcer = Sdk(client.url, api_key) if dialect == "sojourn" else Silent()
+        announcer: ProgramAnnouncer = (
+            SdkAnnouncer(client.url, api_key) if dialect == "sojourn" else NullAnnouncer()
+        )
         columns = (
             TextColumn("replay"),
             BarColumn(),
@@ -149,7 +151,7 @@ async def _run(
             with Progress(*columns, console=console, transient=True) as progress:
                 bar = progress.add_task("replay", total=len(programs), turns=0, failed=0)
 
-                def show(tally: Tally) -> None:
+                def show(tally: ReplayTally) -> None:
                     progress.update(
                         bar,
                         completed=len(tally.programs),
@@ -178,7 +180,7 @@ async def _run(
     return tally, about
 
 
-def _nothing_finished(tally: Tally) -> CliError:
+def _nothing_finished(tally: ReplayTally) -> CliError:
     reasons = ", ".join(tally.unfinished)
     detail = f" ({tally.first_error})" if tally.first_error else ""
     if "context too long" in reasons or "max-context" in reasons:
@@ -188,5 +190,5 @@ def _nothing_finished(tally: Tally) -> CliError:
     elif "key" in reasons:
         step = "pass the server's key with --api-key or in SOJOURN_API_KEY"
     else:
-        step = "look into the server's log"
+        step = "see the server's log"
     return CliError(f"no program finished: {reasons}{detail}", step, exit_code=1)

@@ -1,4 +1,4 @@
-"""``sojourn serve``: ``vllm serve`` with the policy, the plugin and sane CPU defaults set up.
+"""``sojourn serve``: ``vllm serve`` with a policy, the plugin and defaults for CPUs.
 
 The process becomes vLLM (exec), so signals, exit codes and output are vLLM's own.
 """
@@ -19,13 +19,13 @@ from rich.markup import escape
 from .console import CliError, console
 
 if TYPE_CHECKING:
-    from sojourn_server.launch.pairs import PairOptions
-    from sojourn_server.launch.tiers import TierOptions
+    from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+    from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 
-USUAL_POLICY = "continuum"
-POLICY_OF_PAIRS = "observe"
-"""A pair's KV is in storage when a turn ends, and the next turn may go to another engine: to hold it on the
-device is of no use."""
+DEFAULT_POLICY = "continuum"
+PREFILL_DECODE_POLICY = "observe"
+"""Policy of an engine of a pair: no KV stays on the device, because at a turn's end it is in storage, and the
+next turn may go to another engine."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,80 +33,79 @@ def register(app: typer.Typer) -> None:
     app.command(
         "serve",
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        help="Serve MODEL like [b]vllm serve[/], with a policy. Every other flag goes to vLLM as it is.",
+        help="Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged.",
     )(serve)
 
 
 def serve(
     context: typer.Context,
-    model: str = typer.Argument(help="tiny, smol (both made on first use), a directory or a hub id"),
+    model: str = typer.Argument(help="tiny or smol (made on first use), a directory or a hub id"),
     policy: str | None = typer.Option(
         None,
-        help="A preset's name, or stock for plain vLLM",
-        show_default=f"{USUAL_POLICY}; with --role {POLICY_OF_PAIRS}",
+        help="Name of a preset, or stock for plain vLLM",
+        show_default=f"{DEFAULT_POLICY}; with --role {PREFILL_DECODE_POLICY}",
     ),
-    policy_file: Path | None = typer.Option(None, help="A TOML preset in place of a named policy"),
-    sojourn_history: Path | None = typer.Option(
-        None, help="File to keep what is learned of tools and lengths"
-    ),
-    sojourn_network: Path | None = typer.Option(None, help="File to keep tetris-learned's predictor in"),
+    policy_file: Path | None = typer.Option(None, help="TOML preset in place of a named policy"),
+    sojourn_history: Path | None = typer.Option(None, help="File for the histories of tools and lengths"),
+    sojourn_network: Path | None = typer.Option(None, help="File for the predictor of tetris-learned"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
     sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
-    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease a hint may ask for, seconds"),
+    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease of a hint, seconds"),
     compute_quota_s: float | None = typer.Option(
-        None, help="Attention of a step at most, seconds by --sojourn-profile", show_default="any"
+        None, help="Most attention per step, seconds by --sojourn-profile", show_default="no limit"
     ),
-    kv_host_gib: float | None = typer.Option(None, help="Host memory for KV that the device loses, GiB"),
-    kv_disk: Path | None = typer.Option(None, help="Directory for KV that host memory loses"),
-    kv_disk_gib: float | None = typer.Option(None, help="How much the directory may hold, GiB"),
+    kv_host_gib: float | None = typer.Option(None, help="Host memory for KV evicted from the device, GiB"),
+    kv_disk: Path | None = typer.Option(None, help="Directory for KV evicted from host memory"),
+    kv_disk_gib: float | None = typer.Option(None, help="Capacity of the directory, GiB"),
     kv_disk_name: str | None = typer.Option(
-        None, help="This engine's name there, where several share the directory and read each other's KV"
+        None, help="This engine's name in a directory that several engines share"
     ),
-    tier_backend: str = typer.Option("sojourn", help="Whose code moves it: sojourn (CPU), vllm (CUDA)"),
+    tier_backend: str = typer.Option("sojourn", help="Code that moves KV: sojourn (CPU), vllm (CUDA)"),
     role: str | None = typer.Option(
         None,
         help="Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases "
-        "are of no use here, and the policy is observe unless you name one",
+        "are useless here and the default policy is observe",
     ),
     kv_store: Path | None = typer.Option(None, help="Directory that all engines of the pair share"),
     kv_store_gib: float | None = typer.Option(
-        None, help="How much this engine may write there, GiB", show_default="16"
+        None, help="Capacity of this engine in the store, GiB", show_default="16"
     ),
     kv_store_name: str | None = typer.Option(
-        None, help="Its name there, another for each engine", show_default="node-role-port"
+        None, help="This engine's name in the store; unique", show_default="node-role-port"
     ),
     kv_listen: str | None = typer.Option(
         None,
-        help="Where engines of the pair reach this one: tcp:HOST:PORT or unix:PATH; port 0 is any that is "
-        "free, and engines of other machines need a HOST of their network. It asks nobody for a key",
+        help="Address for the other engines of the pair: tcp:HOST:PORT or unix:PATH; port 0 is any free "
+        "port. Engines on other machines need a HOST of their network. There is no authentication",
         show_default="tcp:127.0.0.1:0",
     ),
     kv_node: str | None = typer.Option(
-        None, help="The machine whose storage link it uses", show_default="host's name"
+        None, help="Machine whose storage link this engine uses", show_default="host's name"
     ),
     kv_buffer_gib: float | None = typer.Option(
-        None, help="Host memory for KV on its way, GiB: the longest prompt has to fit", show_default="1"
+        None, help="Host memory for KV in transfer, GiB; the longest prompt must fit", show_default="1"
     ),
     storage_nic_gbit: float | None = typer.Option(
-        None, help="Hold its link to storage to this, Gbit/s each way", show_default="as fast as it goes"
+        None, help="Limit of the storage link, Gbit/s each way", show_default="no limit"
     ),
     compute_nic_gbit: float | None = typer.Option(
-        None, help="Hold what it sends to other engines to this, Gbit/s", show_default="as fast as it goes"
+        None, help="Limit of transfers to other engines, Gbit/s", show_default="no limit"
     ),
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:
     """Start the server; does not return."""
-    from sojourn_server.launch.command import BadOption, ServeOptions, build_command
-    from sojourn_server.launch.facts import engine_facts
-    from sojourn_server.launch.pairs import PairOptions
-    from sojourn_server.launch.tiers import TierOptions
+    from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+    from sojourn_server.launch.launch_environment import detect_launch_environment
+    from sojourn_server.launch.launch_errors import InvalidOption
+    from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+    from sojourn_server.launch.serve_command import ServeOptions, build_command
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     if model.startswith("-"):
-        raise CliError(f"{model!r} stands where the model belongs", "write: sojourn serve MODEL [flags]")
+        raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
     if policy is None:
-        policy = USUAL_POLICY if role is None else POLICY_OF_PAIRS
+        policy = DEFAULT_POLICY if role is None else PREFILL_DECODE_POLICY
     _check_policy(policy, policy_file)
     _check_engine(policy, role)
     is_local = model in LOCAL_MODELS
@@ -116,14 +115,14 @@ def serve(
         )
     model_path = str(model_directory(model)) if is_local else model
     disk = _path(kv_disk)
-    tiers = TierOptions(
+    tiers = KvOffloadOptions(
         host_gib=kv_host_gib,
         disk=disk,
         disk_gib=kv_disk_gib,
         disk_name=kv_disk_name,
         backend=tier_backend,
     )
-    pair = PairOptions(
+    pair = PrefillDecodeOptions(
         role=role,
         store=_path(kv_store),
         store_gib=kv_store_gib,
@@ -141,7 +140,7 @@ def serve(
                 model_path=model_path,
                 policy=policy,
                 policy_file=_path(policy_file, must_exist=True),
-                reads_states=_reads_states(policy, policy_file),
+                reads_hidden_states=_uses_hidden_states(policy, policy_file),
                 history_file=_path(sojourn_history),
                 network_file=_path(sojourn_network),
                 profile_file=_path(sojourn_profile, must_exist=True),
@@ -154,22 +153,22 @@ def serve(
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
                 engine_args=tuple(context.args),
             ),
-            engine_facts(),
+            detect_launch_environment(),
             os.environ,
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.argv, role))
-        if dry_run:  # first of all: the command may be for another machine than the checks are of
+        if dry_run:  # before the checks: the command may be for another machine
             sys.stdout.write(command.as_shell() + "\n")
         if tiers.any:
             _print_notes(_check_tiers(tiers, model_path, command.argv, try_writing=not dry_run))
         if pair.any:
-            _print_notes(_check_pair(pair, model_path, command.argv, try_it=not dry_run))
+            _print_notes(_check_pair(pair, model_path, command.argv, probe_system=not dry_run))
         if dry_run:
             return
         _check_port(context.args)
-    except BadOption as error:
-        usage = "sojourn serve --help lists our options, vllm serve --help vLLM's"
+    except InvalidOption as error:
+        usage = "see sojourn serve --help and vllm serve --help"
         raise CliError(str(error), error.next_step or usage) from None
     if is_local:
         _make_model(model)
@@ -179,40 +178,41 @@ def serve(
 
 
 def policies() -> tuple[str, ...]:
-    """``stock`` and the names of the presets that are shipped."""
+    """``stock`` and the names of the shipped presets."""
     from importlib.resources import files
 
-    from sojourn_server.launch.command import STOCK
+    from sojourn_server.launch.serve_command import STOCK_POLICY
 
-    presets = files("sojourn_server.policy").joinpath("presets")
+    presets = files("sojourn_server.policies").joinpath("presets")
     names = {entry.name.removesuffix(".toml") for entry in presets.iterdir() if entry.name.endswith(".toml")}
-    return (STOCK, *sorted(names - {STOCK}))
+    return (STOCK_POLICY, *sorted(names - {STOCK_POLICY}))
 
 
 def _check_policy(policy: str, policy_file: Path | None) -> None:
     known = policies()
     if policy_file is None and policy not in known:
         raise CliError(
-            f"there is no policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
+            f"unknown policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
         )
 
 
-def _reads_states(policy: str, policy_file: Path | None) -> bool:
-    from sojourn_server.launch.command import STOCK
-    from sojourn_server.policy.preset import PresetError, load_preset, read_preset
+def _uses_hidden_states(policy: str, policy_file: Path | None) -> bool:
+    from sojourn_server.launch.serve_command import STOCK_POLICY
+    from sojourn_server.policies.preset import load_preset, read_preset
+    from sojourn_server.policies.preset_store import PresetError
 
-    if policy == STOCK:
+    if policy == STOCK_POLICY:
         return False
     try:
         preset = load_preset(policy) if policy_file is None else read_preset(policy_file)
     except (PresetError, OSError) as error:
-        raise CliError(str(error), "sojourn serve --help lists our options") from None
-    return preset.remaining.reads_states
+        raise CliError(str(error), "see sojourn serve --help") from None
+    return preset.remaining.reads_hidden_states
 
 
 def _check_engine(policy: str, role: str | None) -> None:
-    from sojourn_server.launch.command import STOCK
-    from sojourn_server.launch.versions import UnsupportedEngine, check_vllm, installed_vllm
+    from sojourn_server.launch.serve_command import STOCK_POLICY
+    from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
 
     version = installed_vllm()
     if version is None:
@@ -220,58 +220,60 @@ def _check_engine(policy: str, role: str | None) -> None:
             "vLLM is not installed in this environment",
             "run make setup for the CPU engine, or pip install '.[vllm]' in a checkout on a CUDA machine",
         )
-    if policy == STOCK and role is None:
-        return  # plain vLLM: nothing of ours depends on the release
+    if policy == STOCK_POLICY and role is None:
+        return  # plain vLLM works with any release
     try:
-        check_vllm(version)
+        check_vllm_version(version)
     except UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
 
 
 def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[str]:
-    """What the engine would refuse to start with, after a minute. Raises ``CliError``; returns notes."""
-    from sojourn_server.launch.command import STOCK, Flags
-    from sojourn_server.policy.preset import PresetError
-    from sojourn_server.policy.retention import NoRetention
-    from sojourn_server.vllm.settings import Settings, SettingsError, check_scheduling
+    """Check settings that the engine would reject a minute later. Raises ``CliError``; returns notes."""
+    from sojourn_server.launch.serve_command import STOCK_POLICY, EngineFlags
+    from sojourn_server.policies.preset_store import PresetError
+    from sojourn_server.policies.retention.retention_policies import NoRetention
+    from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError, check_scheduling
 
-    if policy == STOCK:
+    if policy == STOCK_POLICY:
         return []
-    flags = Flags(tuple(argv))
+    flags = EngineFlags(tuple(argv))
     try:
-        settings = Settings.read(json.loads(flags.value("--additional-config") or "{}"))
+        settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")
     except (SettingsError, PresetError) as error:
-        raise CliError(str(error), "sojourn serve --help lists our options") from None
+        raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
     if role is not None and (preset.placement.places or not isinstance(preset.retention, NoRetention)):
         notes.append(
-            f"policy {preset.name} keeps KV of finished turns on this {role} engine, whose room that takes: "
-            "what a pair computes is in its store, and the next turn may go to another engine; "
-            f"{POLICY_OF_PAIRS}, which --role takes by itself, keeps none"
+            f"policy {preset.name} keeps KV of finished turns in the memory of this {role} engine. The "
+            "pair's store has that KV already, and the next turn may go to another engine; "
+            f"{PREFILL_DECODE_POLICY}, the default with --role, keeps none"
         )
     if preset.placement.places and not flags.has("--kv-transfer-config"):
         notes.append(
-            f"policy {preset.name} has no memory below the device: whose KV leaves it is computed again; "
-            "give some with --kv-host-gib"
+            f"policy {preset.name} has no memory below the device, so evicted KV is computed again; "
+            "add --kv-host-gib"
         )
     if flags.has("--no-enable-prefix-caching"):
-        notes.append("without prefix caching every turn is computed whole, and nothing of ours helps")
+        notes.append("without prefix caching every turn is computed in full, and no policy helps")
     return notes
 
 
-def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str], *, try_writing: bool) -> list[str]:
-    """Fail now rather than after minutes. Raises ``BadOption``; returns notes."""
-    from sojourn_server.launch.command import Flags
-    from sojourn_server.launch.tier_checks import check_tiers
-    from sojourn_server.launch.versions import installed_vllm
-    from sojourn_server.launch.weights import known_weights
+def _check_tiers(
+    tiers: KvOffloadOptions, model_path: str, argv: Sequence[str], *, try_writing: bool
+) -> list[str]:
+    """Check the tiers now instead of after minutes. Raises ``InvalidOption``; returns notes."""
+    from sojourn_server.launch.kv_offload_checks import check_kv_offload
+    from sojourn_server.launch.model_weights import known_weights
+    from sojourn_server.launch.serve_command import EngineFlags
+    from sojourn_server.vllm.compat import installed_vllm
 
-    block_size = Flags(tuple(argv)).value("--block-size") or ""
-    return check_tiers(
+    block_size = EngineFlags(tuple(argv)).value("--block-size") or ""
+    return check_kv_offload(
         tiers,
         vllm_version=installed_vllm(),
         weights=known_weights(model_path),
@@ -280,24 +282,26 @@ def _check_tiers(tiers: TierOptions, model_path: str, argv: Sequence[str], *, tr
     )
 
 
-def _check_pair(pair: PairOptions, model_path: str, argv: Sequence[str], *, try_it: bool) -> list[str]:
-    """As ``_check_tiers``."""
-    from sojourn_server.launch.command import Flags
-    from sojourn_server.launch.pair_checks import check_pair, keeps_block_size
-    from sojourn_server.launch.versions import installed_vllm
-    from sojourn_server.launch.weights import known_weights
+def _check_pair(
+    pair: PrefillDecodeOptions, model_path: str, argv: Sequence[str], *, probe_system: bool
+) -> list[str]:
+    """Like ``_check_tiers``, for the options of a pair."""
+    from sojourn_server.launch.model_weights import known_weights
+    from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
+    from sojourn_server.launch.serve_command import EngineFlags
+    from sojourn_server.vllm.compat import installed_vllm
 
-    flags = Flags(tuple(argv))
+    flags = EngineFlags(tuple(argv))
     config = json.loads(flags.value("--kv-transfer-config") or "{}")
     block_size = flags.value("--block-size") or ""
-    return check_pair(
+    return check_prefill_decode(
         pair,
         config["kv_connector_extra_config"]["store_name"],
         vllm_version=installed_vllm(),
         weights=known_weights(model_path),
         block_tokens=int(block_size) if block_size.isdecimal() else None,
         block_tokens_certain=keeps_block_size(model_path),
-        try_it=try_it,
+        probe_system=probe_system,
     )
 
 
@@ -307,8 +311,8 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _check_port(engine_args: list[str]) -> None:
-    """Fail now rather than after the model has been loaded."""
-    from sojourn_server.launch.command import listen_address
+    """Check the port now instead of after the model has been loaded."""
+    from sojourn_server.launch.serve_command import listen_address
 
     address = listen_address(engine_args)
     if address is None:
@@ -322,7 +326,7 @@ def _check_port(engine_args: list[str]) -> None:
         except OSError as error:
             raise CliError(
                 f"cannot listen on {host or '*'}:{port}: {error.strerror}",
-                "another server may be running there; choose a free one with --port",
+                "another server may run there; choose a free port with --port",
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""``sojourn simulate``: what each policy would do for a workload on some hardware, in virtual time."""
+"""``sojourn simulate``: results of several policies for a workload and hardware, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from .console import CliError, console
-from .outputs import Outputs
-from .sweep import given, policies_of, spread, swept_by, swept_runs_of
+from .simulate_outputs import SimulateOutputs
+from .sweep_options import expand_specs, given, group_by_value, parse_sweep, sweep_policies
 
 if TYPE_CHECKING:
-    from sojourn_server.lab.report.results import MadeWith
-    from sojourn_server.lab.report.swept import SweptRuns
-    from sojourn_server.lab.run import RunSpec
-    from sojourn_server.lab.suite import SuiteResult
-    from sojourn_server.lab.sweep import Sweep
+    from sojourn_server.simulator.parameter_sweep import ParameterSweep
+    from sojourn_server.simulator.report.results_file import Provenance
+    from sojourn_server.simulator.report.sweep_results import SweepRuns
+    from sojourn_server.simulator.simulation_run import RunSpec
+    from sojourn_server.simulator.simulation_suite import SuiteResult
 
 DEFAULT_POLICIES = "stock,admit,continuum"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""In place of the usual ones where there are several replicas: those name no routing."""
-_OF_A_RUN = (
+"""Default policies with several replicas; the usual ones have no routing."""
+_RUN_OPTIONS = (
     "policy", "replicas", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "programs", "rate", "hours",
     "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len", "max_context", "sweep", "jobs",
 )  # fmt: skip
-"""Parameters that say what is run."""
-NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
+"""Parameters that define the runs."""
+NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
 
 
 def register(app: typer.Typer) -> None:
@@ -46,79 +46,77 @@ def simulate(
     workload: str | None = typer.Argument(None, help="A .jsonl or .jsonl.gz trace, or synthetic:NAME"),
     policy: str = typer.Option(
         DEFAULT_POLICIES,
-        help="Names with commas between; a preset's TOML file is one too. With --replicas ROUTING/ENGINE, "
-        "such as round-robin/stock; a routing alone takes its own engines, an engine alone prefix-affinity",
+        help="Policies separated by commas: names or TOML files of presets. With --replicas ROUTING/ENGINE, "
+        "for example round-robin/stock; a routing alone has its own engines, an engine alone prefix-affinity",
     ),
     replicas: int | None = typer.Option(
-        None, min=1, help="Engines behind a gateway, each with --hardware of its own; else one by itself"
+        None, min=1, help="Engines behind a gateway, each on its own --hardware. Default: one engine alone"
     ),
     hardware: str = typer.Option(
-        "a100-80gb", help="A profile's name, or a file: TOML, or from sojourn profile"
+        "a100-80gb", help="Name of a profile, or a file: TOML, or from sojourn profile"
     ),
     model: str | None = typer.Option(
-        None, help="A model's name or TOML file; else that of an engine profile, or llama-3.1-8b"
+        None, help="Name or TOML file of a model. Default: the engine profile's, or llama-3.1-8b"
     ),
     tp: int = typer.Option(1, min=1, help="Tensor parallel size"),
-    cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV, as a multiple of the device's"),
+    cpu_ratio: float = typer.Option(1.0, min=0.0, help="Host memory for KV ÷ device memory for KV"),
     disk_ratio: float = typer.Option(
-        0.0, min=0.0, help="Disk for KV below host memory, likewise: presets with +host, and mori"
+        0.0, min=0.0, help="Disk for KV ÷ device memory for KV; for presets with +host, and mori"
     ),
     programs: str = typer.Option(
-        "40", help="Programs at once, on all replicas together; several numbers with commas between"
+        "40", help="Programs at the same time on all replicas; several numbers are separated by commas"
     ),
-    rate: str | None = typer.Option(
-        None, help="Poisson arrivals a second instead: --programs in all, then the end"
-    ),
+    rate: str | None = typer.Option(None, help="Poisson arrivals per second instead, --programs in total"),
     hours: float | None = typer.Option(
-        None, min=0.0, help="Virtual hours; 1, or with --rate until all have finished"
+        None, min=0.0, help="Virtual hours. Default: 1, or with --rate until all have finished"
     ),
-    seed: int = typer.Option(0, help="Order of programs and times of arrival"),
-    warm_up_s: float = typer.Option(0.0, min=0.0, help="Leave out what began in the first virtual seconds"),
-    max_gap_s: float | None = typer.Option(None, min=0.0, help="Cut longer idle times to this"),
-    human_gaps: bool = typer.Option(True, help="Keep the time people took to answer"),
-    pool_tokens: int | None = typer.Option(None, min=1, help="KV tokens on the device; else what fits"),
+    seed: int = typer.Option(0, help="Seed of the order of programs and of arrival times"),
+    warm_up_s: float = typer.Option(0.0, min=0.0, help="Ignore programs of the first virtual seconds"),
+    max_gap_s: float | None = typer.Option(None, min=0.0, help="Upper limit of idle times, seconds"),
+    human_gaps: bool = typer.Option(True, help="Keep the response times of people"),
+    pool_tokens: int | None = typer.Option(
+        None, min=1, help="KV tokens on the device. Default: as many as fit"
+    ),
     max_model_len: int | None = typer.Option(
-        None, min=2, help="The engine's longest context; else the model's own"
+        None, min=2, help="The engine's longest context, tokens. Default: the model's"
     ),
     max_context: int | None = typer.Option(
-        None, min=2, help="Programs end before a turn that needs more tokens; else where the engine's ends"
+        None, min=2, help="Programs end before a turn with more tokens. Default: the engine's limit"
     ),
     sweep: str | None = typer.Option(
         None,
         metavar="NAME=V1,V2,…",
-        help="Every policy at each value of cpu_ratio, disk_ratio, pool_tokens, programs, rate_per_s, "
+        help="Run every policy at each value of cpu_ratio, disk_ratio, pool_tokens, programs, rate_per_s, "
         "replicas or tp",
     ),
-    jobs: int | None = typer.Option(None, min=1, help="Processes; else one a core"),
+    jobs: int | None = typer.Option(None, min=1, help="Processes. Default: one per core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
     plot: Path | None = typer.Option(None, metavar="DIR", help="Write plots into this folder"),
-    save: Path | None = typer.Option(None, metavar="FILE", help="Keep every turn: .msgpack.gz, or .json.gz"),
+    save: Path | None = typer.Option(None, metavar="FILE", help="Save every turn: .msgpack.gz or .json.gz"),
     load: Path | None = typer.Option(
-        None, metavar="FILE", help="Show runs kept with --save instead of running"
+        None, metavar="FILE", help="Show runs saved with --save instead of running"
     ),
-    explain: str | None = typer.Option(
-        None, metavar="PROGRAM", help="Print one program's life, turn by turn"
-    ),
+    explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
-    """Run the simulations and show them; where no program finished, what there is."""
+    """Run the simulations and print the results."""
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
-    outputs = Outputs(json=json, plot=plot, save=save, explain=explain)
+    outputs = SimulateOutputs(json=json, plot=plot, save=save, explain=explain)
     outputs.check()
-    swept: SweptRuns | None = None
+    swept: SweepRuns | None = None
     if load is not None:
         if workload is not None:
-            raise CliError(f"--load shows kept runs, and {workload} would be run", "leave out one of them")
+            raise CliError(f"--load shows saved runs, and {workload} would be run", "leave out one of them")
         _check_unused(context)
-        result, made = _loaded(load, warm_up_s)
+        result, made = _load_saved(load, warm_up_s)
     else:
         if workload is None:
             raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
-        sweeping = swept_by(sweep, context) if sweep is not None else None
+        sweeping = parse_sweep(sweep, context) if sweep is not None else None
         if sweeping is not None:
-            policy = policies_of(sweeping, policy, context)
-        if (replicas is not None or _sweeps_replicas(sweeping)) and not given(context, "policy"):
+            policy = sweep_policies(sweeping, policy, context)
+        if (replicas is not None or _is_replica_sweep(sweeping)) and not given(context, "policy"):
             policy = CLUSTER_POLICIES
         specs = _specs(workload, policy, programs, rate)
         specs = [
@@ -130,32 +128,32 @@ def simulate(
             for spec in specs
         ]  # fmt: skip
         if sweeping is not None:
-            specs = spread(sweeping, specs)
+            specs = expand_specs(sweeping, specs)
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs)
         if (explain is not None or save is not None) and replicas is None:
-            specs = [replace(spec, record_accesses=True) for spec in specs]  # for what Bélády would have done
+            specs = [replace(spec, record_accesses=True) for spec in specs]  # for the comparison with Bélády
         try:
-            result, made = _simulated(specs, jobs, warm_up_s, sweeping)
+            result, made = _run_simulations(specs, jobs, warm_up_s, sweeping)
         except KeyboardInterrupt:
             raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
         if sweeping is not None:
-            swept = swept_runs_of(sweeping, specs, result.rows)
+            swept = group_by_value(sweeping, specs, result.rows)
     outputs.show(result, made, swept)
 
 
-def _sweeps_replicas(sweep: Sweep | None) -> bool:
+def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:
     return sweep is not None and sweep.field.name == "replicas"
 
 
 def _check_unused(context: typer.Context) -> None:
-    """Kept runs are shown as they were run: an option that would have changed them must not seem to."""
-    for name in _OF_A_RUN:
+    """Raise ``CliError`` for an option that has no effect on saved runs."""
+    for name in _RUN_OPTIONS:
         if given(context, name):
             option = "--" + name.replace("_", "-")
             raise CliError(
-                f"{option} has no effect on kept runs, which --load only shows",
+                f"{option} has no effect on saved runs, which --load only shows",
                 f"leave out {option}, or run the simulation again",
             )
 
@@ -164,12 +162,12 @@ def _until_s(hours: float | None, spec: RunSpec) -> float | None:
     if hours is None:
         return None if spec.rate_per_s is not None else 3600.0
     if hours == 0:
-        raise CliError("--hours is 0", "simulate some time: --hours 0.25")
+        raise CliError("--hours is 0; expected more", "for example --hours 0.25")
     return hours * 3600.0
 
 
 def _specs(workload: str, policies: str, programs: str, rate: str | None) -> list[RunSpec]:
-    from sojourn_server.lab.run import RunSpec
+    from sojourn_server.simulator.simulation_run import RunSpec
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
@@ -202,20 +200,20 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
-    """Whether the program can be in the run, as far as that is known before anything is run."""
-    from sojourn_server.lab.run import LabError, program_ids
-    from sojourn_server.traces.schema import TraceError
+    """Raise ``CliError`` for a program that surely is in none of the runs."""
+    from sojourn_server.simulator.simulation_run import SimulatorError, workload_program_ids
+    from sojourn_server.traces.trace_schema import TraceError
 
     try:
-        known = program_ids(specs[0])
-    except (LabError, TraceError) as error:
+        known = workload_program_ids(specs[0])
+    except (SimulatorError, TraceError) as error:
         raise CliError(str(error), NEXT_TRACE) from None
     wanted, at, copy = name.rpartition("@")
     if name in known or not (at and copy.isdecimal()):
         wanted = name
     if wanted in known and any(spec.rate_per_s is None for spec in specs):
-        return  # a closed loop goes on for as long as it is simulated
-    coming = _coming(specs)
+        return  # a closed loop repeats its programs until the end of the simulation
+    coming = _certain_programs(specs)
     if wanted in coming or (wanted in known and not coming):
         return
     near = difflib.get_close_matches(wanted, coming or known, n=3, cutoff=0.5) or (coming or known)[:3]
@@ -230,20 +228,20 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
     )
 
 
-def _coming(specs: Sequence[RunSpec]) -> list[str]:
-    """Programs that surely come in one of the runs; none where that cannot be told."""
-    from sojourn_server.lab.run import first_program_ids
+def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
+    """Programs that surely are in one of the runs; empty if unknown."""
+    from sojourn_server.simulator.simulation_run import first_program_ids
 
     loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}
     try:
         return list(dict.fromkeys(name for spec in loads.values() for name in first_program_ids(spec)))
     except ValueError:
-        return []  # what is wrong is said when the runs are planned
+        return []  # planning the runs reports the error
 
 
-def _simulated(
-    specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: Sweep | None
-) -> tuple[SuiteResult, MadeWith]:
+def _run_simulations(
+    specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: ParameterSweep | None
+) -> tuple[SuiteResult, Provenance]:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -252,22 +250,22 @@ def _simulated(
         )
     from rich.markup import escape
 
-    from sojourn_server.lab.report.results import made_with
-    from sojourn_server.lab.run import check
-    from sojourn_server.lab.suite import plan
-    from sojourn_server.lab.workers import WorkerDied
+    from sojourn_server.simulator.process_pool import WorkerDiedError
+    from sojourn_server.simulator.report.results_file import made_with
+    from sojourn_server.simulator.simulation_run import validate_specs
+    from sojourn_server.simulator.simulation_suite import planned_runs
 
     from .suite_progress import run_with_progress
 
     try:
-        planned = plan(specs)
+        planned = planned_runs(specs)
         for spec in planned:
             if spec.until_s is not None and warm_up_s >= spec.until_s:
                 raise CliError(
                     f"--warm-up-s {warm_up_s:g} leaves nothing of {spec.until_s:g} virtual s",
-                    "use less, or more --hours",
+                    "use a shorter warm-up or more --hours",
                 )
-        notes = check(specs)
+        notes = validate_specs(specs)
     except ValueError as error:
         raise CliError(str(error), _next_step(error)) from None
     for note in notes:
@@ -281,31 +279,34 @@ def _simulated(
         )
     except ValueError as error:
         raise CliError(str(error), _next_step(error)) from None
-    except WorkerDied as error:
+    except WorkerDiedError as error:
         raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
     return result, made_with(sys.argv)
 
 
 def _next_step(error: ValueError) -> str:
-    from sojourn_server.lab.latency.profile_files import LatencyProfileError
-    from sojourn_server.lab.policies import PolicyError
-    from sojourn_server.lab.workloads.players import NothingFits
-    from sojourn_server.traces.schema import TraceError
+    from sojourn_server.simulator.latency.latency_profile_files import LatencyProfileError
+    from sojourn_server.simulator.simulator_policies import PolicyError
+    from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
+    from sojourn_server.traces.trace_schema import TraceError
 
     steps: tuple[tuple[type[ValueError], str], ...] = (
-        (NothingFits, "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware"),
+        (
+            NoProgramFitsError,
+            "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware",
+        ),
         (TraceError, NEXT_TRACE),
-        (PolicyError, "docs/lab.md says what each policy is"),
+        (PolicyError, "docs/simulator.md lists the policies"),
         (LatencyProfileError, "set --hardware, --model, --tp, --max-model-len or --pool-tokens"),
     )
-    return next((step for kind, step in steps if isinstance(error, kind)), "see docs/lab.md")
+    return next((step for kind, step in steps if isinstance(error, kind)), "see docs/simulator.md")
 
 
-def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, MadeWith]:
-    from sojourn_server.lab.report.measure import measure
-    from sojourn_server.lab.report.results import ResultsError
-    from sojourn_server.lab.report.saved_runs import load_runs
-    from sojourn_server.lab.suite import SuiteResult
+def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
+    from sojourn_server.simulator.report.results_file import ResultsError
+    from sojourn_server.simulator.report.run_metrics import summarize_run
+    from sojourn_server.simulator.report.saved_runs import load_runs
+    from sojourn_server.simulator.simulation_suite import SuiteResult
 
     try:
         saved = load_runs(path)
@@ -314,9 +315,9 @@ def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, MadeWith]:
             raise ResultsError(f"{path}: holds no runs")
         if warm_up_s:
             logs = iter(saved.runs)
-            # What was only counted has no log, and is of the whole run.
+            # Rows without a log are kept for the whole run.
             rows = [
-                measure(
+                summarize_run(
                     next(logs),
                     since_s=warm_up_s,
                     regenerated_over_belady=row.regenerated_over_belady,
@@ -329,6 +330,6 @@ def _loaded(path: Path, warm_up_s: float) -> tuple[SuiteResult, MadeWith]:
         raise CliError(str(error), "name a file written by sojourn simulate --save") from None
     except ValueError as error:
         raise CliError(
-            f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the shortest run lasted"
+            f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the duration of the shortest run"
         ) from None
     return SuiteResult(rows=rows, logs=saved.runs), saved.made_with

@@ -1,4 +1,4 @@
-"""``sojourn simulate-pd``: separated prefill and decode nodes, with one path to storage and with two."""
+"""``sojourn simulate-pd``: simulation of prefill and decode nodes with one or two paths to storage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from .console import CliError, console, write_json
-from .outputs import Outputs
-from .sweep import given
+from .simulate_outputs import SimulateOutputs
+from .sweep_options import given
 
 if TYPE_CHECKING:
-    from sojourn_server.lab.pd.outcome import PdOutcome
-    from sojourn_server.lab.pd.run import PdSpec
+    from sojourn_server.simulator.prefill_decode.prefill_decode_outcome import PdOutcome
+    from sojourn_server.simulator.prefill_decode.prefill_decode_run import PdSpec
 
 _HOUR_S = 3600.0
 _EXAMPLES = {
@@ -26,16 +26,16 @@ _EXAMPLES = {
     "--storage-nic-gbit": "400", "--compute-nic-gbit": "400", "--device-memory-gb": "141",
     "--efficiency": "0.31",
 }  # fmt: skip
-"""What is a good value where one was refused."""
-NEXT_TRACE = "check the file; docs/traces.md says what a trace holds"
+"""Examples of valid values, for error messages."""
+NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
         "simulate-pd",
-        help="Simulate prefill and decode nodes that read KV from storage, to a thousand devices and more. "
-        "docs/dualpath.md says what each figure means.",
+        help="Simulate prefill and decode nodes that read KV from storage, with a thousand devices or more. "
+        "docs/prefill-decode.md explains the figures.",
     )(simulate_pd)
 
 
@@ -48,60 +48,63 @@ def simulate_pd(
         "basic,layerwise,dual-path,scheduling,oracle",
         metavar="NAMES",
         show_default="all but split",
-        help="Names with commas between: basic, layerwise, dual-path, scheduling (DualPath as published), "
+        help="Names separated by commas: basic, layerwise, dual-path, scheduling (DualPath as published), "
         "split (both sides read), oracle (reads and copies are free)",
     ),
     model: str = typer.Option("ds-660b", metavar="NAME", help="ds-660b, ds-27b or qwen2.5-32b"),
-    prefill_nodes: int = typer.Option(2, min=1, metavar="N", help="Nodes that prefill"),
-    decode_nodes: int = typer.Option(4, min=1, metavar="N", help="Nodes that decode"),
-    programs: int = typer.Option(1000, min=1, metavar="N", help="Agents, all there at the start"),
+    prefill_nodes: int = typer.Option(2, min=1, metavar="N", help="Number of prefill nodes"),
+    decode_nodes: int = typer.Option(4, min=1, metavar="N", help="Number of decode nodes"),
+    programs: int = typer.Option(1000, min=1, metavar="N", help="Agents, all present from the start"),
     rate: float | None = typer.Option(
-        None, metavar="N", help="Agents that arrive each second instead (Poisson), for --hours"
+        None, metavar="N", help="Poisson arrivals of agents per second instead, for --hours"
     ),
     hours: float = typer.Option(
         1.0, metavar="N", help="With --rate: virtual hours; the second half is measured"
     ),
-    seed: int = typer.Option(0, metavar="N", help="Trajectories, who plays which, and times of arrival"),
-    append_scale: float = typer.Option(1.0, metavar="N", help="Times what each turn appends"),
-    output_scale: float = typer.Option(1.0, metavar="N", help="Times what each turn writes"),
+    seed: int = typer.Option(0, metavar="N", help="Seed of trajectories, their agents and arrival times"),
+    append_scale: float = typer.Option(1.0, metavar="N", help="Factor of the tokens that each turn appends"),
+    output_scale: float = typer.Option(1.0, metavar="N", help="Factor of the output tokens of each turn"),
     max_context: int | None = typer.Option(
         None,
         min=2,
         metavar="N",
-        help="Agents end before a turn that needs more tokens; else where the workload's do",
+        help="Agents end before a turn with more tokens. Default: the workload's end",
     ),
-    max_gap_s: float | None = typer.Option(None, metavar="N", help="Cut longer idle times to this"),
-    storage_nic_gbit: float = typer.Option(400.0, metavar="N", help="A node's storage NIC, Gbit/s"),
-    compute_nic_gbit: float = typer.Option(400.0, metavar="N", help="A device's compute NIC, Gbit/s"),
-    device_memory_gb: float = typer.Option(141.0, metavar="N", help="Memory of a device"),
+    max_gap_s: float | None = typer.Option(None, metavar="N", help="Upper limit of idle times, seconds"),
+    storage_nic_gbit: float = typer.Option(400.0, metavar="N", help="Storage NIC of a node, Gbit/s"),
+    compute_nic_gbit: float = typer.Option(400.0, metavar="N", help="Compute NIC of a device, Gbit/s"),
+    device_memory_gb: float = typer.Option(141.0, metavar="N", help="Memory of a device, GB"),
     efficiency: float | None = typer.Option(
         None,
         metavar="N",
-        help="Share of its FLOP peak that prefill achieves, to 1; else what was fitted to the paper, 0.31",
+        help="Share of the FLOP peak that prefill achieves, up to 1. Default: 0.31, fitted to the paper",
     ),
     step_tokens: int | None = typer.Option(
         None,
         min=1,
         metavar="N",
-        help="New tokens of a device in a prefill step, instead of the quota of attention",
+        help="New tokens of a device per prefill step, instead of the quota of attention",
     ),
     shared_lane: bool = typer.Option(
         False,
         "--shared-lane",
         help="No traffic classes: KV and the model's messages share the compute network",
     ),
-    jobs: int | None = typer.Option(None, min=1, metavar="N", help="Processes; else one a core"),
+    jobs: int | None = typer.Option(None, min=1, metavar="N", help="Processes. Default: one per core"),
     json: str | None = typer.Option(None, metavar="FILE|-", help="Write the figures as JSON, - for stdout"),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
 ) -> None:
-    """Run the systems and show them beside each other."""
-    from sojourn_server.lab.pd.machine import CALIBRATED_EFFICIENCY, PdMachine
-    from sojourn_server.lab.pd.run import PdSpec
-    from sojourn_server.lab.pd.trajectories import load_trajectories
-    from sojourn_server.traces.schema import TraceError
+    """Run the systems and print a comparison."""
+    from sojourn_server.simulator.prefill_decode.prefill_decode_machine import (
+        CALIBRATED_EFFICIENCY,
+        PdMachine,
+    )
+    from sojourn_server.simulator.prefill_decode.prefill_decode_run import PdSpec
+    from sojourn_server.simulator.prefill_decode.trajectories import load_trajectories
+    from sojourn_server.traces.trace_schema import TraceError
 
     _check_plot(plot)
-    Outputs(json=json, plot=None, save=None, explain=None).check()
+    SimulateOutputs(json=json, plot=None, save=None, explain=None).check()
     _check_numbers(
         {
             "--rate": rate, "--hours": hours, "--append-scale": append_scale, "--output-scale": output_scale,
@@ -114,7 +117,7 @@ def simulate_pd(
     _check_load(context, rate, hours)
     names = [name.strip() for name in system.split(",") if name.strip()]
     if not names:
-        raise CliError("--system names no system", "for example --system basic,scheduling")
+        raise CliError("--system is empty", "for example --system basic,scheduling")
     until_s = None if rate is None else hours * _HOUR_S
     try:
         machine = PdMachine(
@@ -154,8 +157,8 @@ def simulate_pd(
     _show(outcomes, json, plot)
 
 
-def _check_numbers(given_values: Mapping[str, float | None]) -> None:
-    for option, value in given_values.items():
+def _check_numbers(option_values: Mapping[str, float | None]) -> None:
+    for option, value in option_values.items():
         most = 1.0 if option == "--efficiency" else math.inf
         if value is None or (0 < value < math.inf and value <= most):
             continue
@@ -166,7 +169,7 @@ def _check_numbers(given_values: Mapping[str, float | None]) -> None:
 
 
 def _check_load(context: typer.Context, rate: float | None, hours: float) -> None:
-    """An option that the other kind of load leaves aside must not seem to do something."""
+    """Raise ``CliError`` for an option that has no effect with this kind of load."""
     if rate is None and given(context, "hours"):
         raise CliError(
             "--hours has no effect without --rate: a run lasts until the last agent has ended",
@@ -183,34 +186,34 @@ def _check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     if plot.suffix not in (".svg", ".png"):
-        raise CliError(f"--plot {plot}: the name ends in neither .svg nor .png", "name it pd.svg")
+        raise CliError(f"--plot {plot}: expected a name ending in .svg or .png", "name it pd.svg")
     if not plot.absolute().parent.is_dir():
-        raise CliError(f"--plot {plot}: {plot.absolute().parent} is no folder", "make it first")
+        raise CliError(f"--plot {plot}: {plot.absolute().parent} is not a folder", "make it first")
     if find_spec("matplotlib") is None:
         raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
 
 
 def _next_step(message: str, names: Sequence[str], model: str) -> str:
-    from sojourn_server.lab.pd.models import MODELS
-    from sojourn_server.lab.pd.systems import SYSTEMS
+    from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS
+    from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS
 
     if message.startswith("unknown"):
-        wrong = next((name for name in names if name not in SYSTEMS), None)
-        near = difflib.get_close_matches(wrong or model, [*SYSTEMS] if wrong else [*MODELS], n=1)
+        wrong = next((name for name in names if name not in PD_SYSTEMS), None)
+        near = difflib.get_close_matches(wrong or model, [*PD_SYSTEMS] if wrong else [*PD_MODELS], n=1)
         if near:
             return f"did you mean {near[0]}?"
-        own = "" if wrong else "; models of your own are not taken"
-        return f"docs/dualpath.md says what each is{own}"
+        own = "" if wrong else "; other models are not supported"
+        return f"docs/prefill-decode.md lists them{own}"
     if "for KV" in message:
-        return "give more --device-memory-gb, or take another --model"
-    return "see docs/dualpath.md"
+        return "give more --device-memory-gb, or another --model"
+    return "see docs/prefill-decode.md"
 
 
 def _run(specs: Sequence[PdSpec], jobs: int | None) -> list[PdOutcome]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from sojourn_server.lab.pd.run import run_all
-    from sojourn_server.lab.workers import WorkerDied
+    from sojourn_server.simulator.prefill_decode.prefill_decode_run import run_prefill_decode_suite
+    from sojourn_server.simulator.process_pool import WorkerDiedError
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -230,7 +233,7 @@ def _run(specs: Sequence[PdSpec], jobs: int | None) -> list[PdOutcome]:
             progress.update(bars[number], completed=1.0, now=outcome.virtual_s)
 
         try:
-            return run_all(
+            return run_prefill_decode_suite(
                 specs,
                 processes=jobs,
                 on_start=lambda number, spec: progress.start_task(bars[number]),
@@ -239,22 +242,27 @@ def _run(specs: Sequence[PdSpec], jobs: int | None) -> list[PdOutcome]:
             )
         except KeyboardInterrupt:
             raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
-        except WorkerDied as error:
+        except WorkerDiedError as error:
             raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
 
 
 def _show(outcomes: Sequence[PdOutcome], json: str | None, plot: Path | None) -> None:
-    from sojourn_server.lab.pd.report import document, draw, note, table
-    from sojourn_server.lab.report.results import made_with
+    from sojourn_server.simulator.prefill_decode.prefill_decode_report import (
+        outcome_table,
+        outcomes_document,
+        plot_outcomes,
+        storage_note,
+    )
+    from sojourn_server.simulator.report.results_file import made_with
 
-    console.print(table(outcomes))
-    if (remark := note(outcomes)) is not None:
+    console.print(outcome_table(outcomes))
+    if (remark := storage_note(outcomes)) is not None:
         console.print(f"[yellow]note:[/] {remark}", soft_wrap=True, highlight=False)
     try:
         if json is not None:
-            write_json(document(outcomes, made_with(sys.argv)), json)
+            write_json(outcomes_document(outcomes, made_with(sys.argv)), json)
         if plot is not None:
-            draw(outcomes, plot)
+            plot_outcomes(outcomes, plot)
     except OSError as error:
         raise CliError(
             f"{error.filename or 'the output'}: {error.strerror or error}",

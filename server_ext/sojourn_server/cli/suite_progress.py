@@ -1,4 +1,4 @@
-"""Many simulations with a bar for each that runs and one for all, on stderr."""
+"""Progress bars of many simulations on stderr: one per running simulation and one for all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .console import console
 
 if TYPE_CHECKING:
-    from sojourn_server.lab.kept_runs import KeptRuns
-    from sojourn_server.lab.run import RunSpec
-    from sojourn_server.lab.suite import SuiteResult
+    from sojourn_server.simulator.run_cache import RunCache
+    from sojourn_server.simulator.simulation_run import RunSpec
+    from sojourn_server.simulator.simulation_suite import SuiteResult
 
 
 def run_with_progress(
@@ -18,15 +18,15 @@ def run_with_progress(
     *,
     processes: int | None = None,
     since_s: float = 0.0,
-    kept: KeptRuns | None = None,
+    kept: RunCache | None = None,
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
-    """``lab.suite.run_suite`` with bars, called by ``name``. Raises what that raises."""
+    """``simulation_suite.run_suite`` with progress bars, labelled by ``name``. Raises what that raises."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from sojourn_server.lab.suite import plan, run_suite
+    from sojourn_server.simulator.simulation_suite import planned_runs, run_suite
 
-    planned = plan(specs)
+    planned = planned_runs(specs)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),

@@ -1,5 +1,5 @@
-"""``sojourn demo``: the same eight coding agents on a stock engine and on ours, and what each took.
+"""``sojourn demo``: the same coding agents on stock vLLM and on sojourn, with forced output tokens.
 
-The agents are mini-swe-agent's own, with real bash in real repositories; the tokens the model emits
-are forced, so that both arms do exactly the same work and only the engine's handling of KV differs.
+Imports ``launch``, ``models`` and ``metrics``. Start reading in ``demo_arm``; ``demo_size`` chooses the
+number of programs and turns.
 """

@@ -1,1 +1,5 @@
-"""Many replicas behind one address: where a request goes, and the way there."""
+"""Many replicas behind one address: thin shells around ``routing``.
+
+``http`` is the server itself, on one machine or as a replica on Ray; ``ray`` is a cluster of engines and
+gateways with one coordinator. Start with ``http.gateway_app``.
+"""

@@ -1,4 +1,4 @@
-"""Starting vLLM with our parts in place: which versions, which flags, which process.
+"""Command line, environment and process of a vLLM with the sojourn plugin.
 
-Nothing here imports vLLM or torch; the engine lives in a process of its own.
+Imports no vLLM and no torch; the engine runs in a process of its own. Start reading in ``serve_command``.
 """

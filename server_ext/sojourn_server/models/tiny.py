@@ -1,7 +1,6 @@
 """*tiny*: a random Llama with the demo model's tokenizer, 10 MB, for tests.
 
-It says nothing sensible and says it fast; what an engine does with its KV blocks is
-the same as for any other model.
+Its outputs are meaningless and fast; an engine handles its KV blocks like those of any other model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # the smallest the CPU attention backend knows
+        head_dim=32,  # the smallest one of the CPU attention backend
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -38,7 +37,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
         rope_theta=100_000.0,
     )
     say("drawing the weights")
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(SEED)
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)

@@ -1,1 +1,4 @@
-"""Measuring what an engine profile holds: prefill times over HTTP, copy bandwidths on this machine."""
+"""Measures an engine profile on a live server: prefill and step times, limits, and copy bandwidth.
+
+Imports ``replay``, ``kv_offload``, ``policies`` and ``metrics``. Start at ``prefill_measurement``.
+"""

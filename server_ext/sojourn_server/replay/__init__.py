@@ -1,1 +1,4 @@
-"""Drive a live server with a recorded workload and measure what becomes of it."""
+"""Replay of a recorded workload against a live server, with measurements.
+
+Imports ``traces``, ``programs``, ``metrics`` and the SDK. Start reading in ``replay_driver``.
+"""

@@ -1,35 +1,35 @@
-"""Prompts recorded as ids of content blocks: which block follows which, over all sessions of a trace.
+"""Prompts recorded as ids of content blocks.
 
-A turn names its blocks as ``ids_i = ids_{i-1}[:hash_lcp] + concat(range(a, a + n) for a, n in hash_runs)``,
-full blocks of ``block_size`` tokens only. Equal ids are equal text, in any session of the trace.
+The blocks of a turn are ``ids_i = ids_{i-1}[:hash_lcp] + concat(range(a, a + n) for a, n in hash_runs)``,
+full blocks of ``block_size`` tokens only. Equal ids mean equal text in all sessions of the trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .schema import TraceProgram
+from .trace_schema import TraceProgram
 
-Runs = tuple[tuple[int, int], ...]
+BlockRuns = tuple[tuple[int, int], ...]
 """Consecutive ids as (first, count)."""
 
 
 def has_block_ids(program: TraceProgram) -> bool:
-    """Whether every turn names the blocks of its prompt."""
+    """Whether every turn has the block ids of its prompt."""
     return program.block_size is not None and all(turn.hash_runs is not None for turn in program.turns)
 
 
-def block_runs(program: TraceProgram) -> list[Runs]:
-    """The blocks of every turn's prompt, from its first on."""
-    runs: list[Runs] = []
+def block_runs(program: TraceProgram) -> list[BlockRuns]:
+    """All blocks of each turn's prompt."""
+    runs: list[BlockRuns] = []
     for turn in program.turns:
         kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()
-        runs.append(_joined(kept + (turn.hash_runs or ())))
+        runs.append(_merged_runs(kept + (turn.hash_runs or ())))
     return runs
 
 
-def run_ids(runs: Runs, first: int, last: int) -> Iterable[int]:
-    """The ids of blocks ``first`` to before ``last``."""
+def run_ids(runs: BlockRuns, first: int, last: int) -> Iterable[int]:
+    """Ids of the blocks from ``first`` to before ``last``."""
     at = 0
     for start, count in runs:
         if at >= last:
@@ -38,35 +38,35 @@ def run_ids(runs: Runs, first: int, last: int) -> Iterable[int]:
         at += count
 
 
-def count_blocks(runs: Runs) -> int:
-    """How many blocks these are."""
+def count_blocks(runs: BlockRuns) -> int:
+    """Number of blocks."""
     return sum(count for _, count in runs)
 
 
-def common_blocks(a: Runs, b: Runs) -> int:
-    """How many leading blocks are the same."""
+def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
+    """Number of equal leading blocks."""
     same = 0
     for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
         if start_a != start_b:
             break
         same += min(count_a, count_b)
-        # Runs are joined as far as possible, so what follows a shorter one differs.
+        # Runs are merged as far as possible, so the blocks after a shorter run differ.
         if count_a != count_b:
             break
     return same
 
 
 def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
-    """Ids of blocks within the ``shared_prefix_tokens`` of any first prompt: system prompts and tools."""
+    """Ids of the blocks of all shared prefixes: system prompts and tools in ``shared_prefix_tokens``."""
     found: set[int] = set()
     for program in programs:
         if program.shared_prefix_tokens and program.block_size and has_block_ids(program):
-            runs: Runs = program.turns[0].hash_runs or ()
+            runs: BlockRuns = program.turns[0].hash_runs or ()
             found.update(run_ids(runs, 0, program.shared_prefix_tokens // program.block_size))
     return frozenset(found)
 
 
-def _first_blocks(runs: Runs, count: int) -> Runs:
+def _first_blocks(runs: BlockRuns, count: int) -> BlockRuns:
     kept: list[tuple[int, int]] = []
     for start, length in runs:
         if count <= 0:
@@ -76,7 +76,7 @@ def _first_blocks(runs: Runs, count: int) -> Runs:
     return tuple(kept)
 
 
-def _joined(runs: Runs) -> Runs:
+def _merged_runs(runs: BlockRuns) -> BlockRuns:
     joined: list[tuple[int, int]] = []
     for start, count in runs:
         if count == 0:

@@ -1,4 +1,4 @@
-"""Token ids by the hundred thousand: made once, handed out as slices, never twice the same by accident."""
+"""Fast generator of synthetic token ids: slices of one list, with a unique beginning per seed."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import math
 from hashlib import blake2b
 
 FIRST_ID = 300
-"""Ids below may be special tokens or single bytes in common vocabularies."""
+"""Smallest id; smaller ids may be special tokens or single bytes in common vocabularies."""
 MIN_VOCABULARY = FIRST_ID + 100
 _MASK = (1 << 64) - 1
 _CHUNK = 4096
-"""Slices are taken from a list at least this long, so that a long draw needs few of them."""
+"""Shortest list of slices, so that a long draw needs few slices."""
 
 
-def seed_of(text: str) -> int:
-    """64 bits of ``text``, the same in every process (``hash()`` of a string is not)."""
+def seed_from_text(text: str) -> int:
+    """64-bit hash of ``text``, equal in every process, unlike ``hash()``."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def mix(value: int) -> int:
-    """Spread neighbouring numbers over 64 bits: the finalizer of splitmix64, a bijection."""
+def splitmix64(value: int) -> int:
+    """The finalizer of splitmix64: a bijection that spreads neighbouring numbers over 64 bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
-class TokenIds:
-    """Draws of ids from ``FIRST_ID`` to below ``vocabulary``.
+class TokenIdGenerator:
+    """Generator of ids from ``FIRST_ID`` to below ``vocabulary``.
 
-    A draw begins with its 64-bit seed, written in as few ids as that takes, and
-    goes on with consecutive ids. Where KV blocks are told apart by the hash of
-    their whole prefix, that is as good as random ids, and a list of 50,000 costs
-    microseconds. The ``int`` objects are shared by all lists.
+    A draw begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
+    KV blocks are identified by the hash of their whole prefix, so this is as good as random ids. A list of
+    50,000 ids takes microseconds; all lists share their ``int`` objects.
     """
 
     def __init__(self, vocabulary: int) -> None:
-        """Raises ``ValueError`` for a vocabulary too small to draw from."""
+        """Raises ``ValueError`` for a vocabulary below ``MIN_VOCABULARY``."""
         if vocabulary < MIN_VOCABULARY:
             raise ValueError(f"vocabulary is {vocabulary}; expected at least {MIN_VOCABULARY} ids")
         self._ids = list(range(FIRST_ID, vocabulary))
@@ -48,7 +47,7 @@ class TokenIds:
         """``count`` ids that begin with ``seed``; a shorter draw is a prefix of a longer one."""
         if count <= 0:
             return []
-        rest = mix(seed & _MASK)
+        rest = splitmix64(seed & _MASK)
         start = rest % self._base
         ids: list[int] = []
         for _ in range(self._header):

@@ -1,49 +1,50 @@
-"""Whose context is in which cached block."""
+"""Which programs have their context in which cached block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from sojourn.ids import ProgramId
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from .compat import KVCacheBlock
 
 Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
 """One program; the set of several; or ``MANY``."""
 
 MAX_OWNERS = 16
-"""Owners of a block who are known by name. More would cost memory and tell nothing."""
+"""Maximum number of owners that a block records by id. More cost memory and change no decision."""
 
 MANY: frozenset[ProgramId] = frozenset()
-"""Owner of a block of more programs than that. It stays shared, whoever ends, until it is reused or reset."""
+"""Owner of a block with more owners than that. The block stays shared until it is reused or reset."""
 
 
 class BlockOwners:
-    """The programs whose contexts are in the cached blocks of one pool, and what is left of ended ones.
+    """Owners of the cached blocks of one pool, and the blocks that ended programs left.
 
-    Every operation is O(1) a block, however many programs share it.
+    Every operation is O(1) a block for any number of owners.
     """
 
     def __init__(self) -> None:
         self.of: dict[int, Owner] = {}
-        """Of each block that has one, its owner."""
+        """Block id → owner, for blocks that have one."""
         self.blocks: dict[ProgramId, dict[int, KVCacheBlock]] = {}
-        """Of each program the blocks it is named as an owner of, in the order of its context."""
+        """Program → blocks that record it as an owner, in the order of its context."""
         self.orphans: dict[int, ProgramId] = {}
-        """Of cached blocks without an owner that one program alone has used, that program."""
+        """Cached block without an owner → the ended program, if no other request has used the block."""
         self.common: set[int] = set()
-        """Cached blocks that somebody else has used besides an owner, with or without one now."""
+        """Cached blocks that a second program or another request has used."""
 
     def __len__(self) -> int:
-        """How many blocks have an owner."""
+        """Return the number of blocks with an owner."""
         return len(self.of)
 
     def names(self, block_id: int) -> frozenset[ProgramId]:
-        """Programs whose context is in the block; none where they are too ``MANY`` to be named."""
+        """Return the owners of the block; empty for ``MANY``."""
         owner = self.of.get(block_id, MANY)
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def add(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> list[KVCacheBlock]:
-        """The program's context is (also) in these. Returns those that had one other owner until now."""
+        """Add an owner to blocks. Return those that had one other owner before."""
         owned = self.blocks.setdefault(program_id, {})
         shared: list[KVCacheBlock] = []
         for block in blocks:
@@ -73,10 +74,10 @@ class BlockOwners:
         return shared
 
     def end(self, program_id: ProgramId) -> list[KVCacheBlock]:
-        """The program is no owner any more.
+        """Remove the program from all its blocks.
 
-        Returns the blocks that have one owner now, or none, against the order
-        of its context. Blocks of ``MANY`` are not among them.
+        Return the blocks with one owner or none now, in reverse order of the context, without blocks of
+        ``MANY``.
         """
         changed: list[KVCacheBlock] = []
         for block_id, block in reversed(self.blocks.pop(program_id, {}).items()):
@@ -94,15 +95,18 @@ class BlockOwners:
         return changed
 
     def found(self, block_id: int) -> None:
-        """Somebody uses what the block holds."""
-        # Where no program is known there is nobody whose end would matter.
+        """Record that a request reuses the content of the block."""
+        # Without known programs no later end of a program depends on it.
         if (self.of or self.orphans) and block_id not in self.of:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """These are reused for something else. Yields those that are cached, and whose they were, to the end
-        of a program that alone had used them."""
+        """Forget blocks that are reused for other content. Yield the cached ones that had an owner, with the
+        owner.
+
+        For a block that only an ended program has used, the owner is that program.
+        """
         if not (self.of or self.orphans or self.common):
             return
         for block in blocks:
@@ -124,7 +128,7 @@ class BlockOwners:
                 yield block, owner
 
     def clear(self) -> None:
-        """Nobody owns anything any more."""
+        """Remove all owners."""
         self.of.clear()
         self.blocks.clear()
         self.orphans.clear()

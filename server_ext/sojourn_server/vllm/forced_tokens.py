@@ -1,46 +1,43 @@
 """Logits processors that make a request emit given tokens: a recorded trajectory on a real engine.
 
-A request carries ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id,
-whatever the sampling parameters. After the last id the model is on its own, so end the ids with the
-end-of-message token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV,
-scheduling, stopping, tool parsing. Preemption is harmless, since the position is the number of output
-tokens the request has, which survives it.
+A request has ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id, for any
+sampling parameters. After the last id the model samples as usual, so end the ids with the end-of-message
+token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV, scheduling, stopping, tool
+parsing. Preemption is harmless: the position is the request's number of output tokens, which preemption
+keeps.
 
-``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens`` for model runner V1 (the CPU, and
-CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default.
-Neither is registered by entry point: the group is shared and each runner refuses the other's classes.
-Not with speculative decoding: drafted tokens would have to be forced too.
+``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens`` for model runner V1 (the CPU, and CUDA
+with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``:ForcedTokensV2`` for model runner V2, the CUDA default. Neither has
+an entry point: the group is shared and each runner rejects the other's classes. Speculative decoding is not
+supported: drafted tokens would have to be forced too.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
-from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
+
+from .compat import LogitsProcessor, LogitsProcessorV2, MoveDirectionality
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.v1.sample.logits_processor import BatchUpdate
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+    from .compat import BatchUpdate, LogitsContext, LogitsProcRequestState, SamplingParams, VllmConfig
 
-# Below vLLM's own logger, so that its handlers show what we say.
-logger = init_logger("vllm.sojourn.forced_tokens")
+# A child of vLLM's logger uses its handlers.
+logger = logging.getLogger("vllm.sojourn.forced_tokens")
 
 ARGUMENT = "replay_ids"
 MAX_REPLAY_IDS = 65_536
-"""Longest list accepted, in tokens."""
+"""Maximum length of the list."""
 
 _vocab_size: int | None = None
-"""Set where an instance was built in this process. The API server, which validates, has none built, so
-the process that forces checks again: an id beyond the vocabulary must not take the engine down."""
+"""Set when a processor is built in this process. The API server validates without one, so the engine checks
+again: an id beyond the vocabulary must not stop it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
-    """The request's forced tokens, or ``None``. Raises ``ValueError``, which the server answers with 400."""
+    """Return the request's forced tokens, or ``None``. Raises ``ValueError``, answered with status 400."""
     ids: Any = (params.extra_args or {}).get(ARGUMENT)
     if ids is None:
         return None
@@ -49,7 +46,7 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
     if not 0 < len(ids) <= MAX_REPLAY_IDS:
         raise ValueError(f"{ARGUMENT} has {len(ids)} ids; expected 1 to {MAX_REPLAY_IDS}")
     for position, value in enumerate(ids):
-        # type(), not isinstance: True is an int, and a token id it is not
+        # type() instead of isinstance(): True is an int but not a token id
         if type(value) is not int:
             raise ValueError(
                 f"{ARGUMENT}[{position}] is {value!r}, a {type(value).__name__}; expected an integer"
@@ -61,11 +58,11 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """For model runner V1: keyed by the row of the persistent batch, work in O(forced rows) a step."""
+    """For model runner V1: keyed by the row of the persistent batch. O(forced rows) a step."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ``ValueError`` for ids that cannot be forced; runs where requests enter."""
+        """Raise ``ValueError`` for ids that cannot be forced. Runs in the API server."""
         replay_ids(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -74,11 +71,11 @@ class ForcedTokens(LogitsProcessor):
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """No: it decides the arg max."""
+        """Return false: the processor changes the arg max."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests as they enter, leave and change rows, in the order vLLM prescribes."""
+        """Apply requests that leave, enter and change rows, in the order that vLLM prescribes."""
         if batch_update is None:
             return
         rows = self._rows
@@ -89,7 +86,7 @@ class ForcedTokens(LogitsProcessor):
             if ids:
                 rows[row] = (ids, output)
             else:
-                rows.pop(row, None)  # a new request may take a row over
+                rows.pop(row, None)  # a new request may reuse the row
         for source, target, direction in batch_update.moved:
             moving, displaced = rows.pop(source, None), rows.pop(target, None)
             if moving is not None:
@@ -110,14 +107,14 @@ class ForcedTokens(LogitsProcessor):
 class ForcedTokensV2(LogitsProcessorV2):
     """For model runner V2, keyed by request slot. Its interface is tested; it has not been run on CUDA.
 
-    One table of forced ids per slot lies on the device, grown to the longest list seen. The number of
-    output tokens a row stands at is its position plus one, less the prompt's length, so ``apply`` never
-    waits for the device.
+    The device has one table of forced ids per slot, as wide as the longest list so far. A row's number of
+    output tokens is its position plus one, minus the prompt's length, so ``apply`` never waits for the
+    device.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ``ValueError`` for ids that cannot be forced; runs where requests enter."""
+        """Raise ``ValueError`` for ids that cannot be forced. Runs in the API server."""
         replay_ids(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
@@ -128,7 +125,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._table = torch.full((req_states.max_num_reqs, 1), -1, dtype=torch.long, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Start a slot afresh; returns whether its request is forced."""
+        """Reset a slot. Return whether its new request is forced."""
         ids = _forcible(sampling_params)
         was_forced = self._lengths.pop(req_idx, None) is not None
         if ids:
@@ -163,7 +160,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         width = self._table.shape[1]
         token = self._table[slots, position.clamp(0, width - 1)]
         forced = (token >= 0) & (position >= 0) & (position < width)
-        # No row is selected by a device-side mask, whose size the host would have to wait for.
+        # Selecting rows by a device mask would make the host wait for the number of rows.
         chosen = logits.gather(1, token.clamp(min=0).unsqueeze(1))
         replacement = torch.full_like(logits, float("-inf"))
         replacement.scatter_(1, token.clamp(min=0).unsqueeze(1), torch.zeros_like(chosen))
@@ -175,7 +172,7 @@ class ForcedTokensV2(LogitsProcessorV2):
 
 
 def _forcible(params: SamplingParams) -> list[int]:
-    """The request's ids up to the first one beyond the vocabulary."""
+    """Return the request's ids up to the first one beyond the vocabulary."""
     ids: list[int] = (params.extra_args or {}).get(ARGUMENT) or []
     bound = _vocab_size
     if bound is not None and ids and max(ids) >= bound:
@@ -192,7 +189,7 @@ def _forcible(params: SamplingParams) -> list[int]:
 
 
 def _force(logits: torch.Tensor, forced: torch.Tensor) -> None:
-    """``forced`` is [n, 2] of (row, token)."""
+    """Force tokens in place. ``forced`` is [n, 2] of (row, token)."""
     rows, tokens = forced[:, 0], forced[:, 1]
     logits[rows] = float("-inf")
     logits[rows, tokens] = 0.0

@@ -1,39 +1,37 @@
-"""Where histories outlive the engine: one JSON file, written whole or not at all."""
+"""Histories that outlive the engine: one JSON file, replaced atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import logging
 import os
 import threading
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm.logger import init_logger
-
-from ..engine.state import Histories
-from ..program.history import ToolHistory, TurnHistory
-from ..program.output_lengths import HintErrors, OutputLengths
-from ..program.workflows import Workflows
+from ..core.scheduler_state import Histories
+from ..programs.execution_history import ToolHistory, TurnHistory
+from ..programs.output_lengths import HintErrors, OutputLengthHistory
+from ..programs.workflow_history import WorkflowHistory
 
 SAVE_EVERY_S = 300.0
 
-Part = TypeVar("Part", Workflows, OutputLengths, HintErrors)
+Part = TypeVar("Part", WorkflowHistory, OutputLengthHistory, HintErrors)
 
-logger = init_logger("vllm.sojourn")
+logger = logging.getLogger("vllm.sojourn")
 
 _numbers = itertools.count()
-"""Of writes in this process, so that no two share a temporary name."""
+"""Numbers for unique temporary names."""
 
 
 class HistoryFile:
-    """Loads histories at start, saves them every few minutes and at the end. ``path`` None: neither.
+    """Loads histories at start and saves them every few minutes and at the end. Does nothing without
+    ``path``.
 
-    Of several data-parallel engines each has its own file, ``path`` with
-    ``.rank0`` and so on behind it: they learn from different requests, and the
-    last to save would overwrite the others. No failure of the file system is
-    raised: histories are worth a warning, not an engine.
+    Each data-parallel engine has its own file, ``path`` plus ``.rank0`` and so on: they learn from different
+    requests. Errors of the file system are logged, never raised.
     """
 
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
@@ -42,16 +40,16 @@ class HistoryFile:
             self._path = Path(path if rank is None else f"{path}.rank{rank}")
         self._saved_at = now
         self._unread = False
-        """There is a file that may be good but could not be read: the first save must not destroy it."""
+        """The file exists but could not be read: the first save must keep it."""
         self._lock = threading.Lock()
         self._snapshots = 0
         self._written = 0
 
     def load(self) -> Histories:
-        """The saved histories; empty ones where there is no file or it cannot be used.
+        """Return the saved histories, or empty ones without a usable file.
 
-        A file that makes no sense is kept under another name, so that saving
-        does not destroy it. One that cannot be read stays where it is until then.
+        A malformed file is renamed, so that saving does not destroy it. An unreadable one stays until the
+        first save.
         """
         if self._path is None:
             return Histories()
@@ -68,8 +66,8 @@ class HistoryFile:
             return Histories(
                 tools=ToolHistory.restore(document["tools"]),
                 turns=TurnHistory.restore(document["turns"]),
-                workflows=self._part(document, "workflows", Workflows),
-                output_lengths=self._part(document, "output_lengths", OutputLengths),
+                workflows=self._part(document, "workflows", WorkflowHistory),
+                output_lengths=self._part(document, "output_lengths", OutputLengthHistory),
                 hints_off=self._part(document, "hints_off", HintErrors),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -80,7 +78,8 @@ class HistoryFile:
             return Histories()
 
     def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """By itself: files of earlier releases have none, and the rest of a file is worth keeping."""
+        """Return one part of the file. It may be missing, as in earlier releases, or wrong without spoiling
+        the rest."""
         if name not in document:
             return kind()
         try:
@@ -95,7 +94,7 @@ class HistoryFile:
             return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
-        """Save in the background if the last time is long enough ago. The engine only takes the snapshot."""
+        """Save in the background if the last save is long ago. The caller only takes the snapshot."""
         if self._path is None or now - self._saved_at < SAVE_EVERY_S:
             return
         self._saved_at = now
@@ -108,7 +107,7 @@ class HistoryFile:
         ).start()
 
     def save(self, histories: Histories) -> None:
-        """Save now. Waits for a save in the background that is under way."""
+        """Save now, after a background save that is under way."""
         if self._path is not None:
             self._snapshots += 1
             self._write(_document(histories), self._snapshots)
@@ -119,7 +118,7 @@ class HistoryFile:
         partial = self._path.with_name(f"{self._path.name}.{unique}.partial")
         with self._lock:
             if number <= self._written:
-                return  # a later snapshot was quicker to get here
+                return  # a later snapshot has been written
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_text(json.dumps(document), encoding="utf-8")
@@ -135,7 +134,7 @@ class HistoryFile:
                 _remove(partial)
 
     def _set_aside(self, suffix: str) -> str:
-        """Rename the file; returns what became of it, in words."""
+        """Rename the file. Return the result for the log."""
         assert self._path is not None
         kept = self._path.with_name(f"{self._path.name}.{suffix}")
         try:
@@ -146,7 +145,7 @@ class HistoryFile:
 
 
 def _remove(path: Path) -> None:
-    # Where this fails the write did as well, and that has been said.
+    # The failed write has been logged.
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 

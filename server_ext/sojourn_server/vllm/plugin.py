@@ -1,8 +1,7 @@
-"""``vllm.general_plugins``: gives the engine core the one method through which the API server reaches us.
+"""The ``vllm.general_plugins`` entry point: adds ``EngineCore.sojourn_call``, which the API server calls.
 
-vLLM dispatches utility calls by name to ``EngineCore`` (v1/engine/core.py), so
-one added method is all that is needed; nothing of vLLM's own is replaced. An engine
-of a pair answers some questions also where its scheduler is vLLM's own.
+vLLM dispatches utility calls by name to ``EngineCore`` (v1/engine/core.py), so one added method is enough and
+nothing is replaced. An engine of a pair answers some operations with vLLM's own scheduler too.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine.member_alone import MemberAlone
-    from .paths_member import PathsMember
+    from ..core.stock_engine_service import StockEngineService
+    from .kv_transfer_member import KVTransferMember
 
 METHOD = "sojourn_call"
 
 
 def register() -> None:
-    """Called by vLLM in every process; harmless twice and where the scheduler is not ours."""
-    from vllm.v1.engine.core import EngineCore
+    """Add the method. vLLM calls this in every process; a second call does nothing."""
+    from .compat import EngineCore
 
     if not hasattr(EngineCore, METHOD):
         setattr(EngineCore, METHOD, _sojourn_call)
@@ -28,26 +27,26 @@ def register() -> None:
 def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     member = getattr(getattr(self.scheduler, "connector", None), "member", None)
     if member is not None:
-        from .paths_member import ASKED_FOR, PathsMember
+        from .kv_transfer_member import STATUS_OPERATIONS, KVTransferMember
 
-        if not isinstance(member, PathsMember):  # somebody else's connector
+        if not isinstance(member, KVTransferMember):  # another project's connector
             member = None
-        elif operation in ASKED_FOR:
+        elif operation in STATUS_OPERATIONS:
             member.ask(self.model_executor)
     call = getattr(self.scheduler, METHOD, None)
     if call is not None:
         return str(call(operation, payload))
     if member is not None:
-        return _alone(self.scheduler, member).call(operation)
+        return _single_member(self.scheduler, member).call(operation)
     return json.dumps({"error": "stock"})
 
 
-def _alone(scheduler: Any, member: PathsMember) -> MemberAlone:
-    """The same one for all of an engine's life: it has the books of its metrics."""
-    found: MemberAlone | None = member.alone
+def _single_member(scheduler: Any, member: KVTransferMember) -> StockEngineService:
+    """Return the engine's only service, which has the state of its metrics."""
+    found: StockEngineService | None = member.alone
     if found is None:
-        from ..engine.member_alone import MemberAlone
-        from .engine_facts import described
+        from ..core.stock_engine_service import StockEngineService
+        from .engine_description import profile_description
 
-        found = member.alone = MemberAlone(member, lambda: described(scheduler))
+        found = member.alone = StockEngineService(member, lambda: profile_description(scheduler))
     return found

@@ -1,8 +1,8 @@
 """``--scheduler-cls sojourn_server.vllm.scheduler.make_scheduler``.
 
-A factory, not a class: it mixes sojourn into whichever scheduler the engine
-would have used (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in
-only tells the adapter what happens; every hook and every callback fails open.
+A factory, not a class: it mixes sojourn into the scheduler that the engine would use without it
+(``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in calls the adapter; an error of sojourn in any
+hook leaves vLLM's behaviour.
 """
 
 from __future__ import annotations
@@ -11,40 +11,44 @@ import time
 from functools import partial
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.request import Request
-
-from ..launch.versions import check_vllm
-from .adapter import SchedulerAdapter
-from .connector import waited
-from .hidden_rows import CARRIED_AS
-from .settings import Settings
-from .step_quota import StepQuota
+from .compat import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    check_vllm_version,
+    running_vllm,
+)
+from .hidden_state_capture import OUTPUT_ATTRIBUTE
+from .kv_offload_connector import copy_wait_s
+from .plugin_settings import PluginSettings
+from .prefill_quota import PrefillQuota
+from .scheduler_adapter import SchedulerAdapter
 
 
 class UnsupportedModel(RuntimeError):
-    """The model's KV cache has a shape the adapter has not been run with."""
+    """The model's KV cache has several groups, which is not supported."""
 
 
-def _tell_refused(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
-    """Add the end of a request that was refused to what its client is sent."""
-    told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-    told.outputs.append(
+def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
+    """Add the end of a refused request to the outputs of its client."""
+    client_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+    client_outputs.outputs.append(
         EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
     )
 
 
 class SojournMixin:
-    """Tells a ``SchedulerAdapter`` what the engine's scheduler does. Mix in before a scheduler class."""
+    """Reports a vLLM scheduler's events to a ``SchedulerAdapter``. Mix in before the scheduler class."""
 
     sojourn: SchedulerAdapter
-    sojourn_quota: StepQuota | None
-    """Where a compute quota is set."""
+    sojourn_quota: PrefillQuota | None
+    """Set if the settings have a compute quota."""
     sojourn_clock = staticmethod(time.monotonic)
-    """Seconds, monotonic; the lab puts its virtual clock here."""
+    """Monotonic seconds. The simulator replaces it by its virtual clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,11 +56,13 @@ class SojournMixin:
         if groups != 1:
             raise UnsupportedModel(
                 f"this model has {groups} KV cache groups (sliding windows, state-space layers); "
-                "sojourn has been run with one. Serve it with --policy stock."
+                "sojourn supports one. Serve it with --policy stock."
             )
-        settings = Settings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
-        self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)  # type: ignore[arg-type]
-        self.sojourn_quota = StepQuota.of(self, settings, self.sojourn.steward, self.sojourn.guarded)
+        settings = PluginSettings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)
+        self.sojourn_quota = PrefillQuota.of(
+            self, settings, self.sojourn.program_scheduler, self.sojourn.guarded
+        )
 
     def add_request(self, request: Any) -> None:
         if request.request_id not in self.requests:  # type: ignore[attr-defined]
@@ -76,17 +82,17 @@ class SojournMixin:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         copies = getattr(args[0] if args else None, "kv_connector_output", None)
-        waited_s = waited(copies) if copies is not None else 0.0
+        waited_s = copy_wait_s(copies) if copies is not None else 0.0
         self.sojourn.guarded(self.sojourn.before_results, scheduler_output, waited_s)
         if copies is not None and copies.invalid_block_ids:
             self.sojourn.guarded(self.sojourn.not_filled, set(copies.invalid_block_ids))
-        rows = getattr(args[0] if args else None, CARRIED_AS, None)
+        rows = getattr(args[0] if args else None, OUTPUT_ATTRIBUTE, None)
         if rows is not None:
             self.sojourn.guarded(self.sojourn.hidden_states, rows, scheduler_output)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
         for request_id in self.sojourn.guarded(self.sojourn.refused) or ():
-            self.sojourn.guarded(self.sojourn.refuse, request_id, partial(_tell_refused, result))
+            self.sojourn.guarded(self.sojourn.refuse, request_id, partial(_append_refusal, result))
         return result
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +117,7 @@ class SojournMixin:
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
-        """Answer the API server; errors are raised to it, not swallowed."""
+        """Answer the API server. Errors are raised to it."""
         return self.sojourn.call(operation, payload)
 
 
@@ -124,13 +130,11 @@ class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
-    """Build the scheduler the engine asked for, with sojourn in it.
+    """Return the engine's scheduler with sojourn mixed in.
 
-    Raises ``UnsupportedEngine`` on a vLLM version this adapter was not tested
-    with, and ``SettingsError`` or ``PresetError`` where the configuration is wrong.
+    Raises ``UnsupportedEngine`` for an untested vLLM release, and ``SettingsError`` or ``PresetError`` for a
+    wrong configuration.
     """
-    import vllm
-
-    check_vllm(str(vllm.__version__))
+    check_vllm_version(running_vllm())
     chosen = SojournAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SojournScheduler
     return chosen(*args, vllm_config=vllm_config, **kwargs)

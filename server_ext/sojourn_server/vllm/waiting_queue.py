@@ -1,25 +1,37 @@
-"""The engine's waiting queue in the order a policy gives, with a gate before it, and who is kept out."""
+"""vLLM's waiting queue in a policy's order, with admission control in front of it."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from msgspec import structs
 
-Key = tuple[Any, ...]
+from ..core.client_event_handler import EventDoor
+from ..core.events_and_actions import AdmissionRequested, is_let_in
+from ..core.program_scheduler import ProgramScheduler
+from .allocation_fallback import max_new_tokens
+from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
+
+if TYPE_CHECKING:
+    from .compat import Scheduler
+
+QueueKey = tuple[Any, ...]
+
+SHARED_LOOKUP_EVERY_STEPS = 16
+"""Steps between two look-ups of the blocks that a gated request could share."""
 
 
-class _Heap:
-    """Requests by key, lowest first; keys may change, and requests leave from anywhere."""
+class _RequestHeap:
+    """Requests by key, lowest first. Keys may change, and requests may leave from any position."""
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
+    def __init__(self, key: Callable[[Request], QueueKey]) -> None:
         self._key = key
-        self._heap: list[tuple[Key, int, Request]] = []
+        self._heap: list[tuple[QueueKey, int, Request]] = []
         self._entry: dict[Request, int] = {}
-        """Number of the heap entry that counts, for each request."""
+        """Request → number of its valid heap entry."""
         self._pushes = 0
 
     def __len__(self) -> int:
@@ -29,74 +41,72 @@ class _Heap:
         return request in self._entry
 
     def push(self, request: Request) -> None:
-        """File the request, or file it anew, by its key as it is now: O(log n)."""
+        """Add the request, or move it to the place of its present key. O(log n)."""
         self._pushes += 1
         self._entry[request] = self._pushes
         heapq.heappush(self._heap, (self._key(request), self._pushes, request))
         if len(self._heap) > 4 * len(self._entry) + 64:
-            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
+            self._heap = self.entries()
             heapq.heapify(self._heap)
 
     def discard(self, request: Request) -> None:
-        """Take the request out; its heap entry is skipped when met."""
+        """Remove the request. ``head`` skips its stale heap entry."""
         self._entry.pop(request, None)
 
-    def head(self) -> tuple[Key, int, Request] | None:
-        """The lowest entry."""
+    def head(self) -> tuple[QueueKey, int, Request] | None:
+        """Return the lowest entry."""
         while self._heap and self._entry.get(self._heap[0][2]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    def entries(self) -> list[tuple[Key, int, Request]]:
-        """All live entries, in no order."""
+    def entries(self) -> list[tuple[QueueKey, int, Request]]:
+        """Return all valid entries, unordered."""
         return [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
 
 
-class PolicyQueue(RequestQueue):
+class PolicyRequestQueue(RequestQueue):
     """A priority queue by ``key(request)``, lowest first.
 
-    Requests for which ``gated(request)`` holds stand behind a gate: where
-    ``may_pass`` keeps the first of them out, all of them wait, in order, and
-    the others go past them, until ``holds_line`` says of the first that it has
-    been passed long enough. The gate is asked once a step (``open_step``).
-    Gated requests count in ``len`` but not in ``bool``: to the scheduler there
-    is then nobody to admit, while the engine knows it has work left. The same
-    holds for requests that are ``parked``: they are not handed out at all, and
-    nothing is asked about them before they are filed anew (``rekey``).
+    Requests for which ``gated(request)`` holds need admission. If ``may_be_admitted`` rejects the first of
+    them, all of them wait in order and other requests pass, until ``blocks_queue`` of the first returns true.
+    Admission is asked for once a step (``open_step``). ``parked`` requests are never handed out; ``rekey``
+    asks about them again.
 
-    The scheduler peeks, then does things that may change keys, then pops and
-    relies on getting the very request it saw: ``pop_request`` returns the
-    peeked one.
+    Gated and parked requests count in ``len`` but not in ``bool``: the scheduler finds no request to admit,
+    while the engine knows that it has work left.
+
+    The scheduler peeks, does things that may change keys, then pops and relies on getting the request it saw:
+    ``pop_request`` returns the peeked one.
     """
 
     def __init__(
         self,
-        key: Callable[[Request], Key],
+        key: Callable[[Request], QueueKey],
         *,
         parked: Callable[[Request], bool] | None = None,
         gated: Callable[[Request], bool] | None = None,
-        may_pass: Callable[[Request], bool] | None = None,
-        holds_line: Callable[[Request], bool] | None = None,
+        may_be_admitted: Callable[[Request], bool] | None = None,
+        blocks_queue: Callable[[Request], bool] | None = None,
     ) -> None:
-        self._open = _Heap(key)
-        self._gated = _Heap(key)
+        self._open = _RequestHeap(key)
+        self._gated = _RequestHeap(key)
         self._parked: dict[Request, None] = {}
         self._is_parked = parked
-        self._belongs_behind_gate = gated
-        self._may_pass = may_pass
-        self._holds_line = holds_line
-        self._shut = False
+        self._needs_admission = gated
+        self._may_be_admitted = may_be_admitted
+        self._blocks_queue = blocks_queue
+        self._admission_closed = False
         self._step_is_full = False
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
-        """A new step begins: the gate may be asked again."""
-        self._shut = False
+        """Start a step: admission may be asked for again."""
+        self._admission_closed = False
         self._step_is_full = False
         self._peeked = None
 
     def fill_step(self) -> None:
-        """To the scheduler there is nobody else to admit in this step."""
+        """Hand out no further request in this step."""
         self._step_is_full = True
 
     def add_request(self, request: Request) -> None:
@@ -104,11 +114,11 @@ class PolicyQueue(RequestQueue):
         if self._is_parked is not None and self._is_parked(request):
             self._parked[request] = None
             return
-        behind = self._belongs_behind_gate is not None and self._belongs_behind_gate(request)
-        (self._gated if behind else self._open).push(request)
+        gated = self._needs_admission is not None and self._needs_admission(request)
+        (self._gated if gated else self._open).push(request)
 
     def prepend_request(self, request: Request) -> None:
-        """File it by its key: a preempted request's key puts it in front."""
+        """Add the request by its key: the key of a preempted request puts it in front."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -119,7 +129,7 @@ class PolicyQueue(RequestQueue):
         if self._peeked is None:
             self._peeked = self._first()
             if self._peeked is None:
-                raise IndexError("peek from a queue that has nobody to admit")
+                raise IndexError("peek from a queue without a request to admit")
         return self._peeked
 
     def pop_request(self) -> Request:
@@ -138,7 +148,7 @@ class PolicyQueue(RequestQueue):
             self.remove_request(request)
 
     def rekey(self, request: Request) -> None:
-        """The request's key, or its side of the gate, may have changed; harmless where it is not here."""
+        """Move a request whose state may have changed. Does nothing if it is not in this queue."""
         if request in self._open or request in self._gated or request in self._parked:
             peeked = self._peeked
             self.remove_request(request)
@@ -162,12 +172,158 @@ class PolicyQueue(RequestQueue):
 
     def _first(self) -> Request | None:
         free = self._open.head()
-        kept = None if self._shut else self._gated.head()
-        if kept is not None and (free is None or kept[:2] < free[:2]):
-            assert self._may_pass is not None
-            if self._may_pass(kept[2]):
-                return kept[2]
-            if self._holds_line is not None and self._holds_line(kept[2]):
+        gated = None if self._admission_closed else self._gated.head()
+        if gated is not None and (free is None or gated[:2] < free[:2]):
+            assert self._may_be_admitted is not None
+            if self._may_be_admitted(gated[2]):
+                return gated[2]
+            if self._blocks_queue is not None and self._blocks_queue(gated[2]):
                 return None
-            self._shut = True
+            self._admission_closed = True
         return free[2] if free is not None else None
+
+
+class WaitingQueueAdapter:
+    """Replaces a scheduler's waiting queues by queues that ask the ``ProgramScheduler``.
+
+    ``guarded`` runs a call and returns ``None`` if it fails.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        program_scheduler: ProgramScheduler,
+        *,
+        clock: Callable[[], float],
+        handle: EventDoor,
+        guarded: Callable[..., Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._program_scheduler = program_scheduler
+        self._handle = handle
+        self._clock = clock
+        self._guarded = guarded
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
+        preset = program_scheduler.preset
+        # With user priorities, admission by program would let an unimportant early program delay an important
+        # one.
+        gates = preset.entry.gates and not self._by_user_priority
+        scheduler.waiting = self._queue = PolicyRequestQueue(
+            self._queue_key,
+            parked=self.is_parked if preset.placement.places else None,
+            gated=(lambda request: guarded(self._needs_admission, request) is True) if gates else None,
+            may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
+            blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
+        )
+        scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
+        self._steps = 0
+        self._promotions: list[tuple[float, str]] = []
+        """Heap of the times at which a request's key changes by waiting alone."""
+        self._shared: dict[str, tuple[int, int]] = {}
+        """Gated request → step of the last look-up, and blocks of the prompt that other requests hold."""
+        self._last_rejected: tuple[str, int] | None = None
+        """The request that admission rejected last, and the number of forecast changes at that time."""
+
+    def open_step(self) -> None:
+        """Start a step, before the scheduler plans it."""
+        self._queue.open_step()
+        self._steps += 1
+
+    def rekey(self, request: Request) -> None:
+        """Move a request whose key may have changed."""
+        self._queue.rekey(request)
+
+    def left(self, request_id: str) -> None:
+        """Forget a request that has left the engine."""
+        self._shared.pop(request_id, None)
+
+    def promote(self, now: float) -> None:
+        """Move the requests whose key has changed by waiting alone."""
+        while self._promotions and self._promotions[0][0] <= now:
+            _, request_id = heapq.heappop(self._promotions)
+            request = self._scheduler.requests.get(request_id)
+            if request is not None:
+                self._queue.rekey(request)
+
+    def is_parked(self, request: Request) -> bool:
+        """Return whether the request waits because its program is not placed on the device."""
+        return self._guarded(self._check_parked, request) is True
+
+    def _queue_key(self, request: Request) -> QueueKey:
+        key = self._guarded(self._policy_key, request)
+        if key is None:  # by arrival, behind the requests whose key is known
+            key = (request.status != RequestStatus.PREEMPTED, True, float("inf"), request.arrival_time)
+        return (request.priority, *key) if self._by_user_priority else key
+
+    def _policy_key(self, request: Request) -> QueueKey:
+        key = self._program_scheduler.queue_key(
+            request.request_id, preempted=request.status == RequestStatus.PREEMPTED
+        )
+        promoted_s = self._program_scheduler.promoted_s(request.request_id)
+        if promoted_s < math.inf and promoted_s > self._clock():
+            heapq.heappush(self._promotions, (promoted_s, request.request_id))
+        return key
+
+    def _check_parked(self, request: Request) -> bool:
+        if request.kv_transfer_params:  # the prefill/decode pair has been scheduled; its peer waits
+            return False
+        return self._program_scheduler.is_parked(request.request_id)
+
+    def _needs_admission(self, request: Request) -> bool:
+        if request.kv_transfer_params:  # the prefill/decode pair has been scheduled; its peer waits
+            return False
+        return self._program_scheduler.subject_to_admission(
+            request.request_id, preempted=request.status == RequestStatus.PREEMPTED
+        )
+
+    def _blocks_queue(self, request: Request) -> bool:
+        return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
+
+    def _may_be_admitted(self, request: Request) -> bool:
+        running = bool(self._scheduler.running)
+        entry = self._program_scheduler.preset.entry
+        rejected = (request.request_id, self._program_scheduler.demand_forecaster.changes)
+        if entry.forecasts and running and rejected == self._last_rejected:
+            return False  # the forecast has not changed since
+        need_blocks = -(-(request.num_tokens + 1) // self._scheduler.block_size)
+        free_blocks, now = self._pool.get_num_free_blocks(), self._clock()
+        if entry.reserves_prompt_blocks:
+            free_blocks -= self._promised_blocks()
+        event = AdmissionRequested(
+            request.request_id,
+            need_blocks,
+            free_blocks,
+            running,
+            output_tokens=request.num_output_tokens if entry.forecasts else 0,
+            most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if entry.forecasts else 0,
+            preempted=request.status == RequestStatus.PREEMPTED,
+        )
+        if is_let_in(self._handle(event, now)):
+            return True
+        shared = self._shared_blocks(request)
+        if shared > 0:
+            event = structs.replace(event, need_blocks=need_blocks - shared)
+            if is_let_in(self._handle(event, now)):
+                return True
+        self._last_rejected = rejected
+        return False
+
+    def _promised_blocks(self) -> int:
+        """Return how many blocks running requests still need for the uncomputed part of their prompts."""
+        manager, block_size = self._scheduler.kv_cache_manager, self._scheduler.block_size
+        promised = 0
+        for request in self._scheduler.running:
+            if request.num_computed_tokens < request.num_tokens - 1:
+                held = len(manager.get_blocks(request.request_id).blocks[0])
+                promised += max(0, -(-request.num_tokens // block_size) - held)
+        return promised
+
+    def _shared_blocks(self, request: Request) -> int:
+        """Return how many blocks of the prompt other requests hold, looked up every few steps."""
+        known = self._shared.get(request.request_id)
+        if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
+            hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
+            shared = sum(1 for block in hits[0] if block.ref_cnt > 0) if hits else 0
+            known = self._shared[request.request_id] = (self._steps, shared)
+        return known[1]

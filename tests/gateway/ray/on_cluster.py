@@ -7,24 +7,24 @@ import json
 import sys
 from pathlib import Path
 
-from sojourn_server.gateway.ray.config import read_config
-from sojourn_server.gateway.ray.environment import set_environment
+from sojourn_server.gateway.ray.ray_config import read_config
+from sojourn_server.gateway.ray.ray_environment import set_ray_environment
 
 
 def main(path: str, what: str) -> None:
     """Prints what a coordinator knows."""
     config = read_config(Path(path))
-    set_environment(config)
+    set_ray_environment(config)
     import ray
-    from sojourn_server.gateway.ray.actor import ActorCalls, CoordinatorActor
-    from sojourn_server.gateway.ray.messages import State, read
+    from sojourn_server.gateway.ray.coordinator_actor import CoordinatorActor, CoordinatorActorClient
+    from sojourn_server.gateway.ray.coordinator_messages import CoordinatorState, decode_message
 
     ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
     if what == "second":
         second = ray.remote(CoordinatorActor).options(num_cpus=0, max_concurrency=100).remote(config)
-        state = read(ray.get(second.state.remote(b"")), State)
+        state = decode_message(ray.get(second.state.remote(b"")), CoordinatorState)
     else:
-        state = asyncio.run(ActorCalls(config).state())
+        state = asyncio.run(CoordinatorActorClient(config).state())
     homes = {place.program_id: place.replica for place in state.programs}
     told = {"epoch": state.epoch, "restored": state.restored, "gateways": state.gateways, "homes": homes}
     print(json.dumps(told), flush=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sojourn_server.gateway.ray.config import read_config
-from sojourn_server.gateway.ray.environment import set_environment
+from sojourn_server.gateway.ray.ray_config import read_config
+from sojourn_server.gateway.ray.ray_environment import set_ray_environment
 
 
 def main(_first: str, path: str, what: str) -> None:
     """Returns when it is up, or gone."""
     config = read_config(Path(path))
-    set_environment(config)
+    set_ray_environment(config)
     import ray
     from ray import serve
-    from sojourn_server.gateway.ray.actor import ACTOR_NAME
+    from sojourn_server.gateway.ray.coordinator_actor import ACTOR_NAME
     from sojourn_server.gateway.ray.deployments import application
 
     ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")

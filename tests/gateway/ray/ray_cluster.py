@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from gateway_world import until
+from gateway_harness import until
 from ray_gateway import DEADLINE_S, RayGateway
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from gateway_world import until
+from gateway_harness import until
 from ray_cluster import Client, Cluster, client
 from ray_gateway import psutil
 
@@ -193,7 +193,7 @@ async def test_of_two_coordinators_one_gives_way(cluster: Cluster) -> None:
         assert it.repeated == 0
 
 
-async def test_who_is_at_home_at_a_drained_replica_moves(cluster: Cluster) -> None:
+async def test_programs_of_a_drained_replica_move(cluster: Cluster) -> None:
     async with client(cluster) as it:
         homes = await homes_of(it, "drain")
         victim = homes["drain-0"]

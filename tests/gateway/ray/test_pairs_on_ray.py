@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_world import until
+from gateway_harness import until
 from ray_cluster import Client, Cluster
 from ray_gateway import DEADLINE_S, free_port
 

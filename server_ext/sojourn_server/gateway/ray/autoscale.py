@@ -1,4 +1,4 @@
-"""How many engines there should be: as many as the programs that were taken in need room."""
+"""The number of engines that the room of all accepted programs needs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleLimits:
-    """Bounds, and how slowly to shrink. Raises ``ValueError`` for bounds that make no sense."""
+    """Bounds, and the pace of shrinking. Raises ``ValueError`` for invalid bounds."""
 
     min_engines: int = 1
     max_engines: int = 1
     target_use: float = 0.8
-    """Of an engine's room; above it there is one engine more."""
+    """Part of an engine's room; above it one engine is added."""
     shrink_below_use: float = 0.6
-    """There is one less only where the rest would be used less than this."""
+    """An engine is removed only if the rest would be used less than this."""
     shrink_after_s: float = 300.0
-    """And that for so long: engines take minutes to start, and take their KV with them."""
+    """And for this long: engines take minutes to start, and lose their KV when they stop."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_engines <= self.max_engines:
@@ -34,38 +34,40 @@ class AutoscaleLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What programs take, and what one engine has. In tokens of KV."""
+class CapacityDemand:
+    """Room that programs need, and room of one engine, in tokens of KV."""
 
     programs_tokens: int
-    """Sizes of the programs at home somewhere, and of those that wait for room."""
+    """Sizes of programs at home, and of those that wait for room."""
     engine_tokens: int
-    """Room of one engine, all tiers; 0: none is known."""
+    """Room of one engine in all tiers; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What was decided last."""
+class AutoscaleDecision:
+    """The last decision."""
 
     engines: int
     low_since_s: float | None = None
-    """Since when fewer would do."""
+    """Since when fewer engines would be enough."""
 
 
-def wanted_engines(need: Need, before: Wanted, limits: AutoscaleLimits, now: float) -> Wanted:
-    """More at once, fewer after a while and one at a time."""
+def wanted_engines(
+    need: CapacityDemand, before: AutoscaleDecision, limits: AutoscaleLimits, now: float
+) -> AutoscaleDecision:
+    """Grows at once; shrinks after a while, one engine at a time."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if need.engine_tokens <= 0:
-        return Wanted(engines)
+        return AutoscaleDecision(engines)
     grown = math.ceil(need.programs_tokens / (need.engine_tokens * limits.target_use))
     if grown > engines:
-        return Wanted(min(grown, limits.max_engines))
+        return AutoscaleDecision(min(grown, limits.max_engines))
     fewer = engines - 1
     if fewer < limits.min_engines or need.programs_tokens >= (
         fewer * need.engine_tokens * limits.shrink_below_use
     ):
-        return Wanted(engines)
+        return AutoscaleDecision(engines)
     since_s = now if before.low_since_s is None or before.low_since_s > now else before.low_since_s
     if now - since_s >= limits.shrink_after_s:
-        return Wanted(fewer, now)
-    return Wanted(engines, since_s)
+        return AutoscaleDecision(fewer, now)
+    return AutoscaleDecision(engines, since_s)

@@ -1,4 +1,4 @@
-"""The deployments, and the application that they make: engines, and gateways before them."""
+"""Ray Serve deployments: engines, gateways, and the application of both."""
 
 from __future__ import annotations
 
@@ -17,43 +17,42 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
 
-from ..core.from_preset import reasons_of
-from ..core.journal import Home
-from ..core.programs import Key
-from ..http.app import Gateway, GatewayOptions
-from ..http.books import Books
-from ..http.replicas import Replicas
-from ..http.tenants import EVERYBODY, Tenants, read_tenants
-from ..http.watch import PROBE_TIMEOUT_S
-from ..pd.facts import Role
-from ..pd.standalone import POLICY, REASONS
-from .actor import ActorCalls, preset_of
-from .config import Group, RayConfig, key_of, parse_config
-from .decider import RayDecider
-from .listening import keep_to_loopback, listen
-from .process import END_S, EngineProcess
-from .supervisor import Supervisor
-from .watch import RayWatch
+from ...routing.home_change_log import Home
+from ...routing.routed_programs import Key
+from ...routing.routing_events import PairRole
+from ...routing.routing_from_preset import PAIR_POLICY, PAIR_REASONS, routing_reasons
+from ..http.engine_monitor import PROBE_TIMEOUT_S
+from ..http.gateway_app import Gateway, GatewayOptions
+from ..http.gateway_metrics import GatewayMetrics
+from ..http.replica_addresses import ReplicaAddresses
+from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
+from .coordinated_routing_backend import CoordinatedRoutingBackend
+from .coordinator_actor import CoordinatorActorClient, load_policy_preset
+from .engine_process import STOP_GRACE_S, EngineProcess
+from .engine_supervisor import EngineSupervisor
+from .http_listener import restrict_to_loopback, serve_http
+from .ray_config import EngineGroup, RayConfig, parse_config, read_key
+from .ray_engine_monitor import RayEngineMonitor
 
 logger = logging.getLogger(__name__)
 
 GATEWAY = "Gateway"
-WANTED = "wanted_engines"
+WANTED_ENGINES_METRIC = "wanted_engines"
 GATEWAY_CPUS = 0.1
-"""What Ray reserves for a gateway."""
-MOST_ONGOING = 100_000
-"""Of a gateway: what waits is bounded by the coordinator."""
+"""CPUs that Ray reserves for a gateway."""
+MAX_ONGOING_REQUESTS = 100_000
+"""Per gateway; the coordinator limits waiting requests."""
 STREAM_GRACE_S = 60.0
 
 
 class EngineReplica:
-    """One engine. Nobody calls it: requests go to its engine's own address."""
+    """One engine. Requests go to the engine's own address, not through Serve."""
 
     async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
         """``name``: of its deployment."""
         read = parse_config(config, source="the deployment")
         if read.on_loopback:
-            keep_to_loopback()
+            restrict_to_loopback()
         context = serve.get_replica_context()
         group = next(one for one in read.groups if one.name == name)
         engines = group.engines
@@ -64,22 +63,22 @@ class EngineReplica:
             host=host,
             log_dir=Path(engines.log_dir) if engines.log_dir is not None else log_dir(),
             environment=engines.environment,
-            key=key_of(read.keys.engine, "keys.engine"),
+            key=read_key(read.keys.engine, "keys.engine"),
             start_timeout_s=engines.start_timeout_s,
-            role=Role(group.role) if group.role is not None else None,
-            # A restarted engine goes on with the store of the one before.
+            role=PairRole(group.role) if group.role is not None else None,
+            # A restarted engine uses its predecessor's store.
             words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},
         )
-        self._supervisor = Supervisor(process, ActorCalls(read), drain_s=engines.drain_s)
+        self._supervisor = EngineSupervisor(process, CoordinatorActorClient(read), drain_s=engines.drain_s)
         await self._supervisor.start()
 
     def check_health(self) -> None:
-        """Raises where the engine is gone: then Serve starts another replica."""
+        """Raises if the engine is gone: Serve starts another replica then."""
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``follow_the_coordinator``."""
-        return {WANTED: float(self._supervisor.wanted_engines)}
+        """For ``autoscaling_policy``."""
+        return {WANTED_ENGINES_METRIC: float(self._supervisor.wanted_engines)}
 
     async def __call__(self) -> str:
         return self._supervisor.process.url
@@ -89,30 +88,30 @@ class EngineReplica:
             await self._supervisor.stop()
 
 
-def follow_the_coordinator(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """As many engines as the coordinator says; it is what replicas heard when they registered."""
-    told = (context.aggregated_metrics or {}).get(WANTED, {})
+def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """The coordinator's number of engines, as replicas received it when they registered."""
+    told = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(told.values(), default=0))
     return wanted or context.target_num_replicas, {}
 
 
-def engine_command(config: RayConfig, group: Group, host: str) -> list[str]:
-    """What a replica starts at ``host``, with words in braces for the rest."""
+def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str]:
+    """The command of an engine at ``host``, with placeholders in braces."""
     if group.engines.command:
         return list(group.engines.command)
     args = list(group.engines.args)
     if group.role is not None:
-        args = [*_of_role(config, group.role, args, host), *args]
+        args = [*_role_args(config, group.role, args, host), *args]
     elif not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
-        args = ["--policy", preset_of(config).engine, *args]
+        args = ["--policy", load_policy_preset(config).engine, *args]
     quiet = "--disable-uvicorn-access-log"
     if quiet not in args:
-        args.append(quiet)  # it is asked for its health twice a second
+        args.append(quiet)  # health checks come twice a second
     serve_it = [sys.executable, "-m", "sojourn_server.cli", "serve", config.model]
     return [*serve_it, "--host", "{host}", "--port", "{port}", *args]
 
 
-def _of_role(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
+def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
     assert config.pairs.store is not None, "the configuration was checked"
     own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
     own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
@@ -122,7 +121,7 @@ def _of_role(config: RayConfig, role: str, args: Sequence[str], host: str) -> li
 
 
 def _node_name() -> str:
-    """Of this node of Ray's, another one for each."""
+    """A unique name of this Ray node."""
     node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["NodeID"] == node_id and node.get("NodeName"):
@@ -130,53 +129,55 @@ def _node_name() -> str:
     return str(node_id)
 
 
-def build_gateway(config: RayConfig) -> tuple[Gateway, RayDecider, Starlette]:
-    """A gateway replica's application: the one of one machine, with another decider."""
-    preset = None if config.in_pairs else preset_of(config)
+def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
+    """The ASGI application of a gateway replica: that of one machine with a remote coordinator."""
+    preset = None if config.in_pairs else load_policy_preset(config)
     options = GatewayOptions(
-        policy=preset.name if preset is not None else POLICY,
-        engine_key=key_of(config.keys.engine, "keys.engine"),
-        admin_key=key_of(config.keys.admin, "keys.admin"),
+        policy=preset.name if preset is not None else PAIR_POLICY,
+        engine_key=read_key(config.keys.engine, "keys.engine"),
+        admin_key=read_key(config.keys.admin, "keys.admin"),
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
     )
-    # Some a gateway gives itself: it sends to homes that it knows, and while the coordinator is away.
-    homes = {*reasons_of(preset), "home", "sent_by_gateway"} if preset is not None else set(REASONS)
-    books = Books({*homes, "coordinator_away"})
-    replicas = Replicas()
-    decider = RayDecider(ActorCalls(config), replicas)
-    decider.on_decided = books.decided
-    gateway = Gateway(decider, replicas, tenants_of(config), options, books, uses=decider.uses)
+    # A gateway adds reasons of its own: for known homes, and without the coordinator.
+    homes = {*routing_reasons(preset), "home", "sent_by_gateway"} if preset is not None else set(PAIR_REASONS)
+    metrics = GatewayMetrics({*homes, "coordinator_away"})
+    replicas = ReplicaAddresses()
+    routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
+    routing_backend.on_request_decision = metrics.decided
+    gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
     headers = {"Authorization": f"Bearer {options.engine_key}"} if options.engine_key else {}
-    gateway.watch = RayWatch(decider, lambda url: _lives(gateway.session(), url, headers))
+    gateway.monitor = RayEngineMonitor(
+        routing_backend, lambda url: _is_alive(gateway.session(), url, headers)
+    )
 
-    def on_home(key: Key, before: Home | None, home: Home) -> None:
-        # Another gateway has sent the program there; what was said of it here follows it.
+    def on_affinity_change(key: Key, before: Home | None, home: Home) -> None:
+        # Another gateway sent the program there; its events at this gateway follow.
         if before is None:
-            gateway.news.settled(key, home[0])
+            gateway.forwarder.settled(key, home[0])
         else:
-            gateway.news.moved(key, home[0])
+            gateway.forwarder.moved(key, home[0])
 
-    decider.on_home = on_home
+    routing_backend.on_affinity_change = on_affinity_change
 
     def beside() -> list[Awaitable[Any]]:
-        running: list[Awaitable[Any]] = [decider.run()]
+        running: list[Awaitable[Any]] = [routing_backend.run()]
         if config.direct_port is not None:
-            running.append(listen(app, config.host, config.direct_port))
+            running.append(serve_http(app, config.host, config.direct_port))
         return running
 
     app = gateway.app(beside)
-    return gateway, decider, app
+    return gateway, routing_backend, app
 
 
-def tenants_of(config: RayConfig) -> Tenants:
-    """Whose keys are known. Raises ``TenantsError``, ``ConfigError``."""
+def load_tenants(config: RayConfig) -> TenantKeys:
+    """The configured keys. Raises ``TenantKeysError``, ``ConfigError``."""
     if config.tenants is not None:
-        return read_tenants(Path(config.tenants))
-    key = key_of(config.keys.api, "keys.api")
-    return Tenants({key: EVERYBODY} if key else None)
+        return load_tenant_keys(Path(config.tenants))
+    key = read_key(config.keys.api, "keys.api")
+    return TenantKeys({key: DEFAULT_TENANT} if key else None)
 
 
-async def _lives(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> bool:
+async def _is_alive(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> bool:
     try:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         async with session.get(f"{url}/health", headers=headers, timeout=timeout) as answer:
@@ -192,18 +193,18 @@ def application(config: RayConfig) -> Any:
         gateway_class(document),
         name=GATEWAY,
         num_replicas=config.gateways,
-        max_ongoing_requests=MOST_ONGOING,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=STREAM_GRACE_S,
     )
-    # Engines are bound to it only so that they are deployed with it: tokens do not go through Serve.
-    return gateway.bind(*(_deployment(group).bind(document, group.name) for group in config.groups))
+    # Engines are bound only to be deployed together; tokens do not pass through Serve.
+    return gateway.bind(*(_engine_deployment(group).bind(document, group.name) for group in config.groups))
 
 
-def _deployment(group: Group) -> Any:
-    """Of engines of one kind."""
+def _engine_deployment(group: EngineGroup) -> Any:
+    """A deployment of one group of engines."""
     engines = group.engines
     number: dict[str, Any] = {"num_replicas": engines.min}
     if engines.scales:
@@ -212,12 +213,12 @@ def _deployment(group: Group) -> Any:
                 min_replicas=engines.min,
                 max_replicas=engines.max or engines.min,
                 initial_replicas=engines.min,
-                # The coordinator has waited already where it is worth waiting.
+                # The coordinator has waited already where that pays.
                 upscale_delay_s=0.0,
                 downscale_delay_s=0.0,
                 metrics_interval_s=1.0,
                 look_back_period_s=2.0,
-                policy=AutoscalingPolicy(policy_function=follow_the_coordinator),  # type: ignore[no-untyped-call]
+                policy=AutoscalingPolicy(policy_function=autoscaling_policy),  # type: ignore[no-untyped-call]
             )
         }
     return serve.deployment(
@@ -231,7 +232,7 @@ def _deployment(group: Group) -> Any:
         },
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=engines.drain_s + END_S + 10.0,
+        graceful_shutdown_timeout_s=engines.drain_s + STOP_GRACE_S + 10.0,
         **number,
     )
 
@@ -242,7 +243,7 @@ def gateway_class(document: dict[str, Any]) -> type[Any]:
     def build_app() -> Starlette:
         config = parse_config(document, source="the deployment")
         if config.on_loopback:
-            keep_to_loopback()
+            restrict_to_loopback()
         return build_gateway(config)[2]
 
     ingress: type[Any] = serve.ingress(build_app)()
@@ -256,5 +257,5 @@ def build(args: dict[str, Any]) -> Any:
 
 
 def log_dir() -> Path:
-    """Where engines write if nobody says otherwise."""
+    """Default folder for engines' logs."""
     return Path(tempfile.gettempdir()) / f"sojourn-{getpass.getuser()}" / "engines"

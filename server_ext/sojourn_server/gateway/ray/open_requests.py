@@ -1,4 +1,4 @@
-"""Requests of one gateway that are not over, and where those go that nobody else can be asked about."""
+"""Requests in progress at one gateway, and decisions about them without the coordinator."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core import facts
-from ..http.ticket import Ticket
-from ..pd.facts import Role, SendPair
-from .messages import Place
+from ...routing import routing_events
+from ...routing.routing_events import PairRole, SendRequestToPair
+from ..http.gateway_request_state import GatewayRequestState
+from .coordinator_messages import ReplicaInfo
 
-MOST_WAIT_AWAY_S = 60.0
-"""A request is refused where no replica is known for so long."""
-MOST_FAILURES = 3
-MOST_FAILURES_COMPUTING = 2
-"""Of these, those at replicas that had taken the request in."""
-COUNT_EVERY_S = 0.25
-"""Between two counts of what was sent where: to decide one request is not to look at all others."""
+MAX_WAIT_WITHOUT_REPLICA_S = 60.0
+"""A request is rejected after this time without a known replica."""
+MAX_FAILURES = 3
+MAX_FAILURES_AFTER_ACCEPT = 2
+"""Of these, failures at replicas that had accepted the request."""
+LOAD_COUNT_INTERVAL_S = 0.25
+"""Interval between two counts of requests per replica, so that a decision does not count all."""
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One of them."""
+    """A request in progress."""
 
-    asked: facts.Asked
-    ticket: Ticket
+    asked: routing_events.RequestReceived
+    request_state: GatewayRequestState
     since_s: float
     sent_to: str | None = None
     prefill_id: str | None = None
-    """Of a pair, the engine that is at its prompt still; it was sent there first."""
+    """Its prefill engine, while that is computing the prompt."""
     began: bool = False
-    placed_here: bool = False
-    """While the coordinator was away: what it says of where to is about what it did not know."""
+    placed_locally: bool = False
+    """Decided without the coordinator: its later decision is based on an outdated state."""
     refused: bool = False
-    """Here: nothing more is to be decided."""
+    """Rejected by this gateway: nothing more is to be decided."""
     failed_at: list[str] = field(default_factory=list)
     failures_computing: int = 0
-    """Of these, how often the replica had taken it in."""
+    """Of these, failures at replicas that had accepted it."""
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
@@ -45,20 +45,20 @@ class OpenRequest:
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
-        """It counts on this replica."""
+        """Whether it depends on this replica."""
         return replica_id in (self.sent_to, self.prefill_id)
 
-    def goes(self, send: facts.Send | None) -> None:
-        """It is sent there; ``None``: nowhere for now."""
+    def goes(self, send: routing_events.SendRequest | None) -> None:
+        """Record where it is sent; ``None``: nowhere for now."""
         self.sent_to = send.replica_id if send is not None else None
-        self.prefill_id = send.prefill_id if isinstance(send, SendPair) else None
+        self.prefill_id = send.prefill_id if isinstance(send, SendRequestToPair) else None
 
-    def as_it_is(self) -> facts.Asked | facts.Sent:
-        """As somebody hears of it who knows nothing of it."""
+    def as_event(self) -> routing_events.RequestReceived | routing_events.RequestSent:
+        """The event that introduces it to a coordinator that does not know it."""
         asked = self.asked
         if self.sent_to is None:
             return asked
-        return facts.Sent(
+        return routing_events.RequestSent(
             asked.request_id,
             self.sent_to,
             asked.tenant,
@@ -74,43 +74,43 @@ class OpenRequest:
 
 
 class OpenRequests(Mapping[str, OpenRequest]):
-    """By request id, in the order in which they came."""
+    """By request id, in order of arrival."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._sent: Counter[str] = Counter()
-        """How many each replica has, as counted at ``_counted_s`` and decided since."""
-        self._counted_s: float | None = None
+        """Requests per replica: counted at ``_last_count_s``, plus decisions since."""
+        self._last_count_s: float | None = None
 
-    def add(self, asked: facts.Asked, now: float) -> OpenRequest:
-        """One more, and a ticket for it."""
-        one = OpenRequest(asked, Ticket(asked.request_id), now)
+    def add(self, asked: routing_events.RequestReceived, now: float) -> OpenRequest:
+        """Add a request."""
+        one = OpenRequest(asked, GatewayRequestState(asked.request_id), now)
         self._open[asked.request_id] = one
         return one
 
     def remove(self, request_id: str) -> None:
-        """It is over. One that is not there is left aside."""
+        """Remove a request, if it is there."""
         self._open.pop(request_id, None)
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
-        """Those that a replica has."""
+        """Requests at a replica."""
         return [one for one in self._open.values() if one.is_at(replica_id)]
 
     def decide(
-        self, one: OpenRequest, places: Mapping[str, Place], home: str | None, now: float
-    ) -> facts.Send | facts.Refuse | None:
-        """Where one of them goes that the coordinator cannot be asked about; ``None``: it waits on.
+        self, one: OpenRequest, places: Mapping[str, ReplicaInfo], home: str | None, now: float
+    ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
+        """Decide about a request without the coordinator; ``None``: it keeps waiting.
 
-        Home (``home``) where that may be, else to the replica that this gateway has sent the least to, to
-        none that it has failed at.
+        It goes to its home if possible, else to the replica that this gateway has sent the fewest requests;
+        never to one where it failed.
         """
         request_id = one.asked.request_id
-        if len(one.failed_at) >= MOST_FAILURES:
+        if len(one.failed_at) >= MAX_FAILURES:
             message = f"{len(one.failed_at)} replicas in turn did not answer"
-            return facts.Refuse(request_id, 502, "replicas_failed", message, 1.0)
-        if one.failures_computing >= MOST_FAILURES_COMPUTING:
-            message = f"{one.failures_computing} replicas took it in and did not answer it"
-            return facts.Refuse(request_id, 502, "replicas_failed", message, 1.0)
+            return routing_events.RejectRequest(request_id, 502, "replicas_failed", message, 1.0)
+        if one.failures_computing >= MAX_FAILURES_AFTER_ACCEPT:
+            message = f"{one.failures_computing} replicas accepted it and did not answer"
+            return routing_events.RejectRequest(request_id, 502, "replicas_failed", message, 1.0)
         usable = [
             place
             for place in places.values()
@@ -120,16 +120,16 @@ class OpenRequests(Mapping[str, OpenRequest]):
             return self._waits(one, now)
         sent = self._count(now)
         decided = self._chosen(one, places, usable, sent, home, now)
-        if isinstance(decided, facts.Send):
+        if isinstance(decided, routing_events.SendRequest):
             sent[decided.replica_id] += 1
-            if isinstance(decided, SendPair) and decided.prefill_id is not None:
+            if isinstance(decided, SendRequestToPair) and decided.prefill_id is not None:
                 sent[decided.prefill_id] += 1
         return decided
 
     def _count(self, now: float) -> Counter[str]:
-        """Counted once for all that are decided together."""
-        if self._counted_s is None or not 0 <= now - self._counted_s < COUNT_EVERY_S:
-            self._counted_s = now
+        """Counted once for all requests that are decided together."""
+        if self._last_count_s is None or not 0 <= now - self._last_count_s < LOAD_COUNT_INTERVAL_S:
+            self._last_count_s = now
             self._sent.clear()
             for one in self._open.values():
                 for replica_id in {one.sent_to, one.prefill_id} - {None}:
@@ -139,12 +139,12 @@ class OpenRequests(Mapping[str, OpenRequest]):
     def _chosen(
         self,
         one: OpenRequest,
-        places: Mapping[str, Place],
-        usable: Sequence[Place],
+        places: Mapping[str, ReplicaInfo],
+        usable: Sequence[ReplicaInfo],
         sent: Mapping[str, int],
         home: str | None,
         now: float,
-    ) -> facts.Send | facts.Refuse | None:
+    ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         if any(place.paths is not None for place in places.values()):
             return self._pair(one, usable, sent, now)
         chosen = min(
@@ -152,26 +152,26 @@ class OpenRequests(Mapping[str, OpenRequest]):
             key=lambda place: (place.replica_id != home, not place.takes_new, sent[place.replica_id]),
         ).replica_id
         moved_from = home if home is not None and home != chosen else None
-        return facts.Send(one.asked.request_id, chosen, "coordinator_away", moved_from)
+        return routing_events.SendRequest(one.asked.request_id, chosen, "coordinator_away", moved_from)
 
-    def _waits(self, one: OpenRequest, now: float) -> facts.Refuse | None:
-        if now - one.since_s < MOST_WAIT_AWAY_S:
+    def _waits(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
+        if now - one.since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
-        message = "no replica is known that could answer, and nobody who knows more"
-        return facts.Refuse(one.asked.request_id, 503, "coordinator_away", message, 5.0)
+        message = "no replica is known, and the coordinator is away"
+        return routing_events.RejectRequest(one.asked.request_id, 503, "coordinator_away", message, 5.0)
 
     def _pair(
-        self, one: OpenRequest, usable: Sequence[Place], sent: Mapping[str, int], now: float
-    ) -> facts.Send | facts.Refuse | None:
-        """Of each role the engine that this gateway has sent the least to; the prefill side reads."""
-        chosen: dict[Role, Place] = {}
+        self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
+    ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
+        """The least used engine of each role; the prefill side reads."""
+        chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:
                 chosen.setdefault(place.paths.role, place)
-        prefill, decode = chosen.get(Role.PREFILL), chosen.get(Role.DECODE)
+        prefill, decode = chosen.get(PairRole.PREFILL), chosen.get(PairRole.DECODE)
         if prefill is None or decode is None or decode.paths is None:
             return self._waits(one, now)
-        return SendPair(
+        return SendRequestToPair(
             one.asked.request_id,
             decode.replica_id,
             "coordinator_away",

@@ -1,18 +1,18 @@
-"""Other people's records of agent runs, made into traces."""
+"""Imports of agent runs from other records: OpenTelemetry spans and sojourn's ledgers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..schema import TraceProgram
+from ..trace_schema import TraceProgram
 
 
-class Imported(NamedTuple):
-    """What an import gave."""
+class ImportedTrace(NamedTuple):
+    """Result of an import."""
 
     programs: list[TraceProgram]
     notes: list[str]
     """What was left out or inferred, one line each."""
 
 
-__all__ = ["Imported"]
+__all__ = ["ImportedTrace"]

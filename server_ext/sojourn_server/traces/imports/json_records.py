@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schema import TraceError
+from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
 """Between records; some writers leave commas."""

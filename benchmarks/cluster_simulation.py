@@ -1,0 +1,436 @@
+"""Several replicas in the lab: MORI's DP = 3, SAGA's ten tenants, and how far it goes.
+
+    python benchmarks/cluster_simulation.py --only mori scale --traces traces --hours 0.2 --cache kept
+    python benchmarks/cluster_simulation.py --only tenants --jobs 1 --cache cluster-cache
+
+Three parts, ``--only`` some of them:
+
+mori     MORI §6.2 with three replicas: h200, qwen3-30b-a3b, a closed loop of 20, 50 and 80 programs a
+         replica. Output tokens a second of ``mori`` against ThunderAgent's router before offloading
+         engines (TA+O) and a prefix-aware router before the same; utilisation, and programs that move.
+tenants  SAGA §9.6: ten tenants at 80 % load, on the paper's model and devices. What a policy does at most is
+         found by having all programs there at once; the best of them is 100 %. Then Poisson arrivals:
+         programs done within 1.5 times what they take alone, for each tenant; utilisation with and
+         without stealing; moves; SAGA's table 4. A page of its own, cluster_tenants.
+scale    64 replicas and 500 programs: what a virtual second costs.
+
+Writes cluster_simulation.json, .md and .svg into ``--out``, and cluster_tenants likewise; text between the
+marks of an .md was written by hand and stays. Finished runs are kept in ``--cache``, so that an
+interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from result_pages import FIRST_WORDS, less, made_by, marked, write_page
+from rich.console import Console
+from sojourn_server.cli.console import write_json
+from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.simulator.report.results_file import made_with
+from sojourn_server.simulator.report.run_row import OVERALL, RunRow
+from sojourn_server.simulator.run_cache import RunCache
+from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.workloads.saga_workloads import TENANTS
+
+Run = Callable[[Sequence[RunSpec]], list[RunRow]]
+
+PARTS = ("mori", "tenants", "scale")
+MORI_POLICIES = (
+    "mori/mori", "thunderagent/thunderagent-offload", "prefix-affinity/lru-offload", "prefix-affinity/stock",
+)  # fmt: skip
+BASELINES = MORI_POLICIES[1:3]
+"""What ``mori`` is held against."""
+PUBLISHED = "+54 to +79 % tokens a second over the baselines, ≥ 99 % busy at 80, ≤ 2.9 % of programs change"
+AT_MOST_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "saga/saga")
+"""Of whom it is asked what they do at most."""
+TENANT_POLICIES = (
+    "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
+    "saga-no-affinity/saga", "saga-no-stealing/saga", "saga-no-shares/saga",
+)  # fmt: skip
+"""Under load: whole systems, and SAGA without a part of its gateway."""
+ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
+"""The same with its engines as printed: whole, and without a part."""
+LESS_POLICIES = TENANT_POLICIES[:2]
+"""Under less load."""
+WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
+"""What an ablation is held against, by how its name begins."""
+TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
+"""SAGA §8: Llama-3-70B on four A100 an instance."""
+SEEN = 300
+"""Programs that have ended before: SAGA profiles its agents (§6.1)."""
+AT_ONCE_PER_S = 1000.0
+"""Arrivals a second that make all programs be there at once."""
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--traces", type=Path, help="folder of the recorded traces, for mori")
+    parser.add_argument("--workloads", nargs="+", help="for mori, instead: traces, or synthetic:NAME")
+    parser.add_argument("--hours", type=float, default=1.0, help="virtual, of each of mori's runs")
+    parser.add_argument("--each", type=int, nargs="+", default=[20, 50, 80], help="mori's programs a replica")
+    parser.add_argument("--replicas", type=int, default=3, help="mori's")
+    parser.add_argument("--tenant-replicas", type=int, default=3)
+    parser.add_argument("--tenant-programs", type=int, default=48, help="in all")
+    parser.add_argument("--load", type=float, default=0.8, help="of what the best policy does at most")
+    parser.add_argument("--less-load", type=float, default=0.56, help="0.8 of what pays 30 %%; 0: leave out")
+    parser.add_argument("--no-engines", action="store_true", help="leave out SAGA's engines without a part")
+    parser.add_argument("--scale-replicas", type=int, default=64)
+    parser.add_argument("--scale-programs", type=int, default=500, help="at once, on all of them")
+    parser.add_argument("--scale-s", type=float, default=60.0, help="virtual seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument("--cache", help="folder in which finished runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
+    return parser.parse_args(given)
+
+
+MORI_TRACES = ("kvct_v6_claude_code.jsonl.gz",)
+"""MORI's own load."""
+LONG_CONTEXTS = "synthetic:dualpath-64k"
+"""Beside it, with the fewest programs a replica."""
+
+
+def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
+    """Load after load, policies in their order."""
+    workloads = options.workloads
+    if workloads is None:
+        if options.traces is None:
+            sys.exit("mori needs --traces, a folder of recorded traces, or --workloads")
+        workloads = [*(str(options.traces / name) for name in MORI_TRACES), LONG_CONTEXTS]
+    return [
+        RunSpec(
+            policy=policy, workload=workload, hardware="h200", model="qwen3-30b-a3b",
+            replicas=options.replicas, programs=options.replicas * each, until_s=3600.0 * options.hours,
+            seed=options.seed,
+        )
+        for workload in workloads
+        # Contexts of 64,000 tokens take an hour of these cores for each hour that is played.
+        for each in (options.each[:1] if workload == LONG_CONTEXTS else options.each)
+        for policy in MORI_POLICIES
+    ]  # fmt: skip
+
+
+def tenant_spec(options: argparse.Namespace, policy: str, rate_per_s: float) -> RunSpec:
+    """Ten tenants until all have finished."""
+    return RunSpec(
+        policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
+        tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
+        rate_per_s=rate_per_s, until_s=None, seed=options.seed, seen=SEEN,
+    )  # fmt: skip
+
+
+def scale_spec(options: argparse.Namespace) -> RunSpec:
+    return RunSpec(
+        policy="sojourn/stock", workload="synthetic:continuum-bfcl", replicas=options.scale_replicas,
+        programs=options.scale_programs, until_s=options.scale_s, seed=options.seed,
+    )  # fmt: skip
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    began = time.monotonic()
+    kept = RunCache(options.cache) if options.cache else None
+
+    def run(specs: Sequence[RunSpec]) -> list[RunRow]:
+        return run_with_progress(specs, processes=options.jobs, kept=kept).rows
+
+    if {"mori", "scale"} & set(options.only):
+        write_cluster(options, run, began)
+    if "tenants" in options.only:
+        write_tenants(options, run, began)
+
+
+def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
+    """MORI's replicas and the scale."""
+    sections: list[str] = []
+    rows_of: dict[str, list[RunRow]] = {}
+    if "mori" in options.only:
+        rows_of["mori"] = run(mori_specs(options))
+        sections += mori_section(rows_of["mori"])
+    if "scale" in options.only:
+        rows_of["scale"] = run([scale_spec(options)])
+        sections += scale_section(rows_of["scale"][0])
+    found = {name: [msgspec.to_builtins(row) for row in rows] for name, rows in rows_of.items()}
+    write(
+        options,
+        "cluster_simulation",
+        "Several replicas in the lab",
+        "tokens a second",
+        found,
+        sections,
+        rows_of,
+        began,
+    )
+
+
+def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
+    """SAGA's tenants."""
+    at_once = run([tenant_spec(options, policy, AT_ONCE_PER_S) for policy in AT_MOST_POLICIES])
+
+    def under(load: float, policies: Sequence[str]) -> list[RunRow]:
+        rate_per_s = rate_of(at_once, load)
+        return run([tenant_spec(options, policy, rate_per_s) for policy in policies])
+
+    rows = under(options.load, TENANT_POLICIES)
+    less_rows = under(options.less_load, LESS_POLICIES) if options.less_load else []
+    if not options.no_engines:
+        rows += under(options.load, ENGINE_POLICIES)
+    found = {
+        "rates_per_s": {load: rate_of(at_once, load) for load in (options.load, options.less_load) if load},
+        "at_once": [msgspec.to_builtins(row) for row in at_once],
+        "under_load": [msgspec.to_builtins(row) for row in rows],
+        "under_less_load": [msgspec.to_builtins(row) for row in less_rows],
+    }
+    sections = at_most_section(at_once)
+    sections += tenant_section(rows, options.load, rate_of(at_once, options.load))
+    if less_rows:
+        sections += tenant_section(less_rows, options.less_load, rate_of(at_once, options.less_load))
+    title = "SAGA's ten tenants in the lab"
+    write(options, "cluster_tenants", title, "programs in time", found, sections, {"tenants": rows}, began)
+
+
+def rate_of(at_once: Sequence[RunRow], load: float) -> float:
+    """Programs a second that are so much of what the best does at most."""
+    most = max(row.programs_per_hour or 0.0 for row in at_once)
+    return round(load * most / 3600.0, 6)
+
+
+def write(
+    options: argparse.Namespace,
+    name: str,
+    title: str,
+    drawing: str,
+    found: dict[str, Any],
+    sections: Sequence[str],
+    rows_of: dict[str, list[RunRow]],
+    began: float,
+) -> None:
+    """A page, its figures and its drawing."""
+    made = made_with(sys.argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_json({"made_with": msgspec.to_builtins(made), **found}, str(options.out / f"{name}.json"))
+    drawn = draw(rows_of, options.out / f"{name}.svg")
+    lines = [
+        f"# {title}",
+        "",
+        "Generated by the command below, but for what is between the marks.",
+        "",
+        made_by(made, time.monotonic() - began),
+        "",
+        *([f"![{drawing}]({name}.svg)", ""] if drawn else []),
+        *sections,
+        "## What this says",
+        "",
+        "{by hand}",
+        "",
+    ]
+    text = "\n".join(lines)
+    write_page(options.out / f"{name}.md", text, FIRST_WORDS)
+    Console().print(text, highlight=False, markup=False)
+
+
+def mori_section(rows: Sequence[RunRow]) -> list[str]:
+    """A line a load and policy."""
+    first = rows[0]
+    lines = []
+    for row in rows:
+        same = {
+            other.policy: other
+            for other in rows
+            if (other.workload, other.programs) == (row.workload, row.programs)
+        }
+        against = [
+            less(row.output_tok_per_s or 0.0, same[name].output_tok_per_s or 0.0) if name in same else "–"
+            for name in BASELINES
+        ]
+        lines.append(
+            [
+                row.trace,
+                f"{row.programs // (row.replicas or 1)}",
+                f"`{row.policy}`",
+                f"{row.output_tok_per_s:,.0f}",
+                *("" if row.policy == name else cell for name, cell in zip(BASELINES, against, strict=True)),
+                f"{row.ttft_s.mean:.1f}" if row.ttft_s.mean is not None else "–",
+                _busy(row),
+                _changed(row),
+                f"{row.regenerated_tokens / max(1, row.prompt_tokens):.1%}",
+            ]
+        )
+    head = [
+        "load", "a replica", "policy", "output tok/s", *(f"against `{name}`" for name in BASELINES),
+        "TTFT, s", "busy: least, mean", "programs that moved; moves each", "computed again",
+    ]  # fmt: skip
+    return [
+        "## MORI's DP = 3",
+        "",
+        f"{first.replicas} replicas of {first.hardware} with {first.model}, a KV pool of "
+        f"{first.pool_blocks * first.block_size:,} tokens each, closed loop, {first.virtual_s:,.0f} virtual "
+        f"s, seed {first.seed}. The paper: {PUBLISHED}.",
+        "",
+        marked(head, lines),
+        "",
+    ]
+
+
+def at_most_section(rows: Sequence[RunRow]) -> list[str]:
+    """Who does how much at most."""
+    first = rows[0]
+    most = max(row.programs_per_hour or 0.0 for row in rows)
+    lines = [
+        [
+            f"`{row.policy}`",
+            f"{row.programs_per_hour:,.1f}",
+            less(row.programs_per_hour or 0.0, most),
+            f"{row.output_tok_per_s:,.0f}",
+            f"{row.completion_s.mean:,.0f}" if row.completion_s.mean is not None else "–",
+            _again(row),
+            _changed(row),
+            _busy(row, spread=True),
+        ]
+        for row in rows
+    ]
+    head = [
+        "policy", "programs/h", "against the best", "output tok/s", "completion, s", "computed again",
+        "programs that moved; moves each", "busy: least to most",
+    ]  # fmt: skip
+    return [
+        "## All there at once",
+        "",
+        f"{first.replicas} replicas of {first.hardware} with {first.model}, a KV pool of "
+        f"{first.pool_blocks * first.block_size:,} tokens each, {first.programs} programs in all, seed "
+        f"{first.seed}. Programs an hour until the last has ended; the best is taken for the batch-optimal "
+        "order. SAGA pays 30 % of that (its table 8).",
+        "",
+        marked(head, lines),
+        "",
+    ]
+
+
+def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> list[str]:
+    """Who is in time at ``load`` of what the best does at most."""
+    means = {row.policy: row.completion_s.mean for row in rows}
+    lines = [
+        [
+            f"`{row.policy}`",
+            _met(row, [OVERALL]),
+            *(
+                _met(row, [name for name in row.slo_attainment or {} if name.startswith(f"{kind}-")])
+                for kind, *_ in TENANTS
+            ),
+            f"{row.completion_s.mean:,.0f}" if row.completion_s.mean is not None else "–",
+            _against_whole(row.policy, means),
+            _busy(row, spread=True),
+            _changed(row),
+            _again(row),
+        ]
+        for row in rows
+    ]
+    head = [
+        "policy", "in time: all", *(f"{kind} tenants" for kind, *_ in TENANTS), "completion, s",
+        "against the whole", "busy: least to most", "programs that moved; moves each", "computed again",
+    ]  # fmt: skip
+    return [
+        f"## At {load:.0%} of the best",
+        "",
+        f"Poisson arrivals, {rate_per_s:.3g} programs a second. In time: within 1.5 times what a program "
+        "takes alone on an empty replica; of a kind, the mean of its tenants. The paper: SAGA 99.2 % "
+        "of all, 99.1, 99.4 and 98.7 % of heavy, medium and light tenants; vLLM 67.3 %. Its table 4: "
+        "completion +96 % without affinity, +31 % without stealing, +8 % without shares, +54 % without its "
+        "eviction, +42 % without times-to-live, +19 % without prefetch.",
+        "",
+        marked(head, lines),
+        "",
+    ]
+
+
+def _against_whole(policy: str, means: dict[str, float | None]) -> str:
+    """An ablation's mean completion beside that of what it is a part of."""
+    for begins, whole in WHOLE.items():
+        mine, its = means.get(policy), means.get(whole)
+        if policy.startswith(begins) and mine is not None and its is not None:
+            return less(mine, its)
+    return ""
+
+
+def scale_section(row: RunRow) -> list[str]:
+    """What one large run took."""
+    turns = sum(replica.turns for replica in row.per_replica)
+    return [
+        "## Scale",
+        "",
+        f"{row.replicas} replicas, {row.programs:,} programs at once under `{row.policy}`: "
+        f"{row.virtual_s:,.0f} virtual s took {row.wall_s:,.0f} s, {row.steps:,} steps and {turns:,} turns; "
+        f"{row.virtual_s / row.wall_s:.2f} virtual s a second on one core.",
+        "",
+    ]
+
+
+def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
+    """Tokens a second by load, and programs in time by policy. False: there is nothing to draw."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
+    parts = [name for name in ("mori", "tenants") if name in rows_of]
+    if not parts:
+        return False
+    figure = Figure(figsize=(6.5 * len(parts), 4.0), layout="constrained")
+    axes = figure.subplots(1, len(parts), squeeze=False)[0]
+    for axis, part in zip(axes, parts, strict=True):
+        rows = rows_of[part]
+        if part == "mori":
+            trace = rows[0].trace
+            for policy in dict.fromkeys(row.policy for row in rows):
+                mine = [row for row in rows if (row.policy, row.trace) == (policy, trace)]
+                axis.plot(
+                    [row.programs / (row.replicas or 1) for row in mine],
+                    [row.output_tok_per_s or 0.0 for row in mine],
+                    marker="o",
+                    label=policy,
+                )
+            axis.set(
+                title=trace, xlabel="programs a replica", ylabel="output tokens a second", ylim=(0, None)
+            )
+            axis.legend(frameon=False)
+        else:
+            names = [row.policy for row in rows]
+            shares = [100 * (row.slo_attainment or {}).get(OVERALL, 0.0) for row in rows]
+            axis.barh(names, shares)
+            axis.invert_yaxis()
+            axis.set(title="ten tenants", xlabel="programs in time, %", xlim=(0, 100))
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    return True
+
+
+def _met(row: RunRow, tenants: Sequence[str]) -> str:
+    """The share in time, tenants alike whatever they sent."""
+    known = [(row.slo_attainment or {})[name] for name in tenants if name in (row.slo_attainment or {})]
+    return f"{sum(known) / len(known):.1%}" if known else "–"
+
+
+def _again(row: RunRow) -> str:
+    return f"{row.regenerated_tokens / max(1, row.prompt_tokens):.1%}"
+
+
+def _busy(row: RunRow, *, spread: bool = False) -> str:
+    used = row.utilisation
+    if used is None:
+        return "–"
+    return f"{used.min:.1%} to {used.max:.1%}" if spread else f"{used.min:.1%}, {used.mean:.1%}"
+
+
+def _changed(row: RunRow) -> str:
+    changes = row.replica_changes
+    return "–" if changes is None else f"{changes.programs_share:.1%}; {changes.per_program:.2f}"
+
+
+if __name__ == "__main__":
+    main()

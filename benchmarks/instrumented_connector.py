@@ -1,0 +1,60 @@
+"""Our paths connector with a window in it, loaded by name in the engines of a benchmark.
+
+It listens on a Unix socket in the folder that ``prefill_decode_engines.WATCHES`` names and answers each line
+of JSON with one: ``{}`` returns the bytes that the links moved and the seconds that steps waited;
+``{"layerwise": false}`` also sets the worker's switch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefill_decode_engines import WATCHES
+from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+
+
+class WatchedPaths(PathsConnector):
+    """As the product's; nothing is decided here."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """As the product's."""
+        super().register_kv_caches(kv_caches)
+        line = socket.socket(socket.AF_UNIX)
+        line.bind(str(Path(os.environ[WATCHES]) / f"{self.settings.store_name}.watch"))
+        line.listen()
+        threading.Thread(target=self._take_in, args=(line,), daemon=True).start()
+
+    def _take_in(self, line: socket.socket) -> None:
+        while True:
+            client, _ = line.accept()
+            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        with client, client.makefile("rw") as lines:
+            for asked in lines:
+                lines.write(json.dumps(self._look(json.loads(asked))) + "\n")
+                lines.flush()
+
+    def _look(self, asked: dict[str, Any]) -> dict[str, Any]:
+        worker, traffic = self._worker, self._traffic
+        assert worker is not None
+        assert traffic is not None
+        if "layerwise" in asked:
+            worker.layerwise = asked["layerwise"]
+        return {
+            "links": {
+                name: {"moved_bytes": link.moved_bytes, "queued_bytes": link.queued_bytes}
+                for name, link in traffic.links().items()
+            },
+            "times": asdict(worker.times),
+            "open": worker.open_operations,
+            "clean": traffic.do(lambda now: traffic.core.is_clean),
+            "block_bytes": self.settings.identity.block_bytes,
+            "counts": {**traffic.core.transfer_context.counts, **worker.counts},
+        }

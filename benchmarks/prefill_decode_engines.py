@@ -1,0 +1,211 @@
+"""Real engines for the benchmarks of prefill and decode: started together, looked into, stopped."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from sojourn_server.launch.engine_server import EngineServer, ServerStartError
+from sojourn_server.models import resolve_model
+from sojourn_server.routing.routing_events import PairRole
+
+HERE = Path(__file__).parent
+BLOCK_TOKENS = 32
+PATIENCE_S = 300.0
+WATCHES = "SOJOURN_PD_WATCH"
+"""The environment's name for the folder of the connectors' windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Of all engines of a run. Rates in bytes a second, ``None``: as fast as it goes."""
+
+    model: str
+    storage_rate: float | None = None
+    compute_rate: float | None = None
+    pool_tokens: int
+    """KV memory of each, and the longest context."""
+    buffer_bytes: int
+    batched_tokens: int = 1024
+    threads: dict[PairRole, int] = field(default_factory=dict)
+    """That compute; one where nothing is said."""
+    storing: tuple[PairRole, ...] = (PairRole.PREFILL, PairRole.DECODE)
+    """Who stores the Full Blocks of what it does."""
+
+
+class Look(NamedTuple):
+    """What one engine's connector says of itself."""
+
+    read_bytes: int
+    """From storage, since it was started."""
+    read_queue_bytes: int
+    sent_bytes: int
+    """To peers."""
+    times: dict[str, float]
+    """As ``TransferStepTimes``."""
+    is_idle: bool
+    block_bytes: int
+    counts: dict[str, int]
+
+
+class Engine:
+    """One engine and its connector's window."""
+
+    def __init__(self, name: str, role: PairRole, settings: EngineSettings, folder: Path) -> None:
+        self.name = name
+        self.role = role
+        self.peer = f"unix:{folder / name}.sock"
+        """Where other engines reach its traffic manager."""
+        self._watch = folder / f"{name}.watch"
+        self._line: socket.socket | None = None
+        self._lock = threading.Lock()
+        self.server = EngineServer(
+            settings.model,
+            policy="stock",
+            serve_args=serve_args(name, role, settings, folder, self.peer),
+            env={
+                "PYTHONHASHSEED": "0",
+                "PYTHONPATH": str(HERE),
+                "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+                # Engines that spin while they wait take the cores from those that work: so no process of its
+                # own for a worker, which spins for a second after each step, and threads that sleep.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(settings.threads.get(role, 1)),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                WATCHES: str(folder),
+            },
+            log_path=folder / f"{name}.log",
+            ready_timeout_s=600.0,
+        )
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def start(self) -> None:
+        """Raises ``ServerStartError`` with as much of the log as has its cause."""
+        try:
+            self.server.start()
+        except ServerStartError as failed:
+            why = str(failed).partition("\n")[0]
+            raise ServerStartError(f"{self.name}: {why}\n{self.server.log_tail(200)}") from None
+
+    def look(self, **asked: Any) -> Look:
+        """What goes on in it; ``asked`` goes to ``WatchedPaths``."""
+        with self._lock:
+            if self._line is None:
+                self._line = socket.socket(socket.AF_UNIX)
+                self._line.settimeout(PATIENCE_S)
+                self._line.connect(str(self._watch))
+                self._lines = self._line.makefile("rw")
+            self._lines.write(json.dumps(asked) + "\n")
+            self._lines.flush()
+            told = json.loads(self._lines.readline())
+        reads = told["links"]["storage read"]
+        return Look(
+            read_bytes=reads["moved_bytes"],
+            read_queue_bytes=reads["queued_bytes"],
+            sent_bytes=told["links"]["compute network"]["moved_bytes"],
+            times=told["times"],
+            is_idle=told["clean"] and not told["open"],
+            block_bytes=told["block_bytes"],
+            counts=told["counts"],
+        )
+
+    def forget(self) -> None:
+        """Nothing of any context is on the device any more: storage is what is left of it."""
+        answer = httpx.post(f"{self.url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
+        answer.raise_for_status()
+
+    def stop(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self.server.stop()
+
+
+def serve_args(
+    name: str, role: PairRole, settings: EngineSettings, folder: Path, peer: str
+) -> tuple[str, ...]:
+    """The engine's flags, of vLLM alone: another way to start one is to be put here."""
+    extra: dict[str, Any] = {
+        "listen": peer,
+        "store": str(folder / "store"),
+        "store_name": name,
+        "store_bytes": 1 << 36,
+        "buffer_bytes": settings.buffer_bytes,
+        "save": role in settings.storing,
+        "keep_on_reset": True,  # what is forgotten between two runs is on the device alone
+        # A machine with other work may hold threads up for a while; nothing fails of that here.
+        "patience_s": 10.0,
+    }
+    for key in ("storage_rate", "compute_rate"):
+        rate = getattr(settings, key)
+        if rate is not None:
+            extra["storage_read_rate" if key == "storage_rate" else key] = rate
+    transfer = {
+        "kv_connector": "WatchedPaths",
+        "kv_connector_module_path": "instrumented_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    blocks = settings.pool_tokens // BLOCK_TOKENS
+    return (
+        "--kv-transfer-config", json.dumps(transfer),
+        "--no-async-scheduling",
+        "--dtype", "float32",
+        "--block-size", str(BLOCK_TOKENS),
+        "--num-gpu-blocks-override", str(blocks + 1),  # one is vLLM's null block
+        # Without it the CPU engine insists on most of the machine's memory; the line above limits it.
+        "--kv-cache-memory-bytes", str(1 << 30),
+        "--max-model-len", str(min(blocks * BLOCK_TOKENS, 16_384)),
+        "--max-num-seqs", "64",
+        "--max-num-batched-tokens", str(settings.batched_tokens),
+    )  # fmt: skip
+
+
+@contextmanager
+def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list[Engine]]:
+    """``pairs`` prefill engines and as many that decode, all at once."""
+    engines = [
+        Engine(f"{letter}{number}", role, settings, folder)
+        for number in range(pairs)
+        for letter, role in (("p", PairRole.PREFILL), ("d", PairRole.DECODE))
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor(len(engines)) as pool:
+        for engine in engines:
+            stack.callback(engine.stop)
+        list(pool.map(Engine.start, engines))
+        yield engines
+
+
+def loud_model(folder: Path) -> str:
+    """One of the shape of ``tiny`` whose next token hangs on all before it: that one says one word again and
+    again, whatever is in its KV."""
+    import torch
+    import transformers
+
+    tiny = resolve_model("tiny")
+    config = transformers.AutoConfig.from_pretrained(tiny)
+    config.tie_word_embeddings = False  # else it likes best to say again what it has just said
+    config.initializer_range = 0.15
+    config.vocab_size = 4096
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return str(folder)
+
+
+def all_idle(engines: Sequence[Engine]) -> bool:
+    """Nothing is open in any connector."""
+    return all(engine.look().is_idle for engine in engines)

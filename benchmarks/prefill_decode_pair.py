@@ -1,0 +1,445 @@
+"""What a second way to storage gives pairs of real engines: links that are slow, contexts that are stored.
+
+    python benchmarks/prefill_decode_pair.py --out benchmarks/results
+    python benchmarks/prefill_decode_pair.py --pairs 2 --out benchmarks/results
+
+Prefill and decode engines of vLLM on this machine's CPU, whose storage links are as slow as ``--megabytes-s``
+makes them, so that reading is what takes time; the model has the shape of ``tiny`` and weights that make each
+token hang on all before it. First every request is computed by a pair that finds nothing stored, and its KV
+stored: what it says then is what it has to say in every arm, or the run fails. Then all are sent at once, on
+their two legs as the gateway sends them, and who reads is chosen by the gateway's core with one policy an
+arm, by its own books; and one longer request alone. Devices forget everything between arms, and no block is
+stored that was not before, so that all arms do the same. Arms take turns, ``--rounds`` times; figures are
+medians. Run it while nothing else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import httpx
+from prefill_decode_engines import PATIENCE_S, Engine, EngineSettings, all_idle, loud_model, started
+from prefill_decode_requests import PairResponse, http_client, text_of, through
+from prefill_decode_router import TOKEN_BYTES, Router, RoutingQuery
+from result_pages import made_by, marked, write_result
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sojourn_server.policies.prefill_decode.prefill_decode_views import (
+    FULL_BLOCK_TOKENS,
+    ReadSplit,
+    StorageReadView,
+)
+from sojourn_server.policies.prefill_decode.read_side_policies import (
+    PrefillSideRead,
+    ReadSidePolicy,
+    ShorterQueueRead,
+    WaterFillingRead,
+)
+from sojourn_server.simulator.report.results_file import made_with
+
+VOCABULARY = range(10, 4000)
+SAMPLE_S = 0.1
+"""How often links are looked at."""
+MOST_OFF = 1e-3
+"""Of a logprob: the order of additions hangs on who else is in the batch."""
+
+RUNS = {"burst": 1, "alone": 5}
+"""In each round: one that is alone takes a second, of which little is much."""
+
+
+class DecodeSide:
+    """The decode engine's node reads everything."""
+
+    def split(self, view: StorageReadView) -> ReadSplit:
+        return ReadSplit(0, view.blocks)
+
+
+ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
+    "prefill side": PrefillSideRead,
+    "decode side": DecodeSide,
+    "shorter queue": ShorterQueueRead,
+    "split": WaterFillingRead,
+}
+
+
+class Sample(NamedTuple):
+    """Where the storage links are, by engine."""
+
+    at_s: float
+    read_bytes: dict[str, int]
+    queued: dict[str, bool]
+
+
+# -- one run of one arm -----------------------------------------------------------------
+
+
+class Bench:
+    """Engines, and what is asked of them."""
+
+    def __init__(
+        self, engines: Sequence[Engine], model: str, options: argparse.Namespace, told: Callable[[str], None]
+    ) -> None:
+        self.engines = engines
+        self.model = model
+        self.options = options
+        self.told = told
+        self.cases = cases(options)
+        self.expected: dict[str, PairResponse] = {}
+        """Of each question, what a pair said that found nothing of it stored, and computed all."""
+        self._transfers = itertools.count()
+
+    async def fill(self, http: httpx.AsyncClient) -> None:
+        """Have every request computed once, and its KV stored: by each pair in turn."""
+        pairs = list(zip(self.engines[::2], self.engines[1::2], strict=True))
+        questions = [question for asked in self.cases.values() for question in asked]
+        for number, question in enumerate(questions):
+            prefill, decode = pairs[number % len(pairs)]
+            body = text_of(self.model, question.prompt, self.options.output_tokens)
+            self.expected[question.name] = await through(http, prefill, decode, body, f"fill {number}", 0.0)
+            self.told(f"computing {question.name}")
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Nothing is open, nothing is on the devices."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not await asyncio.to_thread(all_idle, self.engines):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("engines do not come to rest")
+            await asyncio.sleep(SAMPLE_S)
+        for engine in self.engines:
+            await asyncio.to_thread(engine.forget)
+
+    async def run(self, http: httpx.AsyncClient, case: str, arm: str) -> dict[str, Any]:
+        """All requests of a case at once. Raises ``RuntimeError`` for an answer that is not as expected."""
+        questions = self.cases[case]
+        router = Router(self.engines, ARMS[arm](), self.options)
+        for question in questions:
+            router.know(question)
+        samples: list[Sample] = []
+        before = {engine.name: engine.look() for engine in self.engines}
+        began_s = time.monotonic()
+        with watching(self.engines, samples, began_s):
+            answers = await asyncio.gather(
+                *(
+                    router.answer(
+                        http, self.model, question, f"{arm} {next(self._transfers)}",
+                        self.options.output_tokens,
+                    )
+                    for question in questions
+                )
+            )  # fmt: skip
+            wall_s = time.monotonic() - began_s
+        off = max(
+            self._check(question, answered) for question, answered in zip(questions, answers, strict=True)
+        )
+        await self.settle()
+        after = {engine.name: engine.look() for engine in self.engines}
+        block_bytes = next(iter(after.values())).block_bytes
+        read = {name: after[name].read_bytes - before[name].read_bytes for name in after}
+        wanted = sum(question.stored_blocks for question in questions) * block_bytes
+        if sum(read.values()) != wanted:
+            counts = {name: look.counts for name, look in after.items()}
+            raise RuntimeError(
+                f"{case}, {arm}: {read} bytes were read, and {wanted} are stored; did something time out, on "
+                f"a machine that is too busy? {counts}"
+            )
+        return {
+            "wall_s": wall_s,
+            "first_token_s": median(answered.first_s for answered in answers),
+            "mean_first_token_s": mean(answered.first_s for answered in answers),
+            "prefilled_s": median(answered.prefilled_s for answered in answers),
+            "read_bytes": read,
+            "busy_s": busy_s(samples),
+            "max_over_mean": max(read.values()) / mean(read.values()),
+            "windows_max_over_mean": windows(samples, self.options.window_s),
+            "most_off": off,
+            "lines": [
+                {
+                    "at_s": round(one.at_s, 3),
+                    "read_bytes": [one.read_bytes[n] - before[n].read_bytes for n in read],
+                }
+                for one in samples
+            ],
+        }
+
+    def _check(self, question: RoutingQuery, answered: PairResponse) -> float:
+        """How far its logprobs are off at most."""
+        expected = self.expected[question.name]
+        if answered.tokens != expected.tokens:
+            raise RuntimeError(f"{question.name}: {answered.tokens} was said, and {expected.tokens} expected")
+        off = max(abs(a - b) for a, b in zip(answered.logprobs, expected.logprobs, strict=True))
+        if off > MOST_OFF:
+            raise RuntimeError(f"{question.name}: logprobs are off by {off}")
+        return off
+
+
+def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
+    """What is asked: many at once, and one longer alone."""
+    draw = random.Random(options.seed)
+
+    def question(name: str, tokens: int) -> RoutingQuery:
+        blocks = math.ceil(tokens / FULL_BLOCK_TOKENS)
+        prompt = draw.choices(VOCABULARY, k=blocks * FULL_BLOCK_TOKENS + options.append_tokens)
+        return RoutingQuery(name, prompt, blocks)
+
+    return {
+        "burst": [question(f"request {number}", options.hit_tokens) for number in range(options.requests)],
+        "alone": [question("the one alone", options.alone_tokens)],
+    }
+
+
+@contextlib.contextmanager
+def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -> Iterator[None]:
+    """Looks at the links in a task of its own meanwhile."""
+
+    def look() -> Sample:
+        looks = {engine.name: engine.look() for engine in engines}
+        return Sample(
+            time.monotonic() - began_s,
+            {name: one.read_bytes for name, one in looks.items()},
+            {name: one.read_queue_bytes > 0 for name, one in looks.items()},
+        )
+
+    async def go_on() -> None:
+        while True:
+            samples.append(await asyncio.to_thread(look))
+            await asyncio.sleep(SAMPLE_S)
+
+    task = asyncio.get_running_loop().create_task(go_on())
+    try:
+        yield
+    finally:
+        task.cancel()
+        samples.append(look())
+
+
+def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of each link, for how long something was to be read."""
+    found = dict.fromkeys(samples[0].queued, 0.0)
+    for before, after in itertools.pairwise(samples):
+        for name, queued in before.queued.items():
+            found[name] += (after.at_s - before.at_s) * queued
+    return {name: round(seconds, 3) for name, seconds in found.items()}
+
+
+def windows(samples: Sequence[Sample], window_s: float) -> float | None:
+    """Of each window in which anything was read, what the busiest link read over the links' mean; the mean of
+    those, by bytes. ``None``: it was too short to tell."""
+    weighted, total = 0.0, 0
+    first = samples[0]
+    for sample in samples[1:]:
+        if sample.at_s - first.at_s < window_s:
+            continue
+        read = [sample.read_bytes[name] - first.read_bytes[name] for name in first.read_bytes]
+        if sum(read):
+            weighted += max(read) / mean(read) * sum(read)
+            total += sum(read)
+        first = sample
+    return weighted / total if total else None
+
+
+# -- all of them ------------------------------------------------------------------------
+
+
+async def measure(bench: Bench, rounds: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Of each case and arm, its runs."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    async with http_client() as http:
+        await bench.fill(http)
+        for turn in range(rounds):
+            for case in bench.cases:
+                for arm in [*ARMS] * RUNS[case]:
+                    bench.told(f"round {turn + 1}: {case}, {arm}")
+                    found.setdefault((case, arm), []).append(await bench.run(http, case, arm))
+    return found
+
+
+def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row of medians for each case and arm."""
+    rows = []
+    for (case, arm), runs in found.items():
+        row: dict[str, Any] = {"case": case, "read by": arm}
+        for name in ("wall_s", "first_token_s", "mean_first_token_s", "prefilled_s", "max_over_mean"):
+            row[name] = median(run[name] for run in runs)
+        told = [run["windows_max_over_mean"] for run in runs if run["windows_max_over_mean"] is not None]
+        row["windows_max_over_mean"] = median(told) if told else None
+        row["busy_share"] = median(mean(run["busy_s"].values()) / run["wall_s"] for run in runs)
+        row["most_off"] = max(run["most_off"] for run in runs)
+        # Of one run is enough to be drawn, and to be kept.
+        row["lines"] = runs[0]["lines"]
+        row["runs"] = [{key: value for key, value in run.items() if key != "lines"} for run in runs]
+        rows.append(row)
+    basis = {row["case"]: row for row in rows if row["read by"] == "prefill side"}
+    for row in rows:
+        row["times_as_fast"] = basis[row["case"]]["wall_s"] / row["wall_s"]
+        row["times_as_soon"] = basis[row["case"]]["first_token_s"] / row["first_token_s"]
+    return rows
+
+
+HEAD = (
+    "requests", "read by", "all answered s", "times as fast", "first token s", "times as soon",
+    "links busy", "max / mean", "in windows",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """Of the table on the terminal and on the page."""
+    in_windows = row["windows_max_over_mean"]
+    return [
+        f"{options.requests} at once" if row["case"] == "burst" else "one alone",
+        row["read by"],
+        f"{row['wall_s']:.2f}", f"{row['times_as_fast']:.2f}",
+        f"{row['first_token_s']:.2f}", f"{row['times_as_soon']:.2f}",
+        f"{row['busy_share']:.0%}", f"{row['max_over_mean']:.2f}",
+        f"{in_windows:.2f}" if in_windows is not None else "–",
+    ]  # fmt: skip
+
+
+def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
+    """The result as Markdown."""
+    name = file_name(options)
+    engines = "a prefill and a decode engine" if options.pairs == 1 else f"{options.pairs} of each"
+    return (
+        "# Pairs of real engines on slow links\n\n"
+        "Generated by the command below, but for what is between the marks.\n\n"
+        f"{made_by(made, wall_s)}\n\n"
+        f"Of vLLM's CPU engines {engines}, a model of the shape of `tiny` in 32-bit floats, each engine with "
+        f"a storage link of {options.megabytes_s:g} MB/s of its own. {options.requests} requests at once, of "
+        f"{math.ceil(options.hit_tokens / FULL_BLOCK_TOKENS) * FULL_BLOCK_TOKENS:,} stored tokens each and "
+        f"{options.append_tokens} new ones, and one alone of {options.alone_tokens:,}; "
+        f"{options.output_tokens} tokens of output. Medians of {options.rounds} rounds, "
+        f"each with {RUNS['alone']} of the one alone, seed {options.seed}. "
+        "Who reads is chosen by the gateway's core with its own books alone: it is told exactly what is "
+        "stored, and is not told what waits for the links, as a gateway is that polls engines. "
+        "All arms say the tokens that the same pairs say of the same prompts before anything is stored, when "
+        "all of each is computed; logprobs differ from those by "
+        f"{max(row['most_off'] for row in rows):.0e} at most.\n\n"
+        f"![read bytes over time]({name}.svg)\n\n"
+        f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"
+        "*First token* is the median of the requests, at the client. *Links busy* is the share of the time "
+        "in which a storage link has something to read, over all links; *max / mean* what the busiest has "
+        f"read in all, and *in windows* in windows of {options.window_s:g} s, by bytes.\n\n"
+        "{by hand}\n"
+    )
+
+
+def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], path: Path) -> None:
+    """What each link has read over time, an arm beside the other; of the first round."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
+    import matplotlib.pyplot as plt
+
+    burst = [row for row in rows if row["case"] == "burst"]
+    figure, axes = plt.subplots(1, len(burst), figsize=(2.4 * len(burst), 2.6), sharex=True, sharey=True)
+    colours = ("#D55E00", "#0072B2", "#E69F00", "#56B4E9")
+    for axis, row in zip(axes, burst, strict=True):
+        lines = row["lines"]
+        for place, name in enumerate(names):
+            axis.plot(
+                [line["at_s"] for line in lines], [line["read_bytes"][place] / 1e6 for line in lines],
+                color=colours[place % len(colours)], label=name, linestyle=("-", "--")[place // 2 % 2],
+            )  # fmt: skip
+        axis.set(title=row["read by"], xlabel="seconds")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("read from storage, MB")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def file_name(options: argparse.Namespace) -> str:
+    return "prefill_decode_pair" if options.pairs == 1 else f"prefill_decode_pair_{options.pairs}"
+
+
+def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
+    """Room for everything at once: what is measured is reading."""
+    return EngineSettings(
+        model=model,
+        storage_rate=options.megabytes_s * 1e6,
+        pool_tokens=options.pool_tokens,
+        buffer_bytes=2 * options.pool_tokens * TOKEN_BYTES,
+    )
+
+
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """With ``pool_tokens``, what all requests together may need on one engine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")
+    parser.add_argument("--requests", type=int, default=20, help="at once")
+    parser.add_argument("--hit-tokens", type=int, default=6_000, help="of each that are stored")
+    parser.add_argument("--alone-tokens", type=int, default=8_000, help="the same of the one that is alone")
+    parser.add_argument("--append-tokens", type=int, default=50, help="new in each")
+    parser.add_argument("--output-tokens", type=int, default=8)
+    parser.add_argument("--megabytes-s", type=float, default=4.0, help="of each storage link")
+    parser.add_argument("--window-s", type=float, default=1.0, help="over which links are compared")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, help="folder to write prefill_decode_pair.json, .md and .svg into"
+    )
+    options = parser.parse_args(arguments)
+    if min(options.pairs, options.requests, options.rounds, options.append_tokens) < 1:
+        parser.error("expected at least one pair, one request, one round and one new token")
+    if options.append_tokens + options.output_tokens >= FULL_BLOCK_TOKENS:
+        parser.error(
+            f"what is new of a request has to stay below a Full Block, {FULL_BLOCK_TOKENS} tokens: else it "
+            "would be stored, and the next arm had less to do"
+        )
+    if min(options.hit_tokens, options.alone_tokens) < 2 * FULL_BLOCK_TOKENS:
+        parser.error(f"expected at least {2 * FULL_BLOCK_TOKENS} stored tokens: two Full Blocks")
+    if options.output_tokens < max(options.hit_tokens, options.alone_tokens) / (32 * FULL_BLOCK_TOKENS):
+        parser.error("an engine stores 32 Full Blocks a step: ask for more output or fewer stored tokens")
+    longest = max(options.hit_tokens, options.alone_tokens) + 2 * FULL_BLOCK_TOKENS
+    options.pool_tokens = max(options.requests * (options.hit_tokens + 2 * FULL_BLOCK_TOKENS), longest)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = read_options(arguments)
+    began_s, made, console = time.monotonic(), made_with(sys.argv), Console()
+    questions = options.requests + 1
+    steps = questions + sum(RUNS.values()) * len(ARMS) * options.rounds
+    with tempfile.TemporaryDirectory() as name, Progress(console=console) as progress:
+        folder = Path(name)
+        task = progress.add_task("starting engines", total=steps)
+
+        def told(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        model = loud_model(folder / "model")
+        with started(options.pairs, settings_of(options, model), folder) as engines:
+            bench = Bench(engines, model, options, told)
+            found = asyncio.run(measure(bench, options.rounds))
+            names = [engine.name for engine in engines]
+    rows = rows_of(found)
+    table = Table(*HEAD, title=f"{options.pairs} and {options.pairs} engines")
+    for row in rows:
+        table.add_row(*cells(row, options))
+    Console(width=140).print(table)
+    if options.out is not None:
+        settings = {key: value for key, value in vars(options).items() if key != "out"}
+        document = {"options": settings, "engines": names, "rows": rows}
+        plot(rows, names, options.out / f"{file_name(options)}.svg")
+        text = page(rows, options, made, time.monotonic() - began_s)
+        write_result(options.out, file_name(options), made, document, text)
+
+
+if __name__ == "__main__":
+    main()

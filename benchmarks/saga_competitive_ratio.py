@@ -1,0 +1,311 @@
+"""SAGA's competitive ratio in the lab: tokens computed again, over Bélády's, where LRU has twice as many.
+
+    python benchmarks/saga_competitive_ratio.py --traces traces --cache ratio-cache
+
+For every trace, programs arrive Poisson and run until all have finished (so every policy does the same
+work), at several sizes of the KV pool. Two first runs tell the trace's own scale. In one each program has
+the device for itself: arrivals are as many as keep ``--live`` of them alive at once. In the other these
+arrive and no KV is ever lost: sizes are shares of the most that living programs' contexts take together.
+(Well below that whoever runs is in each other's way, whatever is evicted, and LRU is as good as Bélády.)
+At each size stock vLLM is run with its accesses recorded; Bélády and
+"LRU + Prefix" (SAGA, Table 2) are replayed on them. Sizes at which LRU ÷ Bélády is 2.0 or more, those of the
+paper's table, are run under every other policy. Writes saga_competitive_ratio.json and .md into
+benchmarks/results; what is between the marks of the .md was written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from policy_comparison import chosen
+from result_pages import FIRST_WORDS, made_by, write_page
+from rich.console import Console
+from sojourn_server.cli.console import write_json
+from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.simulator.report.results_file import document, made_with
+from sojourn_server.simulator.report.run_metrics import trace_name
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_cache import RunCache
+from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.simulator_policies import find_policy
+
+POLICIES = (
+    "continuum", "saga", "saga-paper", "saga-inferred", "saga-cold", "saga-no-eviction", "saga-no-ttl"
+)  # fmt: skip
+PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
+"""Table 2: SWE-bench and WebArena."""
+WORTH = 2.0
+"""Least LRU ÷ Bélády of a size that counts."""
+SHARES = (0.7, 0.8, 0.85, 0.9, 0.95)
+"""Of the most that living programs' contexts take together: what the pool holds."""
+LEAST_POOL = 1.1
+"""Longest contexts that the pool holds at least."""
+ALONE_PER_S = 1e-4
+"""Arrivals of the first run: one in three hours."""
+ALONE_PROGRAMS = 24
+TARGET = 1.31
+LEAST = 0.01
+"""A ratio below counts as this in a geometric mean."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
+    parser.add_argument("--only", help="traces whose names hold one of these, commas between")
+    parser.add_argument("--programs", type=int, default=24, help="arrivals of each run")
+    parser.add_argument(
+        "--live", type=float, default=8.0, help="programs alive at once, with no KV ever lost"
+    )
+    parser.add_argument("--sizes", type=int, default=1, help="most pool sizes of a trace to run policies at")
+    parser.add_argument("--policy", default=",".join(POLICIES))
+    parser.add_argument("--hardware", default="a100-80gb")
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--max-gap-s", type=float, default=120.0, help="longer idle times are cut to this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
+    return parser.parse_args()
+
+
+class Size:
+    """One trace at one size of the pool."""
+
+    def __init__(self, asked_tokens: int, stock: RunRow, orders: dict[str, int]) -> None:
+        """``orders``: tokens computed again by order of eviction."""
+        self.asked_tokens = asked_tokens
+        self.stock = stock
+        self.optimum = orders["belady"]
+        self.prefix_lru = self.ratio(orders["prefix-lru"])
+        self.lru = self.ratio(stock.regenerated_tokens)
+        self.rows: dict[str, RunRow] = {}
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.stock.pool_blocks * self.stock.block_size
+
+    @property
+    def counts(self) -> bool:
+        return self.lru is not None and self.lru >= WORTH
+
+    def ratio(self, tokens: int) -> float | None:
+        """Over Bélády's; ``None`` where he loses nothing."""
+        return tokens / self.optimum if self.optimum else None
+
+
+def main() -> None:
+    options = arguments()
+    began = time.monotonic()
+    console = Console(stderr=True)
+    kept = RunCache(options.cache)
+    policies = options.policy.split(",")
+    names = [find_policy(policy).name for policy in policies]
+
+    def spec(
+        trace: Path,
+        policy: str,
+        rate_per_s: float,
+        pool_tokens: int | None = None,
+        longest: int | None = None,
+    ) -> RunSpec:
+        return RunSpec(
+            policy=policy, workload=str(trace), rate_per_s=rate_per_s, until_s=None,
+            programs=options.programs if pool_tokens else ALONE_PROGRAMS,
+            hardware=options.hardware, model=options.model, seed=options.seed,
+            pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=options.max_gap_s,
+            human_gaps=False,
+        )  # fmt: skip
+
+    found: dict[str, list[Size]] = {}
+    rows: list[RunRow] = []
+    for trace in chosen(options.traces, options.only):
+        name = trace_name(str(trace))
+        alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, kept=kept)
+        rate_per_s, longest = scale(alone.logs[0], options.live)
+        # More than the pool ever has to hold: with it the run has as many programs as the others.
+        ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
+        demand = most_at_once(run_with_progress([ample], processes=options.jobs, kept=kept).logs[0])
+        pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})
+        console.print(
+            f"{name}: contexts of up to {longest:,} tokens, {demand:,} of all at once, {rate_per_s:.3g} "
+            f"programs a second; LRU and Bélády at {len(pools)} sizes",
+            highlight=False,
+        )
+        stock = run_with_progress(
+            [
+                spec(trace, policy, rate_per_s, pool, longest)
+                for pool in pools
+                for policy in ("stock", "belady")
+            ],
+            processes=options.jobs, kept=kept,
+        )  # fmt: skip
+        recorded = [both for both in zip(stock.rows, stock.orders, strict=True) if both[0].policy == "stock"]
+        sizes = [Size(pool, row, orders) for pool, (row, orders) in zip(pools, recorded, strict=True)]
+        found[name] = sizes
+        rows += stock.rows
+        worth = thinned([size for size in sizes if size.counts], options.sizes)
+        if not worth:
+            continue
+        result = run_with_progress(
+            [
+                spec(trace, policy, rate_per_s, size.asked_tokens, longest)
+                for size in worth
+                for policy in policies
+            ],
+            processes=options.jobs, kept=kept,
+        )  # fmt: skip
+        rows += result.rows
+        for row in result.rows:
+            next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
+    made = made_with(sys.argv)
+    write_json(document(rows, made), str(options.out / "saga_competitive_ratio.json"))
+    text = page(found, names, options.live, made_by(made, time.monotonic() - began))
+    write_page(options.out / "saga_competitive_ratio.md", text, FIRST_WORDS)
+    Console().print(text, highlight=False, markup=False)
+
+
+def scale(log: RunLog, live: float) -> tuple[float, int]:
+    """Arrivals a second that keep so many programs, sub-agents counted, alive (Little's law), and tokens of
+    the longest context."""
+    lasted_s = [program.completion_s for program in log.programs]
+    if None in lasted_s:
+        sys.exit(f"{log.trace}: {lasted_s.count(None)} programs did not finish alone; no scale can be told")
+    arrived = sum(program.parent is None for program in log.programs)
+    contexts = [turn.prompt_tokens + turn.output_tokens for program in log.programs for turn in program.turns]
+    return live * arrived / sum(filter(None, lasted_s)), max(contexts)
+
+
+def most_at_once(log: RunLog) -> int:
+    """Tokens of the contexts of all living programs together, at the worst moment."""
+    changes: list[tuple[float, int]] = []
+    for program in log.programs:
+        held = 0
+        for turn in program.turns:
+            context = turn.prompt_tokens + turn.output_tokens
+            changes.append((turn.submitted_s, context - held))
+            held = context
+        changes.append((program.finished_s if program.finished_s is not None else math.inf, -held))
+    return max(accumulate(tokens for _, tokens in sorted(changes)))
+
+
+def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
+    """At most so many, evenly over the range."""
+    if len(sizes) <= most:
+        return list(sizes)
+    if most == 1:
+        return [sizes[len(sizes) // 2]]
+    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
+
+
+def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, made: str) -> str:
+    """The page; ``{by hand}`` is where words go."""
+    first = next(size for sizes in found.values() for size in sizes).stock
+    lines = [
+        "# Competitive ratio",
+        "",
+        "Generated by the command below, but for what is between the marks.",
+        "",
+        made,
+        "",
+        f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson, as many "
+        f"a second as keep {live:g} alive where no KV is lost, until all have finished; seed {first.seed}. "
+        "A cell is tokens computed again over those that Bélády's order computes again on stock's accesses. "
+        "`lru` is stock, `prefix-lru` a replay. A policy that changes who runs when changes the accesses, "
+        "so it may be below 1.",
+        "",
+        "Published (SAGA, Table 2; SWE-bench, WebArena): "
+        + "; ".join(f"{name} {a}, {b}" for name, (a, b) in PUBLISHED.items())
+        + f". Target for `saga`: {TARGET}.",
+        "",
+        f"## Where LRU computes {WORTH:g} times as much again",
+        "",
+        *grid(
+            ["trace", "pool, tokens", "lru", "prefix-lru", *policies],
+            [
+                [
+                    name, f"{size.pool_tokens:,}", _text(size.lru), _text(size.prefix_lru),
+                    *(_text(_ratio(size, policy)) for policy in policies),
+                ]
+                for name, sizes in found.items() for size in sizes if size.rows
+            ],
+        ),
+        "",
+        f"Of {sum(s.counts for sizes in found.values() for s in sizes)} such sizes "
+        f"{sum(bool(s.rows) for sizes in found.values() for s in sizes)} were run, spread over the range. "
+        f"Geometric mean, what is below {LEAST} counted as that: "
+        f"{', '.join(f'{policy} {_text(_mean(found, policy))}' for policy in policies)}.",
+        "",
+        "## Mean completion: stock's over the policy's, at these sizes",
+        "",
+        *grid(
+            ["trace", "pool, tokens", *policies],
+            [
+                [name, f"{size.pool_tokens:,}", *(_text(_sooner(size, policy)) for policy in policies)]
+                for name, sizes in found.items() for size in sizes if size.rows
+            ],
+        ),
+        "",
+        "## All sizes",
+        "",
+        *grid(
+            ["trace", "programs/s", "cut", "pool, tokens", "again, LRU", "of prompts", "LRU ÷ Bélády"],
+            [
+                [
+                    name, f"{size.stock.rate_per_s:.3g}", f"{size.stock.programs_cut}",
+                    f"{size.pool_tokens:,}",
+                    f"{size.stock.regenerated_tokens:,}",
+                    f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", _text(size.lru),
+                ]
+                for name, sizes in found.items() for size in sizes
+            ],
+        ),
+        "",
+        "## Which mechanism loses what",
+        "",
+        "{by hand}",
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def grid(head: list[str], lines: list[list[str]]) -> list[str]:
+    """A Markdown table, numbers to the right."""
+    if not lines:
+        return ["None."]
+    return [
+        f"| {' | '.join(head)} |",
+        f"|---|{'--:|' * (len(head) - 1)}",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
+
+
+def _ratio(size: Size, policy: str) -> float | None:
+    row = size.rows.get(policy)
+    return None if row is None else size.ratio(row.regenerated_tokens)
+
+
+def _sooner(size: Size, policy: str) -> float | None:
+    row = size.rows.get(policy)
+    if row is None or not row.completion_s.mean or not size.stock.completion_s.mean:
+        return None
+    return size.stock.completion_s.mean / row.completion_s.mean
+
+
+def _mean(found: dict[str, list[Size]], policy: str) -> float | None:
+    ratios = [r for sizes in found.values() for size in sizes if (r := _ratio(size, policy)) is not None]
+    return math.exp(sum(math.log(max(LEAST, r)) for r in ratios) / len(ratios)) if ratios else None
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The lab against the engine it stands for: the same programs on a real CPU server, and in virtual time.
+
+    python benchmarks/simulator_validation.py --json benchmarks/results/simulator_validation.json
+
+A server is started afresh for every run, on its own port: ``sojourn profile`` measures a stock one, the code
+of ``sojourn replay`` drives the others with forced tokens, and the lab simulates the same programs, in the
+same order, with the same gaps, on the fitted profile and the limits that the servers were given. Both worlds
+hand over one record a turn, and one function makes the figures of either.
+
+A run is one of many that could have been: who comes a moment sooner may find what the next has lost, and all
+that follows is another. So both worlds are run several times and their medians compared: the real one as
+often as there is time for, in alternating order; the lab with every step's time off by chance, as far as the
+profile's own samples are off. The workload is made for many small losses instead of few large ones: runs of
+the same kind differ by 1 to 3 % in tokens computed again.
+
+``--paced``: the tiny model, every step of which lasts what one of smol would on two idle cores. All else is
+real, and a machine that is busy with other things does no harm; only how well a profile fits is not tested.
+``--smoke``: the tiny model, and programs that come in an order which no chance can change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from sojourn_server.metrics.summary_statistics import summarise
+from sojourn_server.traces.prompt_builder import TurnPlan, recomputed_tokens
+from validation_runs import BenchmarkError, measured_off, play_in_simulator, play_on_engine, profile
+from validation_scenario import PACE, SMOKE, RunMeasurements, Scenario, plans_of, programs_of
+
+JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
+"""What the lab is held to: relative errors."""
+FIGURES = (
+    "completion_mean_s",
+    "completion_p95_s",
+    "ttft_mean_s",
+    "regenerated_tokens",
+    "computed_tokens",
+    "prompt_tokens",
+    "output_tokens",
+    "preemptions",
+    "wall_s",
+)
+
+console = Console(stderr=True)
+
+
+def figures(
+    played: RunMeasurements, plans: Mapping[str, Sequence[TurnPlan]], block_size: int
+) -> dict[str, float]:
+    """What is compared. ``plans``: the lengths of every program's turns, by its id."""
+    completion = summarise(played.completions_s)
+    turns = played.turns
+    again = (recomputed_tokens(plans[t.program], t.turn, t.cached_tokens, block_size) for t in turns)
+    prompt = sum(t.prompt_tokens for t in turns)
+    return {
+        "completion_mean_s": completion["mean"] or 0.0,
+        "completion_p95_s": completion["p95"] or 0.0,
+        "ttft_mean_s": statistics.fmean(t.ttft_s for t in turns) if turns else 0.0,
+        "regenerated_tokens": sum(again),
+        "computed_tokens": prompt - sum(t.cached_tokens for t in turns),
+        "prompt_tokens": prompt,
+        "output_tokens": sum(t.output_tokens for t in turns),
+        "preemptions": played.preemptions,
+        "wall_s": played.wall_s,
+    }
+
+
+def relative_error(lab: float, real: float) -> float | None:
+    """(lab - real) / real; 0 where both are nothing, ``None`` where only ``real`` is."""
+    if lab == real:
+        return 0.0
+    return (lab - real) / real if real else None
+
+
+def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians over the runs of either world, their ranges, relative errors, and whether they agree."""
+    worlds = {"real": real, "lab": lab}
+    found: dict[str, Any] = {
+        world: {name: statistics.median(run[name] for run in runs) for name in FIGURES}
+        for world, runs in worlds.items()
+    }
+    for world, runs in worlds.items():
+        found[f"{world}_range"] = {n: [min(r[n] for r in runs), max(r[n] for r in runs)] for n in FIGURES}
+    error = {name: relative_error(found["lab"][name], found["real"][name]) for name in FIGURES}
+    agrees = {name: (off := error[name]) is not None and abs(off) <= most for name, most in JUDGED.items()}
+    return {**found, "error": error, "agrees": agrees}
+
+
+def medians(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Of each name over all; one that is missing is 0."""
+    names = sorted({name for count in counts for name in count})
+    return {name: statistics.median(count.get(name, 0) for count in counts) for name in names}
+
+
+def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every policy at every load in both worlds. ``turns`` is filled with every turn.
+
+    Raises ``BenchmarkError`` and ``ServerStartError``.
+    """
+    programs = programs_of(scenario)
+    plans = plans_of(programs, scenario)
+    cells = [(at_once, policy) for at_once in scenario.loads for policy in scenario.policies]
+    found: dict[tuple[int, str, str], list[dict[str, float]]] = defaultdict(list)
+    decisions: dict[tuple[int, str, str], list[dict[str, int]]] = defaultdict(list)
+
+    def note(world: str, at_once: int, policy: str, repeat: int, played: RunMeasurements) -> dict[str, float]:
+        turns[f"{world}/{policy}/{at_once}/{repeat}"] = played.turns
+        decisions[at_once, policy, world].append(played.decisions)
+        found[at_once, policy, world].append(figures(played, plans, scenario.block_size))
+        return found[at_once, policy, world][-1]
+
+    for repeat in range(scenario.repeats):
+        # The other way round every second time, so that no policy always has the warmer machine.
+        for at_once, policy in cells if repeat % 2 == 0 else reversed(cells):
+            started = time.perf_counter()
+            played = play_on_engine(scenario, programs, policy, at_once)
+            run = note("real", at_once, policy, repeat, played)
+            console.print(
+                f"{policy} at {at_once}, run {repeat + 1}: completion {run['completion_mean_s']:.1f} s, "
+                f"{run['regenerated_tokens']:,} tokens again; {time.perf_counter() - started:.0f} s",
+                highlight=False,
+            )
+    for at_once, policy in cells:
+        for repeat in range(scenario.lab_repeats):
+            played = play_in_simulator(scenario, programs, policy, at_once, profile_file, repeat)
+            note("lab", at_once, policy, repeat, played)
+    return [
+        {
+            "policy": policy,
+            "at_once": at_once,
+            **compare(found[at_once, policy, "real"], found[at_once, policy, "lab"]),
+            "decisions": {world: medians(decisions[at_once, policy, world]) for world in ("real", "lab")},
+        }
+        for at_once, policy in cells
+    ]
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Real, lab and error, one row a figure."""
+    drawn = Table(title="the lab against the engine", title_justify="left")
+    for name in ("policy", "at once", "figure"):
+        drawn.add_column(name, no_wrap=True)
+    for name in ("real", "from", "to", "lab", "from", "to", "error"):
+        drawn.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        for name in FIGURES:
+            off = result["error"][name]
+            mark = "" if name not in JUDGED else " ✓" if result["agrees"][name] else " ✗"
+            numbers = [
+                _short(number)
+                for world in ("real", "lab")
+                for number in (result[world][name], *result[f"{world}_range"][name])
+            ]
+            error = "–" if off is None else f"{off:+.1%}{mark}"
+            drawn.add_row(str(result["policy"]), str(result["at_once"]), name, *numbers, error)
+        drawn.add_section()
+    return drawn
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
+
+
+def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is committed."""
+    from sojourn_server.policies.costs.engine_profile import EngineProfile
+    from sojourn_server.simulator.report.results_file import made_with
+
+    measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
+    made = made_with(sys.argv)
+    steps = measured.steps
+    return {
+        "command": f"python benchmarks/{made.command}",
+        "versions": {**made.versions, "engine": measured.engine},
+        "machine": made.machine,
+        "scenario": dataclasses.asdict(scenario),
+        "within": JUDGED,
+        "profile": {
+            "measured_at": measured.measured_at,
+            "step_costs": steps._asdict() if steps is not None else None,
+            "samples": len(measured.step_samples),
+            "samples_off_root_mean_square": steps.relative_error(measured.step_samples) if steps else None,
+            "samples_off_median": measured_off(profile_file),
+        },
+        "results": results,
+        "agrees": all(all(result["agrees"].values()) for result in results),
+    }
+
+
+def scenario_of(options: argparse.Namespace) -> Scenario:
+    """What the command line asks for."""
+    scenario = SMOKE if options.smoke else Scenario()
+    changed = {
+        name: value
+        for name in ("repeats", "lab_repeats", "programs", "seed")
+        if (value := getattr(options, name)) is not None
+    }
+    if options.paced:
+        changed |= {"model": "tiny", "paced": PACE}
+    if options.policies:
+        changed["policies"] = tuple(options.policies.split(","))
+    if options.loads:
+        changed["loads"] = tuple(int(load) for load in options.loads.split(","))
+    return dataclasses.replace(scenario, **changed)
+
+
+def main() -> None:
+    """Measure, print, write. Exit code 1 where a judged figure is farther off than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--turns", type=Path, help="write every turn of both worlds here, as JSON")
+    parser.add_argument("--smoke", action="store_true", help="the tiny model, one load: two minutes")
+    parser.add_argument("--paced", action="store_true", help="the tiny model in smol's time")
+    parser.add_argument("--profile", type=Path, help="an engine profile measured before, in place of one now")
+    parser.add_argument("--policies", help="commas between; else stock,continuum")
+    parser.add_argument("--loads", help="programs at once, commas between")
+    parser.add_argument("--repeats", type=int, help="of each real run")
+    parser.add_argument("--lab-repeats", type=int)
+    parser.add_argument("--programs", type=int, help="in all")
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    scenario = scenario_of(options)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    turns: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        profile_file = options.profile or Path(folder) / "engine.toml"
+        try:
+            if options.profile is None:
+                profile(scenario, profile_file)
+            results = measure(scenario, profile_file, turns)
+        except (BenchmarkError, subprocess.CalledProcessError) as error:
+            raise SystemExit(str(error)) from None
+        result = document(scenario, profile_file, results)
+    Console(width=None if sys.stdout.isatty() else 120).print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.turns:
+        options.turns.write_text(json.dumps(turns) + "\n")
+    raise SystemExit(0 if result["agrees"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Both sides of ``simulator_validation.py``, a real server and the simulator, as ``RunMeasurements``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sojourn_server.traces.trace_schema import TraceProgram
+from validation_scenario import RunMeasurements, Scenario, TurnMeasurement
+
+if TYPE_CHECKING:
+    from sojourn_server.launch.engine_server import EngineServer
+    from sojourn_server.simulator.latency.latency_model import LatencyModel, StepWork
+
+
+class BenchmarkError(RuntimeError):
+    """A run that cannot be compared; the text says what went wrong."""
+
+
+# -- the real world -------------------------------------------------------------------------------
+
+
+def server_of(scenario: Scenario, policy: str) -> EngineServer:
+    """A server to be entered; the same flags for every policy."""
+    from sojourn_server.launch.engine_server import EngineServer
+    from sojourn_server.launch.serve_command import FORCED_TOKENS
+
+    forced, env = FORCED_TOKENS, {}
+    if scenario.paced is not None:
+        forced = "paced_steps:PacedForcedTokens"
+        folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+        env["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+        env["SOJOURN_PACE"] = json.dumps(scenario.paced[:5])
+    flags = (
+        "--block-size", str(scenario.block_size),
+        "--num-gpu-blocks-override", str(scenario.blocks),
+        "--max-model-len", str(scenario.max_model_len),
+        "--max-num-seqs", str(scenario.max_num_seqs),
+        "--max-num-batched-tokens", str(scenario.max_num_batched_tokens),
+        "--logits-processors", forced,
+    )  # fmt: skip
+    return EngineServer(scenario.model, policy=policy, serve_args=flags, env=env)
+
+
+def profile(scenario: Scenario, into: Path) -> None:
+    """Measure a stock server with ``sojourn profile``. Raises ``CalledProcessError``."""
+    with server_of(scenario, "stock") as server:
+        command = [
+            sys.executable, "-m", "sojourn_server.cli", "profile", "--url", server.url, "-o", str(into),
+            "--budget-s", str(scenario.profile_budget_s),
+            # A stock server tells its pool and its longest context only.
+            "--max-num-seqs", str(scenario.max_num_seqs),
+            "--max-num-batched-tokens", str(scenario.max_num_batched_tokens),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def play_on_engine(
+    scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int
+) -> RunMeasurements:
+    """One run on a server of its own. Raises ``BenchmarkError`` where not all programs finish as planned."""
+    import httpx
+    from sojourn_server.demo.engine_counters import read_counts
+    from sojourn_server.launch.serve_command import STOCK_POLICY
+
+    with server_of(scenario, policy) as server:
+        before = read_counts(server.url)
+        played = asyncio.run(_replay(scenario, programs, server.url, at_once))
+        played.preemptions = round(read_counts(server.url).since(before).preemptions)
+        if policy != STOCK_POLICY:
+            answer = httpx.get(f"{server.url}/sojourn/v1/decisions", params={"limit": 5000}, timeout=30.0)
+            played.decisions = counted(answer.raise_for_status().json()["decisions"])
+    return played
+
+
+async def _replay(
+    scenario: Scenario, programs: list[TraceProgram], url: str, at_once: int
+) -> RunMeasurements:
+    from sojourn_server.replay.completions_client import CompletionsClient
+    from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+    from sojourn_server.replay.replay_driver import Replay, ReplayOptions
+
+    options = ReplayOptions(
+        concurrency=at_once,
+        stagger_s=scenario.stagger_s,
+        token_scale=scenario.token_scale,
+        force_tokens=True,
+        block_size=scenario.block_size,
+    )
+    async with CompletionsClient(url) as client:
+        served = await client.discover(None)
+        # The first requests pay for what is set up on first use; they share nothing with the programs.
+        for length in (64, 200, 400):
+            await client.complete(served.name, list(range(300, 300 + length)), 8)
+        announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
+        try:
+            tally = await Replay(programs, client, served, announcer, options).run()
+        finally:
+            announcer.close()
+    if len(tally.finished) < len(programs) or tally.notes():
+        why = tally.notes() or dict(tally.errors) or [p.reason for p in tally.programs if not p.finished]
+        raise BenchmarkError(f"the replay went wrong: {why} {tally.first_error or ''}")
+    played = RunMeasurements(wall_s=tally.wall_s)
+    played.completions_s = [p.completion_s for p in tally.finished if p.completion_s is not None]
+    for outcome in tally.turns:
+        done = outcome.completion
+        played.turns.append(
+            TurnMeasurement(
+                outcome.program_id, outcome.turn, outcome.sent_s, done.ttft_s, done.latency_s,
+                done.prompt_tokens, done.cached_tokens or 0, done.output_tokens,
+            )
+        )  # fmt: skip
+    return played
+
+
+# -- the lab --------------------------------------------------------------------------------------
+
+
+class Noisy:
+    """A latency model whose steps are off by chance: times a log-normal of mean 1, ``off`` its deviation."""
+
+    def __init__(self, latency: LatencyModel, off: float, seed: str) -> None:
+        self._latency = latency
+        self._sigma = math.sqrt(math.log1p(off * off))
+        self._random = random.Random(seed)
+
+    @property
+    def call_s(self) -> float:
+        """As modelled."""
+        return self._latency.call_s
+
+    def step_s(self, work: StepWork) -> float:
+        """Another time each time."""
+        factor = self._random.lognormvariate(-self._sigma * self._sigma / 2, self._sigma)
+        return self._latency.step_s(work) * factor
+
+    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
+        """As modelled."""
+        return self._latency.copy_s(kv_bytes, to_host=to_host)
+
+
+def measured_off(profile_file: Path) -> float:
+    """How far a step's time is off from the fit, as the median of the profile's samples; 0 to 1."""
+    from sojourn_server.policies.costs.engine_profile import EngineProfile
+
+    measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
+    steps = measured.steps
+    if steps is None or not measured.step_samples:
+        return 0.0
+    offs = (abs(steps.seconds(s) / s.seconds - 1) for s in measured.step_samples)
+    return min(1.0, statistics.median(offs))
+
+
+def play_in_simulator(
+    scenario: Scenario,
+    programs: list[TraceProgram],
+    policy: str,
+    at_once: int,
+    profile_file: Path,
+    repeat: int = 0,
+) -> RunMeasurements:
+    """One run in virtual time; no chance in number 0, other chances in each of the others.
+
+    Raises ``BenchmarkError`` where the simulation itself says that it went wrong.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from sojourn_server.simulator.latency.latency_selection import load_latency_model
+    from sojourn_server.simulator.run_log import RunLog
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+    from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+    from sojourn_server.simulator.simulator_policies import find_policy
+    from sojourn_server.simulator.virtual_clock import VirtualClock
+    from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
+    from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
+
+    chosen = find_policy(policy)
+    latency, shape = load_latency_model(str(profile_file))
+    if repeat:
+        seed = f"{scenario.seed}/{policy}/{at_once}/{repeat}"
+        latency = Noisy(latency, measured_off(profile_file), seed)
+    clock = VirtualClock()
+    engine = SimulatedEngine(
+        SimulatedEngineOptions(
+            blocks=shape.kv_pool_tokens // shape.block_size,
+            block_size=shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_context_tokens,
+            sojourn=chosen.settings,
+        ),
+        clock,
+    )
+    log = RunLog(
+        policy=policy, programs_wanted=at_once, hardware=shape.hardware, model=shape.model,
+        trace=scenario.workload, seed=scenario.seed, loop="closed",
+    )  # fmt: skip
+    Simulation(
+        [(engine, None)],
+        clock,
+        latency,
+        FiniteClosedLoop(
+            ProgramPlanner(programs, PlaybackOptions(token_scale=scenario.token_scale)),
+            at_once,
+            stagger_s=scenario.stagger_s,
+        ),
+        log,
+        # A replay's forced tokens say nothing: its server hears of tools from events only.
+        SimulationOptions(samples=0, outputs_contain_tool_calls=False),
+        front=chosen.request_router(),
+        standalone=True,
+        with_hints=chosen.settings is not None,
+    ).run()
+    if log.notes or log.hook_failures or log.refused_hints:
+        raise BenchmarkError(
+            f"the simulation went wrong: {log.notes}, {log.hook_failures} failed hooks, "
+            f"{log.refused_hints} refused hints"
+        )
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    taken = adapter.program_scheduler.decisions.since(0, 5000)[0] if adapter is not None else ()
+    return _played(log, counted(decision.as_dict() for decision in taken))
+
+
+def _played(log: Any, decisions: dict[str, int]) -> RunMeasurements:
+    played = RunMeasurements(wall_s=max(program.finished_s for program in log.programs), decisions=decisions)
+    for program in log.programs:
+        played.completions_s.append(program.completion_s)
+        for turn in program.turns:
+            played.preemptions += turn.preemptions
+            played.turns.append(
+                TurnMeasurement(
+                    program.trace_id, turn.turn, turn.submitted_s, turn.first_token_s - turn.submitted_s,
+                    turn.finished_s - turn.submitted_s, turn.prompt_tokens, turn.device_tokens,
+                    turn.output_tokens,
+                )
+            )  # fmt: skip
+    return played
+
+
+def counted(decisions: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How often each was taken for each reason."""
+    return dict(sorted(Counter(f"{d['kind']}: {d['reason']}" for d in decisions).items()))

@@ -1,0 +1,259 @@
+"""The program and turn of an AutoGen team or agent.
+
+AutoGen 0.7 hands messages to agents in tasks of a runtime. The team's own runtime starts inside the run and
+so carries our context. A runtime from outside does not; there AutoGen's ``MessageHandlerContext`` names the
+agent whose message is handled.
+
+    team.run ──▶ Run (one program) ──▶ turn of "alice" ──▶ tool call ──▶ another Run, its child
+                      │
+                      └─▶ a team inside the team: the same program, its agents at "inner/alice"
+
+Nothing here calls or imports AutoGen. The callers in the package guard what can fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import sojourn
+from sojourn.advice import StepContext
+from sojourn.aeg import Aeg
+from sojourn.program import (
+    ExecutionContext,
+    Program,
+    ResolvedContext,
+    current_context,
+    find_context,
+    reset_context,
+    status_of,
+)
+from sojourn.runtime import session
+from sojourn.tools import ToolCall
+
+from sojourn_integrations.safe_scope import fault
+
+
+class TeamRun:
+    """One outermost run of a team or an agent."""
+
+    __slots__ = ("calls", "owned", "program")
+
+    def __init__(self, program: Program, *, owned: bool) -> None:
+        self.program = program
+        self.owned = owned
+        """True where this run opened the program, and so ends it."""
+        self.calls: set[ToolCall] = set()
+        """Tool calls in progress."""
+
+    def close(self, status: str) -> None:
+        """End the run. AutoGen leaves tools running when an agent is cancelled; they are reported as
+        cancelled, since their results are not used."""
+        for call in tuple(self.calls):
+            call.stop("cancelled")
+        self.calls.clear()
+        if self.owned:
+            self.program.end(status)
+
+
+class RunFrame(NamedTuple):
+    """Position of the running code within a run."""
+
+    run: TeamRun
+    prefix: str = ""
+    """Prefix of agent names: the path of their team."""
+    node: str | None = None
+    """The agent whose turn it is; ``None`` between turns of a team."""
+    team: int | None = None
+    """``id()`` of the team that runs."""
+
+
+_frame: ContextVar[RunFrame | None] = ContextVar("sojourn_autogen_frame", default=None)
+_teams: dict[str, RunFrame] = {}
+"""Running teams by the key of their messages."""
+_graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
+"""Program of the user → hash of the graph reported for it."""
+
+
+def resolve() -> ResolvedContext | None:
+    """Return the program whose message is being handled. A resolver; turns set their own node."""
+    handled = _handled()
+    return None if handled is None else ResolvedContext(handled.run.program)
+
+
+def _handled() -> RunFrame | None:
+    """Return the frame of the team whose message is handled."""
+    if not _teams:
+        return None
+    core = sys.modules.get("autogen_core")
+    if core is None:
+        return None
+    try:
+        agent = core.MessageHandlerContext.agent_id()
+    except RuntimeError:  # no message is being handled here
+        return None
+    return _teams.get(agent.key)
+
+
+def _around() -> tuple[ExecutionContext, RunFrame | None, bool]:
+    """Return the context, its frame if any, and whether the code is inside a tool call."""
+    here, _ = find_context(session().counters)
+    inside_tool = here.tool_call is not None and here.tool_call.program is here.program
+    if inside_tool or here.program is None:
+        return here, None, inside_tool
+    frame = _frame.get()
+    if frame is None or frame.run.program is not here.program:
+        handled = _handled()
+        frame = handled if handled is not None and handled.run.program is here.program else None
+    return here, frame, False
+
+
+class RunScope:
+    """A run or a turn, entered for each step of its coroutine or generator."""
+
+    __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run")
+
+    def __init__(
+        self, frame: RunFrame, inside: ExecutionContext, *, run: TeamRun | None, key: str | None = None
+    ) -> None:
+        self._frame = frame
+        self._place = inside
+        self._run = run
+        """The run that begins with this scope, if any."""
+        self._key = key
+        self._open = True
+        self._outer: RunFrame | None = None
+        if key is not None:
+            self._outer = _teams.get(key)
+            _teams[key] = frame
+        if frame.node is not None:
+            frame.run.program.enter_node(frame.node)
+
+    def activate(self) -> tuple[Token[ExecutionContext], Token[RunFrame | None]] | None:
+        """Enter the context. Never raises."""
+        try:
+            return current_context.set(self._place), _frame.set(self._frame)
+        except Exception:
+            fault("internal_error")
+            return None
+
+    def deactivate(self, tokens: tuple[Token[ExecutionContext], Token[RunFrame | None]] | None) -> None:
+        """Leave the context. Never raises."""
+        if tokens is None:
+            return
+        try:
+            reset_context(tokens[0], session().counters)
+            _frame.reset(tokens[1])
+        except Exception:
+            fault("context_reset_failed")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End it, with ``error`` where there was one. Repeating it is harmless. Never raises."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            frame, run, key = self._frame, self._run, self._key
+            program = frame.run.program
+            if frame.node is not None and program.node == frame.node:
+                program.node = None  # the manager that selects the next agent has no node
+            if key is not None and _teams.get(key) is frame:
+                if self._outer is None:
+                    del _teams[key]
+                else:
+                    _teams[key] = self._outer
+            if run is not None:
+                run.close(status_of(error))
+        except Exception:
+            fault("internal_error")
+
+    def __del__(self) -> None:
+        # A generator without an event loop is destroyed unclosed.
+        self.close(GeneratorExit())
+
+
+def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
+    """Begin a team's run; ``None`` where it has begun already."""
+    here, frame, inside_tool = _around()
+    if frame is not None and frame.team == id(team):
+        return None
+    run, begun, inside = _run(team, here, frame, inside_tool, graph)
+    prefix = ""
+    if frame is not None:
+        prefix = f"{frame.node or frame.prefix + str(team.name)}/"
+    key = str(team._team_id)
+    return RunScope(RunFrame(run, prefix, None, id(team)), inside, run=begun, key=key)
+
+
+def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
+    """Begin an agent's turn; ``None`` inside a turn in progress."""
+    here, frame, inside_tool = _around()
+    if frame is not None and frame.node is not None:
+        return None
+    run, begun, inside = _run(agent, here, frame, inside_tool, graph)
+    prefix = frame.prefix if frame is not None else ""
+    node = prefix + str(agent.name)
+    # A user's step around the run still gives its advice; the node is the agent's.
+    inside = inside._replace(step=StepContext(node).within(inside.step))
+    return RunScope(RunFrame(run, prefix, node), inside, run=begun)
+
+
+def _run(
+    runner: Any,
+    here: ExecutionContext,
+    frame: RunFrame | None,
+    inside_tool: bool,
+    graph: Callable[[Any], Aeg | None],
+) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
+    """Return the run, the same run again where it begins here, and the context inside."""
+    if frame is not None:
+        return frame.run, None, here
+    name = str(runner.name)
+    program = here.program
+    if program is not None and program.is_open and not inside_tool:
+        run = TeamRun(program, owned=False)
+        _report_graph(program, graph(runner))
+        return run, run, here
+    program = sojourn.program(name, agent_type=name, aeg=graph(runner)).make().start()
+    run = TeamRun(program, owned=True)
+    return run, run, ExecutionContext(program)
+
+
+def _report_graph(program: Program, aeg: Aeg | None) -> None:
+    """Report the graph of a program that the user opened without one. It may do more than this run."""
+    if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
+        return
+    aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
+    program.follows(aeg)
+    _graphs[program] = aeg.hash
+
+
+def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
+    """Begin a tool call of the run; ``None`` where it has begun already."""
+    here, _ = find_context(session().counters)
+    running = here.tool_call
+    frame = _frame.get()
+    if running is not None and running.program is here.program and frame is not None:
+        begun = running in frame.run.calls
+        if begun and (call_id is None or running.call_id == call_id):
+            return None
+    call = ToolCall(tool, call_id, tool_class=tool_class)
+    if frame is not None and frame.run.program is here.program:
+        frame.run.calls.add(call)
+    return call
+
+
+def end_call(call: ToolCall) -> None:
+    """End a tool call."""
+    frame = _frame.get()
+    if frame is not None:
+        frame.run.calls.discard(call)
+
+
+def call_under_way() -> ToolCall | None:
+    """Return the agent's tool call around the running code."""
+    call, frame = current_context.get().tool_call, _frame.get()
+    return call if frame is not None and call in frame.run.calls else None

@@ -1,0 +1,182 @@
+"""Wrappers of the AutoGen 0.7 functions that run tools.
+
+Each function here returns a wrapper of one of AutoGen's; ``active`` returns whether the wrapper does
+anything. An exception out of ``_execute_tool_call`` makes the agent wait for ever, so all code of ours is
+guarded, and the original is called exactly once, outside of the guards.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from sojourn.program import current_context
+from sojourn.shell_command import command_class
+
+from sojourn_integrations.safe_scope import Scope, enter, fault, leave
+
+from . import run_scopes
+
+
+def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    """``AssistantAgent._execute_tool_call``: any tool that the model calls, handoffs included."""
+
+    @functools.wraps(original)
+    async def execute(*args: Any, **kwargs: Any) -> Any:
+        scope = _begin_call(args[0] if args else kwargs.get("tool_call")) if active() else None
+        try:
+            result = await original(*args, **kwargs)
+        except BaseException as error:
+            _end_call(scope, error)
+            raise
+        _end_call(scope, status=lambda: _status_of_result(scope, result))
+        return result
+
+    return execute
+
+
+def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    """``CodeExecutorAgent.execute_code_block``: all blocks of one message are one call."""
+
+    @functools.wraps(original)
+    async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _begin_code(args[0] if args else kwargs.get("code_blocks")) if active() else None
+        try:
+            result = await original(self, *args, **kwargs)
+        except BaseException as error:
+            _end_call(scope, error)
+            raise
+        _end_call(scope, status=lambda: _status_of_code(result))
+        return result
+
+    return execute_code_block
+
+
+def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    """``BaseTool.run_json``: sees a tool's exception, of which AutoGen keeps only the text."""
+
+    @functools.wraps(original)
+    async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await original(self, *args, **kwargs)
+        except Exception as error:
+            if active():
+                _note_timeout(error)
+            raise
+
+    return run_json
+
+
+def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
+    """``FunctionTool.run``: carries the context into the thread of functions that are not ``async``."""
+
+    @functools.wraps(original)
+    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await original(_carrying(self) if active() else self, *args, **kwargs)
+
+    return run
+
+
+def _begin_call(tool_call: Any) -> Scope | None:
+    try:
+        return _entered(run_scopes.begin_call(tool_call.name, tool_call.id))
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def _begin_code(blocks: Any) -> Scope | None:
+    try:
+        return _entered(run_scopes.begin_call("code", None, _language(blocks)))
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def _entered(call: Any) -> Scope | None:
+    return None if call is None else enter(lambda: call)
+
+
+def _end_call(
+    scope: Scope | None, error: BaseException | None = None, *, status: Callable[[], str] | None = None
+) -> None:
+    if scope is None:
+        return
+    leave(scope, error, status=status)
+    try:
+        run_scopes.end_call(scope.handle)
+    except Exception:
+        fault("internal_error")
+
+
+def _status_of_result(scope: Scope | None, result: Any) -> str:
+    if scope is None or not result[1].is_error:
+        return "ok"
+    return scope.handle.status or "error"
+
+
+def _status_of_code(result: Any) -> str:
+    """Executors report timeouts and cancellations by exit codes: 124 as ``timeout(1)`` does, and 125."""
+    code = getattr(result, "exit_code", 0)
+    if code == 124:
+        return "timeout"
+    if code == 125 and "Cancelled" in str(getattr(result, "output", "")):
+        return "cancelled"
+    return "nonzero" if code else "ok"
+
+
+def _note_timeout(error: BaseException) -> None:
+    try:
+        call = run_scopes.call_under_way()
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if call is not None and not names.isdisjoint(("TimeoutError", "TimeoutExpired")):
+            call.status = "timeout"
+    except Exception:
+        fault("internal_error")
+
+
+def _carrying(tool: Any) -> Any:
+    """Return a copy whose function runs in this context; the tool itself where its function is ``async``."""
+    try:
+        function = tool._func
+        if inspect.iscoroutinefunction(function):
+            return tool
+        here = current_context.get()
+
+        def carried(*args: Any, **kwargs: Any) -> Any:
+            token = current_context.set(here)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current_context.reset(token)
+
+        carried.__wrapped__ = function  # type: ignore[attr-defined]  # all that anybody asks a function for
+        carrier = _copy(tool)
+        carrier._func = carried
+        return carrier
+    except Exception:
+        fault("internal_error")
+        return tool
+
+
+def _copy(tool: Any) -> Any:
+    """Return ``copy.copy``, by a faster way where an object has only attributes."""
+    kind: Any = type(tool)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or hasattr(kind, "__copy__"):
+        return copy.copy(tool)
+    carrier = kind.__new__(kind)
+    vars(carrier).update(vars(tool))
+    return carrier
+
+
+def _language(blocks: Any) -> str | None:
+    """Return the language of the last block, or the main command of shell code."""
+    if not blocks:
+        return None
+    language = str(blocks[-1].language).strip().lower()
+    if language in ("sh", "bash", "shell"):
+        return command_class(str(blocks[-1].code)) or language
+    return "python" if language in ("python", "python3", "py") else language or None

@@ -1,0 +1,71 @@
+"""Programs that wait for a person, between an interrupt and the resumption."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+from sojourn.program import Program
+from sojourn.runtime import Session, clock, session
+from sojourn.tools import ToolCall
+
+MAX_INTERRUPTED = 1024
+HUMAN = "human"
+"""Tool and tool class that report the wait."""
+
+
+class _InterruptedProgram(NamedTuple):
+    program: Program
+    call: ToolCall
+    pid: int
+    session: ReferenceType[Session]
+
+    @property
+    def usable(self) -> bool:
+        return self.program.is_open and self.pid == os.getpid() and self.session() is session()
+
+
+class InterruptedPrograms:
+    """Waiting programs by id. The wait is a tool call of class ``human``, so that the server learns how long
+    people take. It sends no heartbeats, since it may last for days: leases end as for any silent client, and
+    the program returns with its next request."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()
+        # A generator's finalizer may call these methods inside one of them, on the same thread.
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
+        """Add a program stopped at these interrupts. Beyond ``MAX_WAITING`` the oldest one ends."""
+        mark = next((each for each in interrupts if each), None)
+        call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
+        session().heartbeats.closed(program)
+        given_up: list[_InterruptedProgram] = []
+        with self._lock:
+            self._kept[program.id] = _InterruptedProgram(program, call, os.getpid(), ref(session()))
+            while len(self._kept) > MAX_INTERRUPTED:
+                given_up.append(self._kept.popitem(last=False)[1])
+        for each in given_up:
+            if each.usable:
+                each.call.stop("cancelled")
+                each.program.end("cancelled")
+
+    def take(self, id: str) -> Program | None:
+        """Return and remove the waiting program. ``None`` where none waits in this process and session; then
+        a program with the same id begins."""
+        with self._lock:
+            kept = self._kept.pop(id, None)
+        if kept is None or not kept.usable:
+            return None
+        kept.call.stop("ok")
+        program = kept.program
+        if program.heartbeat and session().online:
+            session().heartbeats.opened(program, clock())
+        return program

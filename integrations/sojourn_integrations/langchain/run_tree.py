@@ -1,0 +1,416 @@
+"""Folds the runs that LangChain's callbacks report into programs, nodes and tool calls.
+
+It imports no framework: names, ids and metadata come in, programs and tool calls come out. A run is a *chain*
+or a *tool*; LLM runs are left out, since the patched client reports the requests.
+
+Which run is a program:
+
+- a graph (LangGraph, ``create_agent``) outside of any program;
+- a graph started in a tool call: a child of the call's program;
+- a graph directly under ``with sojourn.program()`` *is* that program, where it is the only one at
+  the time; a second one beside it, and each of a ``batch()``, is a child;
+- a chain at the top that has a name (a function, a class, ``run_name``). A composition without a name
+  (``prompt | model``) is none: its requests belong to the program around it, or to the process's own.
+
+Callbacks may come from several threads; each change of the tree is one atomic operation of a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
+from typing import Any
+from uuid import UUID
+
+from sojourn.aeg import START, Aeg
+from sojourn.ids import ProgramId
+from sojourn.program import (
+    CallInProgress,
+    ExecutionContext,
+    Program,
+    ResolvedContext,
+    current_context,
+    process_programs,
+    status_of,
+)
+from sojourn.tools import ToolCall
+from sojourn.wire_names import call_id_of, name_of, new_program_id
+
+from .interrupted_programs import InterruptedPrograms
+from .run_outcomes import interrupts_of
+from .thread_program_ids import thread_program_id
+
+MAX_ROOTS = 10_000
+"""Bound on open runs at the top; beyond it the oldest is dropped as never finished."""
+
+_INTERNAL_PREFIX = "Runnable"
+"""LangChain's name for a composition without a name."""
+
+
+class GraphStart:
+    """A graph about to run: the first run that begins in this context."""
+
+    __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
+
+    def __init__(
+        self,
+        graph: object,
+        agent_type: str | None,
+        aeg: Callable[[], Aeg | None],
+        saver: object | None,
+    ) -> None:
+        self.graph = graph
+        self.agent_type = agent_type
+        self.aeg = aeg
+        self.saver = saver
+        """The graph's checkpointer; ``None`` uses that of the graph around it."""
+        self.run: RunNode | None = None
+
+
+starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
+batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgraph_batch", default=None)
+"""Id of the run that runs a batch of graphs; ``None`` at the top."""
+
+
+class RunNode:
+    """An open run."""
+
+    __slots__ = (
+        "adopted", "call", "children", "graph", "id", "inputs", "name", "node", "ns", "owns", "parent",
+        "parent_id", "prefix", "program", "resumable", "saver", "seen_calls", "tool", "waits",
+    )  # fmt: skip
+
+    def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
+        self.id = id
+        self.parent_id = parent_id
+        self.parent = parent
+        self.name: str | None = None
+        self.children: dict[Hashable, RunNode] = {}
+        self.program: Program | None = parent.program if parent else None
+        self.owns = False
+        """True for a program of its own."""
+        self.adopted = False
+        """True where it is the program that the user opened around it."""
+        self.graph = False
+        self.call: ToolCall | None = None
+        """The tool call of this run."""
+        self.tool: CallInProgress | None = parent.tool if parent else None
+        """The innermost tool call around it, within its program."""
+        self.ns: str = parent.ns if parent else ""
+        self.prefix: str = parent.prefix if parent else ""
+        """Namespace of the program's graph in the graphs around it."""
+        self.node: str | None = parent.node if parent else None
+        self.saver: object | None = parent.saver if parent else None
+        self.resumable = False
+        """True where the program's id comes from its thread."""
+        self.waits: tuple[Any, ...] | None = None
+        """Interrupts at which the graph stopped, empty for a breakpoint; ``None`` where it did not."""
+        self.inputs: Any = None
+        self.seen_calls: set[str] = set()
+
+
+class RunTree:
+    """All open runs of this process."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Hashable, RunNode] = {}
+        self._roots: dict[Hashable, RunNode] = {}
+        self._hosts: dict[int, RunNode] = {}
+        """Program opened by the user → the graph that currently is that program."""
+        self._open_ids: dict[str, RunNode] = {}
+        self._ours: set[str] = set()
+        """Hashes of graphs that this module set on programs of the user."""
+        self.waiting = InterruptedPrograms()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def get(self, id: Hashable) -> RunNode | None:
+        """An open run."""
+        return self._runs.get(id)
+
+    def resolve(self, id: Hashable) -> ResolvedContext | None:
+        """Return the context of code in this run."""
+        run = self._runs.get(id)
+        return (
+            None if run is None or run.program is None else ResolvedContext(run.program, run.node, run.tool)
+        )
+
+    # ---- chains
+
+    def chain_started(
+        self,
+        id: Hashable,
+        parent_id: Hashable | None,
+        *,
+        name: str | None,
+        kind: str | None,
+        metadata: Mapping[str, Any],
+        inputs: Any = None,
+    ) -> None:
+        """Begin a chain. ``kind`` is LangChain's run type. ``inputs`` are kept only for a node, while it
+        runs."""
+        if id in self._runs:
+            return  # two handlers report it
+        here = _place()
+        run = self._enter(id, parent_id, here)
+        run.name, parent = name, run.parent
+        ns = metadata.get("langgraph_checkpoint_ns")
+        is_node = bool(ns) and "langgraph_node" in metadata and parent is not None and ns != parent.ns
+        start = starting_graph.get()
+        if start is not None and start.run is None:
+            start.run = run
+            run.ns = ns or run.ns if parent is not None else ""
+            self._graph_started(run, start, metadata, here)
+        elif is_node and parent is not None and not parent.graph:
+            # The start of the graph was not announced: the user added the handler by hand.
+            self._graph_started(parent, None, metadata, here)
+            run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
+        elif parent_id is None and run.program is None and _is_named(kind, name):
+            self._open(run, None, None, name, None, metadata)
+        if is_node:
+            run.ns = str(ns)
+            run.inputs = inputs
+            self._node_entered(run)
+
+    def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
+        """End a chain. Runs still open below it end with the program's own run."""
+        run = self._runs.get(id)
+        if run is None:
+            return
+        status = "ok" if error is None else status_of(error)
+        interrupts = None if error is None else interrupts_of(error)
+        self._leave(run)
+        parent = run.parent
+        if interrupts is not None:
+            status = "cancelled"
+            if run.owns:
+                run.waits = interrupts
+            elif parent is not None and parent.graph:
+                parent.waits = (*(parent.waits or ()), *interrupts)
+        if run.owns or parent is None:
+            self._close_children(run)
+        else:
+            if error is not None:
+                for child in list(run.children.values()):
+                    if child.call is not None:
+                        self._close(child)
+            # Work that outlives its step still belongs to the program.
+            for child in list(run.children.values()):
+                child.parent = parent
+                parent.children[child.id] = child
+        if run.owns or run.adopted:
+            self._let_go(run, status)
+
+    def give_up(self, run: RunNode) -> None:
+        """Drop a run that will not end any more."""
+        if self._runs.get(run.id) is run:
+            self._close(run)
+
+    def _enter(self, id: Hashable, parent_id: Hashable | None, here: ExecutionContext) -> RunNode:
+        parent = self._runs.get(parent_id) if parent_id is not None else None
+        run = RunNode(id, parent_id, parent)
+        around = here.program
+        if around is not None and around is not run.program:
+            known = run.program
+            if known is None or around.depth >= known.depth:
+                # Opened by the user within the run above, or around it all.
+                run.program, run.node, run.tool, run.prefix = around, None, None, run.ns
+        self._runs[id] = run
+        if parent is not None:
+            parent.children[id] = run
+        else:
+            self._roots[id] = run
+            while len(self._roots) > MAX_ROOTS:
+                oldest = next(iter(self._roots.values()), None)
+                if oldest is None:
+                    break
+                self._close(oldest)
+        return run
+
+    def _leave(self, run: RunNode) -> None:
+        self._runs.pop(run.id, None)
+        if run.parent is not None:
+            run.parent.children.pop(run.id, None)
+        else:
+            self._roots.pop(run.id, None)
+
+    def _close(self, run: RunNode) -> None:
+        """Drop a run that will not end any more."""
+        self._leave(run)
+        self._close_children(run)
+        if run.call is not None:
+            run.call.stop("cancelled")
+        self._let_go(run, "cancelled")
+
+    def _close_children(self, run: RunNode) -> None:
+        if not run.children:
+            return
+        for child in list(run.children.values()):
+            self._close(child)
+
+    def _let_go(self, run: RunNode, status: str) -> None:
+        program = run.program
+        if program is None:
+            return
+        if run.adopted:
+            if self._hosts.get(id(program)) is run:
+                del self._hosts[id(program)]
+        elif run.owns:
+            try:
+                if run.waits is not None and run.resumable:
+                    self.waiting.keep(program, [getattr(each, "id", None) for each in run.waits])
+                else:
+                    program.end("ok" if run.waits is not None else status)
+            finally:
+                self._open_ids.pop(program.id, None)  # from here on another run may begin under this id
+
+    # ---- graphs
+
+    def _graph_started(
+        self, run: RunNode, start: GraphStart | None, metadata: Mapping[str, Any], here: ExecutionContext
+    ) -> None:
+        run.graph = True
+        if start is not None and start.saver is not None:
+            run.saver = start.saver
+        if run.owns:
+            return
+        agent_type = (start.agent_type if start is not None else None) or run.name
+        around = run.program
+        if around is None:
+            self._open(run, None, None, agent_type, start, metadata)
+        elif run.tool is not None:
+            self._open(run, around, run.tool.call_id, agent_type, start, metadata)
+        elif run.parent is None or run.parent.program is not around:
+            call = here.tool_call
+            if call is not None and call.program is around:
+                self._open(run, around, call.call_id, agent_type, start, metadata)
+            elif self._is_batched(run) or id(around) in self._hosts:
+                self._open(run, around, None, agent_type, start, metadata)
+            else:
+                run.adopted = True
+                self._hosts[id(around)] = run
+                self._follow(around, start)
+        elif self._is_batched(run):
+            self._open(run, around, None, agent_type, start, metadata)
+        elif around.aeg is None:
+            self._follow(around, start)
+
+    def _open(
+        self,
+        run: RunNode,
+        parent: Program | None,
+        call_id: str | None,
+        agent_type: str | None,
+        start: GraphStart | None,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        aeg = start.aeg() if start is not None else None
+        known = self._thread_program_id(run, start, metadata)
+        run.resumable = known is not None
+        program = self.waiting.take(known) if known else None
+        if program is None:
+            program = Program(
+                ProgramId(known) if known else new_program_id(),
+                name=None if run.name is None else name_of(run.name),
+                agent_type=None if agent_type is None else name_of(agent_type),
+                parent=parent,
+                call_id=call_id,
+                tenant=parent.tenant if parent is not None else None,
+                aeg=aeg,
+            ).start()
+        elif aeg is not None:
+            program.follows(aeg)
+        run.program, run.owns = program, True
+        run.tool, run.node, run.prefix = None, None, run.ns
+
+    def _thread_program_id(
+        self, run: RunNode, start: GraphStart | None, metadata: Mapping[str, Any]
+    ) -> str | None:
+        """Return the thread's id, unless a run in progress has it."""
+        thread = metadata.get("thread_id")
+        if thread is None or (start is not None and run.saver is None):
+            return None
+        graph = start.agent_type if start is not None else run.name
+        known = thread_program_id(graph or "", run.saver, str(thread), run.ns)
+        return known if self._open_ids.setdefault(known, run) is run else None
+
+    def _follow(self, program: Program, start: GraphStart | None) -> None:
+        if start is None or (program.aeg is not None and program.aeg.hash not in self._ours):
+            return  # the user's own graph stays
+        aeg = start.aeg()
+        if aeg is not None:
+            if len(self._ours) < MAX_ROOTS:
+                self._ours.add(aeg.hash)
+            program.follows(aeg)
+
+    def _is_batched(self, run: RunNode) -> bool:
+        return batch_context.get() == (run.parent_id,)
+
+    def _node_entered(self, run: RunNode) -> None:
+        run.node = node_path(run.ns, run.prefix)
+        program = run.program
+        if program is None or run.node is None or run.node.endswith(START):
+            return
+        known = program.aeg.nodes if program.aeg is not None else ()
+        if known and run.node not in known:
+            below = run.node + ":"
+            if any(node.startswith(below) for node in known):
+                return  # a sub-graph: its own nodes are the steps
+        program.enter_node(run.node)
+
+    # ---- tools
+
+    def tool_started(
+        self, id: Hashable, parent_id: Hashable | None, *, name: str, call_id: str | None
+    ) -> None:
+        """Begin a tool call of the program around it, unless our middleware or the user already reports that
+        call."""
+        if id in self._runs:
+            return
+        here = _place()
+        run = self._enter(id, parent_id, here)
+        outer = here.tool_call
+        if outer is not None and (run.program is None or outer.program is run.program):
+            same = outer.tool == name_of(name) if call_id is None else outer.call_id == call_id_of(call_id)
+            if same:
+                run.tool = outer
+                return
+        if call_id is None:
+            call_id = str(UUID(int=id) if isinstance(id, int) else id)
+        call = ToolCall(name, call_id, program=run.program)
+        run.call = call.start()
+        if run.program is not None:
+            run.tool = call
+
+    def tool_ended(self, id: Hashable, status: str) -> None:
+        """``status`` is one of ``sojourn.tools.STATUSES``."""
+        run = self._runs.get(id)
+        if run is None:
+            return
+        self._leave(run)
+        self._close_children(run)
+        if run.call is not None:
+            run.call.stop(status)
+
+
+def _place() -> ExecutionContext:
+    """Return the context of the user's own scopes."""
+    here = current_context.get()
+    return here._replace(program=process_programs[-1]) if process_programs and here.program is None else here
+
+
+def node_path(ns: str, prefix: str = "") -> str | None:
+    """Return ``sub:model`` for ``sub:UUID|model:UUID``, as ``get_graph(xray=True)`` names it, without
+    ``prefix``. LangGraph's numbers of later sub-graphs of one step have no UUID and are left out too."""
+    if prefix and ns.startswith(prefix + "|"):
+        ns = ns[len(prefix) + 1 :]
+    if "|" not in ns:
+        name, colon, _ = ns.partition(":")
+        return name_of(name) if colon else None
+    names = [part.partition(":")[0] for part in ns.split("|") if ":" in part]
+    return name_of(":".join(names)) if names else None
+
+
+def _is_named(kind: str | None, name: str | None) -> bool:
+    return kind in (None, "chain") and bool(name) and not str(name).startswith(_INTERNAL_PREFIX)

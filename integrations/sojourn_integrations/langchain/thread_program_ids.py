@@ -1,0 +1,53 @@
+"""Program ids of LangGraph threads.
+
+A ``thread_id`` such as ``"1"`` is unique in one checkpointer only, while a program id must be unique on a
+server that many clients share. So the id is a hash of the graph's name, the thread id and a random secret per
+checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids, which
+loses the protection of its KV but never correctness. ``SOJOURN_PROGRAM_ID`` replaces the secret: then a
+restarted client, or several workers on one database, find the same programs again. It must be unique.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sojourn.runtime import session
+
+_secrets: WeakKeyDictionary[Any, tuple[int, bytes]] = WeakKeyDictionary()
+_of_process = (os.getpid(), os.urandom(16))
+
+
+def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
+    """Return the id, always the same for the same arguments. ``ns`` is the namespace of a graph inside
+    another one of that thread. ``saver`` is the checkpointer, ``None`` where only callbacks report the
+    run."""
+    config = session().config
+    named = config.program_id if config is not None else None
+    parts = (_bytes(named) if named else _secret(saver), _bytes(graph), _bytes(thread), _bytes(ns))
+    digest = sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts))
+    return "p-" + digest.hexdigest()[:24]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _secret(saver: object | None) -> bytes:
+    """Return the secret of a checkpointer in this process; a forked copy has another one."""
+    global _of_process
+    pid = os.getpid()
+    try:
+        known = _secrets.get(saver)
+        if known is not None and known[0] != pid:
+            _secrets.pop(saver, None)
+            known = None
+        if known is None:
+            known = _secrets.setdefault(saver, (pid, os.urandom(16)))  # set by another thread meanwhile
+    except TypeError:  # not weakly referable
+        if _of_process[0] != pid:
+            _of_process = (pid, os.urandom(16))
+        known = _of_process
+    return known[1]

@@ -1,0 +1,101 @@
+"""Replaces attributes of other packages' classes and modules, and restores them.
+
+A patch of another package above ours stays; ours then remains below it, inactive.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+
+def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call`` as the same kind of function as ``original``, with its name and signature: callers use
+    ``inspect`` to decide whether to await it."""
+    kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
+    return functools.wraps(original)(kind(call))
+
+
+def _generator(call: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        return (yield from call(*args, **kwargs))
+
+    return ours
+
+
+def _async_generator(call: Callable[..., Any]) -> Callable[..., Any]:
+    async def ours(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async with aclosing(call(*args, **kwargs)) as inner:
+            async for each in inner:
+                yield each
+
+    return ours
+
+
+def _coroutine(call: Callable[..., Any]) -> Callable[..., Any]:
+    async def ours(*args: Any, **kwargs: Any) -> Any:
+        return await call(*args, **kwargs)
+
+    return ours
+
+
+def _function(call: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return ours
+
+
+_KINDS = (
+    (inspect.isgeneratorfunction, _generator),
+    (inspect.isasyncgenfunction, _async_generator),
+    (inspect.iscoroutinefunction, _coroutine),
+)
+
+
+class _Patch(NamedTuple):
+    owner: Any
+    name: str
+    ours: Any
+    theirs: Any
+
+
+class Patches:
+    """The replacements of one integration."""
+
+    def __init__(self) -> None:
+        self.active = False
+        """Our functions check this: after ``undo`` a patch above them may still call them."""
+        self._made: dict[tuple[int, str], _Patch] = {}
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by ``make(what was there)``. Repeating it is harmless."""
+        self.active = True
+        current = vars(owner)[name]
+        before = self._made.get((id(owner), name))
+        if before is not None and _is_beneath(before.ours, current):
+            return
+        ours = make(current)
+        setattr(owner, name, ours)
+        self._made[id(owner), name] = _Patch(owner, name, ours, current)
+
+    def undo(self) -> None:
+        """Restore the original objects, except where another patch covers ours."""
+        self.active = False
+        for key, (owner, name, ours, theirs) in list(self._made.items()):
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, theirs)
+                del self._made[key]
+
+
+def _is_beneath(ours: Any, current: Any) -> bool:
+    """Return whether ``current`` is ours or wraps it, by ``__wrapped__``. A mark on a function is no proof:
+    ``functools.wraps`` copies it to the wrapper."""
+    for _ in range(100):
+        if current is None or current is ours:
+            break
+        current = getattr(current, "__wrapped__", None)
+    return current is ours

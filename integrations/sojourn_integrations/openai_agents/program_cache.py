@@ -1,0 +1,159 @@
+"""Programs that outlive one call of their framework: conversations, and runs that wait for a person.
+
+A kept program sends heartbeats, so that the server may keep its KV. The cache is bounded, and does not
+outlive a fork or another ``sojourn.init()``: after that a returning program begins again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import ReferenceType, finalize, ref
+
+from sojourn.program import Program
+from sojourn.runtime import Session, clock, session
+
+MAX_CACHED_PROGRAMS = 1024
+
+
+class _CachedProgram:
+    """A program between two runs of it."""
+
+    __slots__ = ("holders", "program", "session", "status")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.session: ReferenceType[Session] = ref(session())
+        self.holders: set[int] = set()
+        """``id`` of every live object that represents it."""
+        self.status = "ok"
+        """Status of its last run."""
+
+    @property
+    def usable(self) -> bool:
+        return self.program.is_open and self.session() is session()
+
+
+class ProgramCache:
+    """Programs by the framework's own key. Safe with threads and in finalizers."""
+
+    def __init__(self, *, status: str | None = None) -> None:
+        self._kept: OrderedDict[Hashable, _CachedProgram] = OrderedDict()
+        # A finalizer may call these methods inside one of them, on the same thread.
+        self._lock = threading.RLock()
+        self._status = status
+        """Status of a dropped program; ``None`` means that of its last run."""
+        self._hooked = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def find(self, key: Hashable) -> Program | None:
+        """Return the program under ``key``, if it can continue."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None:
+                return None
+            if not kept.usable:
+                del self._kept[key]
+                return None
+            self._kept.move_to_end(key)
+            return kept.program
+
+    def take(self, key: Hashable) -> Program | None:
+        """``find_context``, and keep it no more."""
+        program = self.find(key)
+        with self._lock:
+            self._kept.pop(key, None)
+        return program
+
+    def like(self, matches: Callable[[Any], bool]) -> Hashable | None:
+        """Return the only key for which ``matches`` holds; ``None`` for none or several."""
+        with self._lock:
+            keys = [key for key in self._kept if matches(key)]
+        return keys[0] if len(keys) == 1 else None
+
+    def keep(self, key: Hashable, program: Program) -> None:
+        """Store a program under ``key``. The previous one there ends, and beyond the bound the least recently
+        used one."""
+        given_up: list[_CachedProgram] = []
+        with self._lock:
+            if not self._hooked:
+                # Registered after the sender's hook, so it runs before the sender closes.
+                self._hooked = True
+                atexit.register(self.clear)
+            before = self._kept.get(key)
+            if before is not None and before.program is not program:
+                given_up.append(before)
+            self._kept[key] = _CachedProgram(program)
+            while len(self._kept) > MAX_CACHED_PROGRAMS:
+                given_up.append(self._kept.popitem(last=False)[1])
+        for kept in given_up:
+            self._end(kept)
+
+    def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
+        """Tie the program to ``holder``: when its last holder is collected it ends, or without ``ends`` stops
+        its heartbeats. Raises ``TypeError`` for an object that is not weakly referable.
+        """
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None or id(holder) in kept.holders:
+                return
+            finalize(holder, self._let_go, key, kept, id(holder), ends).atexit = False
+            if not kept.holders and self._rests(kept):
+                session().heartbeats.opened(kept.program, clock())
+            kept.holders.add(id(holder))
+
+    def note(self, key: Hashable, status: str) -> None:
+        """Record the end of a run."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                kept.status = status
+
+    def end_children(self, program: Program) -> None:
+        """End the kept programs that cannot continue, since ``program`` is over."""
+        with self._lock:
+            keys = [key for key, kept in self._kept.items() if kept.program.parent_id == program.id]
+            given_up = [self._kept.pop(key) for key in keys]
+        for kept in given_up:
+            self._end(kept)
+
+    def clear(self) -> None:
+        """End all kept programs."""
+        with self._lock:
+            given_up = list(self._kept.values())
+            self._kept.clear()
+        for kept in given_up:
+            self._end(kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _after_fork(self) -> None:
+        # A thread that the child lacks may hold the lock; the programs belong to the parent.
+        self._lock = threading.RLock()
+        self._kept = OrderedDict()
+
+    def _let_go(self, key: Hashable, kept: _CachedProgram, holder: int, ends: bool) -> None:
+        with self._lock:
+            kept.holders.discard(holder)
+            if kept.holders or self._kept.get(key) is not kept:
+                return
+            if ends:
+                del self._kept[key]
+        if ends:
+            self._end(kept)
+        elif self._rests(kept):
+            session().heartbeats.closed(kept.program)
+
+    @staticmethod
+    def _rests(kept: _CachedProgram) -> bool:
+        return kept.usable and kept.program.heartbeat
+
+    def _end(self, kept: _CachedProgram) -> None:
+        if kept.usable:
+            kept.program.end(self._status or kept.status)

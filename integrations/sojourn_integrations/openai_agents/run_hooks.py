@@ -1,0 +1,235 @@
+"""One run of the OpenAI Agents SDK: its node, its tool calls, and the hooks that report them.
+
+The runner calls ``hooks.on_…()`` in the task that then runs the tool, and only awaits the result under
+``gather``. So our code runs at the call itself, where context variables persist, and returns the user's own
+awaitable: no frame, task or exception of ours is added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar, Token
+from importlib import import_module
+from typing import Any
+
+from sojourn.program import ExecutionContext, Program, ResolvedContext, current_context, find_context
+from sojourn.runtime import clock, session
+from sojourn.shell_command import command_class
+from sojourn.tools import ToolCall
+from sojourn.wire_names import call_id_of
+
+from sojourn_integrations.safe_scope import fault
+
+_COMMANDS = ("command", "cmd")
+"""Arguments that hold a shell command; its main command is the tool's class."""
+
+
+class Run:
+    """One call of the runner."""
+
+    def __init__(
+        self, program: Program, *, owned: bool, agent: str = "", conversation: Hashable = None
+    ) -> None:
+        self.program = program
+        self.owned = owned
+        """True where the program was made for this run; else the user ends it."""
+        self.agent = agent
+        """Where it started."""
+        self.conversation = conversation
+        """Key of its session."""
+        self.node: str | None = None
+        self.calls: dict[Call, None] = {}
+        """Tool calls in progress, in order."""
+        self._tokens: list[tuple[ContextVar[Any], Token[Any]]] = []
+
+    def enter(self) -> None:
+        """Make this the run around the code and the tasks it starts."""
+        values: tuple[tuple[ContextVar[Any], Any], ...] = ((running, self), (_calling, None))
+        if current_context.get().program is not self.program:
+            values += ((current_context, ExecutionContext(self.program)),)
+        self._tokens = [(variable, variable.set(value)) for variable, value in values]
+
+    def leave(self) -> None:
+        """Restore the previous run. Never raises."""
+        for variable, token in reversed(self._tokens):
+            try:
+                variable.reset(token)
+            except ValueError:
+                fault("context_reset_failed")
+        self._tokens = []
+
+    def enter_node(self, node: object) -> None:
+        """Begin a turn of this agent."""
+        if node != self.node:
+            self.node = str(node)
+            self.program.enter_node(self.node)
+
+    def stop_calls(self) -> None:
+        """End the run's tool calls."""
+        for call in list(self.calls):
+            call.stop(call.tool_call.status or "cancelled")
+
+
+class Call:
+    """A tool call in progress, and the context it replaced in its task."""
+
+    __slots__ = ("around", "run", "started_s", "task", "tool_call")
+
+    def __init__(self, tool_call: ToolCall, run: Run | None, around: ExecutionContext) -> None:
+        self.tool_call = tool_call
+        self.run = run
+        self.around = around
+        self.started_s = clock()
+        if run is not None:
+            run.calls[self] = None
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
+        if self.task is not None:
+            self.task.add_done_callback(self.task_done)
+
+    def stop(self, status: str) -> None:
+        """End the call; the first status counts."""
+        task, self.task = self.task, None
+        if task is not None:  # which may be one that lives as long as the process
+            task.remove_done_callback(self.task_done)
+        if self.run is not None:
+            self.run.calls.pop(self, None)
+        self.tool_call.stop(status)
+
+    def task_done(self, task: asyncio.Task[Any]) -> None:
+        """A tool that raises or is cancelled has no ``on_tool_end``."""
+        try:
+            # Not task.exception(), which would tell asyncio that somebody dealt with it.
+            error = None if task.cancelled() else getattr(task, "_exception", None)
+            if task.cancelled():
+                status = "cancelled"
+            elif type(error).__name__ == "ToolTimeoutError":
+                status = "timeout"
+            else:
+                status = self.tool_call.status or ("ok" if error is None else "error")
+            self.stop(status)
+        except Exception:
+            fault("internal_error")
+
+
+running: ContextVar[Run | None] = ContextVar("sojourn_agents_run", default=None)
+"""Return the run around the code."""
+_calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=None)
+
+
+def resolve() -> ResolvedContext | None:
+    """A resolver: two runs at once may share one program, and each knows its own node."""
+    run = running.get()
+    return None if run is None else ResolvedContext(run.program, run.node)
+
+
+def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the function by which the framework traces an exception that becomes text for the model: the
+    only place that sees it, with tracing on or off."""
+
+    @functools.wraps(attach_error)
+    def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
+        call = _calling.get()
+        if call is not None and call.tool_call.status is None:
+            call.tool_call.status = "error"
+        return attach_error(*args, **kwargs)
+
+    return attach_error_to_current_span
+
+
+class BaseHooks:
+    """The framework's ``RunHooks``, reporting nodes and tool calls; ``inner`` is the user's own."""
+
+    def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
+        self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()
+        self._by_runner = by_runner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not there before __init__, as in a copy
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def chain_hook(name: str) -> Callable[..., Any]:
+    """The method ``name`` of ``Hooks``: ours at once, then the user's, whose awaitable is returned."""
+    ours = HOOKS.get(name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if ours is not None:
+            try:
+                ours(*args, **kwargs)
+            except Exception:
+                fault("internal_error")
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _on_turn(context: Any, agent: Any, *_: Any, **__: Any) -> None:
+    run = running.get()
+    if run is not None:
+        run.enter_node(agent.name)
+        return
+    program = find_context(session().counters)[0].program  # ``Hooks`` used alone, in a program of the user's
+    if program is not None and program.node != agent.name:
+        program.enter_node(str(agent.name))
+
+
+def _on_tool_start(context: Any, agent: Any, tool: Any) -> None:
+    run = running.get()
+    id = getattr(context, "tool_call_id", None)
+    tool_class = _command_head(getattr(context, "tool_arguments", None))
+    program = run.program if run is not None else None
+    tool_call = ToolCall(tool.name, id, tool_class=tool_class, program=program).start()
+    call = Call(tool_call, run, current_context.get())
+    _calling.set(call)
+    if id is not None:
+        # A function tool has its own task, so nothing has to be reset if it fails.
+        current_context.set(call.around._replace(tool_call=tool_call))
+
+
+def _on_tool_end(context: Any, agent: Any, tool: Any, result: Any) -> None:
+    call = _calling.get()
+    id = getattr(context, "tool_call_id", None)
+    if call is None or (id is not None and call.tool_call.call_id != call_id_of(id)):
+        return  # the second half of a call that an approval had interrupted
+    _calling.set(None)
+    if id is not None:
+        current_context.set(call.around)
+    late = _timed_out(tool, result, clock() - call.started_s)
+    call.stop(call.tool_call.status or ("timeout" if late else "ok"))
+
+
+HOOKS: dict[str, Callable[..., None]] = {
+    "on_agent_start": _on_turn,
+    "on_llm_start": _on_turn,
+    "on_tool_start": _on_tool_start,
+    "on_tool_end": _on_tool_end,
+}
+"""Ours; all others are only passed on."""
+
+
+def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
+    """Return whether the framework reported a timeout to the model."""
+    limit_s = getattr(tool, "timeout_seconds", None)
+    if limit_s is None or elapsed_s < limit_s:
+        return False
+    if getattr(tool, "timeout_error_function", None) is not None:
+        return True
+    text = import_module("agents.tool").default_tool_timeout_error_message
+    return bool(result == text(tool_name=tool.name, timeout_seconds=limit_s))
+
+
+def _command_head(arguments: Any) -> str | None:
+    """Return the main command of a tool that runs a shell command; other arguments are not read."""
+    if not isinstance(arguments, str) or ('"command"' not in arguments and '"cmd"' not in arguments):
+        return None
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return None
+    commands = [given.get(name) for name in _COMMANDS] if isinstance(given, dict) else []
+    return next((command_class(command) for command in commands if isinstance(command, str)), None)

@@ -1,0 +1,184 @@
+"""The program of a run of the OpenAI Agents SDK.
+
+Inside ``with sojourn.program()`` the run *is* that program. Inside another run, or in a tool call of any
+framework, it is a child. A run with ``session=`` belongs to its conversation, which is one program over all
+its runs: its KV is worth most between two of them, and an end would release it. A conversation in memory ends
+with its session object. A stored one only stops its heartbeats, since the next request may load it again
+(from a file, under the same id in any process of this machine). A run that stops for an approval stays open
+and continues when it is resumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import uuid
+from collections.abc import Hashable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sojourn
+from sojourn import Aeg
+from sojourn.program import Program, add_resolver, current_context, find_context, process_programs
+from sojourn.runtime import session
+
+from sojourn_integrations.safe_scope import fault
+
+from .agent_graph import graph_of, is_read
+from .program_cache import ProgramCache
+from .run_hooks import Run, resolve, running
+
+_conversations = ProgramCache()
+_interrupted = ProgramCache(status="cancelled")
+
+
+def begin(agent: Any, given: Any, conversation: Any) -> Run | None:
+    """Enter a run of ``agent`` on the input ``given``; ``None`` on an error of ours. Never raises."""
+    try:
+        add_resolver(resolve)
+        run = _run_for(agent, given, conversation)
+        run.program.start()
+        run.enter()
+        return run
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def end(run: Run, status: str, result: Any = None) -> None:
+    """End a run. Never raises."""
+    try:
+        run.stop_calls()
+        if not run.owned:
+            return
+        if run.conversation is not None:
+            _conversations.note(run.conversation, status)
+        elif status != "ok" or not _keep_interrupted(run, result):
+            _interrupted.end_children(run.program)
+            run.program.end(status)
+    except Exception:
+        fault("internal_error")
+
+
+def forget() -> None:
+    """End the programs kept between runs."""
+    _interrupted.clear()
+    _conversations.clear()
+
+
+def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
+    here, _ = find_context(session().counters)
+    outer, program, name = running.get(), here.program, str(agent.name)
+    graph = graph_of(agent)
+    inside = program is not None and (
+        here.tool_call is not None
+        or (outer is not None and outer.program is program)
+        # A program that only a resolver knows belongs to another framework's run.
+        or (current_context.get().program is not program and program not in process_programs)
+    )
+    resumed = _resumed(name, given)
+    if resumed is not None:
+        return _following(Run(resumed, owned=True, agent=name), graph)
+    if program is not None and not inside:
+        return _following(Run(program, owned=False), graph)
+    if conversation is None or inside:
+        return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
+    known_by = _identity(conversation)
+    kept = _conversations.find(known_by.key)
+    if kept is None:
+        kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
+        _conversations.keep(known_by.key, kept)
+    with suppress(TypeError):  # not weakly referable: kept until the bound
+        _conversations.add_holder(known_by.key, conversation, ends=known_by.ends)
+    return _following(Run(kept, owned=True, agent=name, conversation=known_by.key), graph)
+
+
+def _following(run: Run, graph: Aeg | None) -> Run:
+    known = run.program.aeg
+    if graph is not None and (known is None or is_read(known)):  # the user's own graph takes precedence
+        run.program.follows(graph)
+    return run
+
+
+class _ConversationKey(NamedTuple):
+    key: Hashable
+    program_id: str | None
+    """Return an id that every process of this machine derives alike, where there is one."""
+    ends: bool
+    """Return whether the conversation ends with its session object."""
+
+
+def _identity(conversation: Any) -> _ConversationKey:
+    kind = type(conversation)
+    try:
+        name = conversation.session_id
+    except Exception:  # some get theirs from a server, at the first use
+        name = None
+    path = str(getattr(conversation, "db_path", ""))
+    if name is None or path == ":memory:":
+        return _ConversationKey((kind, id(conversation)), None, path == ":memory:")
+    if not path:
+        return _ConversationKey((kind, str(name)), None, False)
+    path = os.path.abspath(path)
+    # Neither path nor name is sent; another machine's file of that name is another conversation.
+    digest = sha256(_machine() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
+    return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False)
+
+
+@functools.cache
+def _machine() -> bytes:
+    """Return an id of this machine or container until its next start. A network address is not enough:
+    containers on every machine get the same ones."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
+    try:
+        booted = boot.read_bytes()
+    except OSError:
+        booted = b""
+    return sha256(f"{uuid.getnode()}\n{socket.gethostname()}\n".encode(errors="replace") + booted).digest()
+
+
+def _keep_interrupted(run: Run, result: Any) -> bool:
+    ids = _waits_for(getattr(result, "interruptions", None))
+    asked = _digest(getattr(result, "input", None)) if ids else b""
+    for id in ids:
+        # By the agent too: a nested run and the one around it wait for the same approval. And by what it was
+        # asked, since some models count their calls, so that one id is many calls'.
+        _interrupted.keep((run.agent, id, asked), run.program)
+    return bool(ids)
+
+
+def _resumed(agent: str, given: Any) -> Program | None:
+    """Return the program of the run whose state is ``given``, also after a round trip through JSON."""
+    ask = getattr(given, "get_interruptions", None)
+    found = None
+    if callable(ask):
+        asked = _digest(getattr(given, "_original_input", None))
+        for id in _waits_for(ask()):
+            found = _interrupted.take((agent, id, asked)) or _interrupted_like(agent, id) or found
+    return found
+
+
+def _interrupted_like(agent: str, id: str) -> Program | None:
+    """Find the key by id alone where it is unique: the input may change in a round trip through JSON."""
+    key = _interrupted.like(lambda key: key[:2] == (agent, id))
+    return None if key is None else _interrupted.take(key)
+
+
+def _digest(asked: Any) -> bytes:
+    """Return a hash of a run's input; it does not leave this process."""
+    try:
+        text = json.dumps(asked, sort_keys=True, default=str)
+    except (TypeError, ValueError):  # not JSON
+        return b""
+    return sha256(text.encode(errors="replace")).digest()
+
+
+def _waits_for(interruptions: Any) -> list[str]:
+    """Return the ids of the tool calls that wait for an approval."""
+    raw = [getattr(item, "raw_item", None) for item in interruptions or ()]
+    ids = [each.get("call_id") if isinstance(each, dict) else getattr(each, "call_id", None) for each in raw]
+    return [id for id in ids if isinstance(id, str)]

@@ -1,0 +1,263 @@
+"""Fetches the outcome of each request from the server, on a thread of its own.
+
+It asks once per program: at its end, after every few requests, or when its oldest request has waited long
+enough. After an error the request is finished without an outcome.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from sojourn.config import Config
+from sojourn.http_transport import HttpTransport
+
+from sojourn_integrations.safe_scope import fault
+
+PROGRAM_PATH = "/sojourn/v1/programs/"
+EVERY_REQUESTS = 8
+"""Requests of one program per fetch."""
+MAX_PENDING = 2_000
+"""Bound over all programs; further requests are finished at once (``otel_outcomes_skipped``)."""
+IDLE_S = 5.0
+"""Longest wait of a request, so that the spans of a long run arrive during it."""
+RETRY_S = 0.7
+"""Delay before the only retry for a turn that the server had not closed yet."""
+PAUSE_S = 5.0
+"""Pause after a server error."""
+FETCH_TIMEOUT_S = 2.0
+
+Turn = Mapping[str, Any]
+Finish = Callable[["Turn | None"], None]
+"""Called once per request, with its turn of the server's ledger where that is known."""
+
+
+class _PendingOutcome:
+    """One request that waits for its outcome."""
+
+    __slots__ = ("config", "finish", "program_id", "request_id", "tried")
+
+    def __init__(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
+        self.config = config
+        self.program_id = program_id
+        self.request_id = request_id
+        self.finish = finish
+        self.tried = False
+
+
+class _Group:
+    """Requests of one program."""
+
+    __slots__ = ("due_s", "waiting")
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+        self.waiting: list[_PendingOutcome] = []
+
+
+class _Flush:
+    """A caller that waits until the queue is empty; ``last``: the thread then stops."""
+
+    __slots__ = ("done", "last")
+
+    def __init__(self, last: bool) -> None:
+        self.done = threading.Event()
+        self.last = last
+
+
+class OutcomeFetcher:
+    """The thread and its queue. No method raises.
+
+    The agent's threads use one queue that is safe in a garbage collection; all else belongs to the thread
+    alone. So there is no lock that could deadlock.
+    """
+
+    def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
+        self._idle_s = idle_s
+        self._retry_s = retry_s
+        self._reset()
+        forget = weakref.WeakMethod(self._reset)
+        os.register_at_fork(after_in_child=lambda: (again := forget()) and again())
+
+    def _reset(self) -> None:
+        # In a forked child too: the parent finishes the requests.
+        self._inbox: SimpleQueue[_PendingOutcome | _Flush | str] = SimpleQueue()
+        self._starts = itertools.count()
+        self._running = False
+        self._closed = False
+        self._quiet_until_s = 0.0
+        self._count = 0
+        self._groups: dict[str, _Group] = {}
+        self._flushes: list[_Flush] = []
+        self._transport: tuple[Config, HttpTransport] | None = None
+
+    # ---- the agent's side
+
+    def put(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
+        """Call ``finish`` once the outcome is known, or will not be. Never waits."""
+        try:
+            full = self._count + self._inbox.qsize() >= MAX_PENDING
+            if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
+                self._inbox.put(_PendingOutcome(config, program_id, request_id, finish))
+                return
+            fault("otel_outcomes_skipped")
+        except Exception:
+            fault("internal_error")
+        _finish(finish, None)
+
+    def program_ended(self, program_id: str) -> None:
+        """Fetch now: no request of this program follows."""
+        if self._running:
+            self._inbox.put(program_id)
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Fetch all outcomes now. Returns whether all requests were finished in time."""
+        return self._say(_Flush(last=False), timeout_s)
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Flush and stop; without outcomes where the server does not answer in time."""
+        self._closed = True
+        self._say(_Flush(last=True), timeout_s)
+
+    def _say(self, flush: _Flush, timeout_s: float) -> bool:
+        if not self._running:
+            return True
+        self._inbox.put(flush)
+        return flush.done.wait(timeout_s)
+
+    def _start(self) -> bool:
+        if not self._running and next(self._starts) == 0:
+            thread = threading.Thread(target=self._run, name="sojourn-otel-outcomes", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is shutting down
+                self._closed = True
+                return False
+            self._running = True
+        return True
+
+    # ---- the thread's side
+
+    def _run(self) -> None:
+        _suppress_instrumentation()
+        while True:
+            try:
+                if self._round():
+                    return
+            except Exception:
+                fault("internal_error")
+
+    def _round(self) -> bool:
+        """Read the queue and fetch what is due. Returns True at the end."""
+        for message in self._messages():
+            self._take(message)
+        self._count = self._waiting()
+        hurry = bool(self._flushes)
+        for program_id, group in list(self._groups.items()):
+            if group.due_s <= time.monotonic() or (hurry and not group.waiting[0].tried):
+                del self._groups[program_id]
+                self._serve(program_id, group.waiting)
+        self._count = self._waiting()
+        if not self._groups and self._inbox.empty():
+            flushes, self._flushes = self._flushes, []
+            last = any(flush.last for flush in flushes)
+            if last:
+                self._running = False
+                if self._transport is not None:
+                    self._transport[1].close()
+            for flush in flushes:
+                flush.done.set()
+            return last
+        return False
+
+    def _waiting(self) -> int:
+        return sum(len(group.waiting) for group in self._groups.values())
+
+    def _messages(self) -> Iterator[_PendingOutcome | _Flush | str]:
+        due_s = min((group.due_s for group in self._groups.values()), default=None)
+        wait_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+        try:
+            yield self._inbox.get(timeout=wait_s)
+            while True:
+                yield self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _take(self, message: _PendingOutcome | _Flush | str) -> None:
+        if isinstance(message, _Flush):
+            self._flushes.append(message)
+        elif isinstance(message, str):
+            if message in self._groups:
+                self._groups[message].due_s = 0.0
+        else:
+            group = self._groups.get(message.program_id)
+            if group is None:
+                group = self._groups[message.program_id] = _Group(time.monotonic() + self._idle_s)
+            group.waiting.append(message)
+            if len(group.waiting) >= EVERY_REQUESTS:
+                group.due_s = 0.0
+
+    def _serve(self, program_id: str, waiting: list[_PendingOutcome]) -> None:
+        turns: dict[str, Turn] = {}
+        asked = time.monotonic() >= self._quiet_until_s
+        if asked:
+            try:
+                turns = self._fetch(waiting[-1].config, program_id)
+            except Exception:
+                self._quiet_until_s = time.monotonic() + PAUSE_S
+                fault("otel_outcomes_failed")
+                asked = False
+        again = []
+        for each in waiting:
+            turn = turns.get(each.request_id)
+            if turn is None and asked and not each.tried:
+                each.tried = True
+                again.append(each)
+            else:
+                _finish(each.finish, turn)
+        if again:
+            later = self._groups.setdefault(program_id, _Group(0.0))
+            later.due_s = time.monotonic() + self._retry_s
+            later.waiting[:0] = again
+
+    def _fetch(self, config: Config, program_id: str) -> dict[str, Turn]:
+        """Return the program's turns by the client's request id. Raises on an error of the server."""
+        if self._transport is None or self._transport[0] is not config:
+            if self._transport is not None:
+                self._transport[1].close()
+            transport = HttpTransport(config.url, api_key=config.api_key, timeout_s=FETCH_TIMEOUT_S)
+            self._transport = config, transport
+        answer = self._transport[1].get(PROGRAM_PATH + quote(program_id, safe=""), FETCH_TIMEOUT_S)
+        if answer.status in (404, 429):
+            return {}  # unknown by now, or rate-limited
+        if answer.status != 200:
+            raise ConnectionError(f"status {answer.status}")
+        ledger = msgspec.json.decode(answer.body).get("ledger")
+        turns = [turn for turn in ledger or () if isinstance(turn, dict)]
+        return {turn["request_id"]: turn for turn in turns if isinstance(turn.get("request_id"), str)}
+
+
+def _finish(finish: Finish, turn: Turn | None) -> None:
+    try:
+        finish(turn)
+    except Exception:
+        fault("internal_error")
+
+
+def _suppress_instrumentation() -> None:
+    """Keep our own requests out of the user's traces."""
+    try:
+        from opentelemetry import context
+
+        inside = context.set_value("suppress_instrumentation", True)
+        context.attach(context.set_value("suppress_http_instrumentation", True, inside))
+    except Exception:
+        fault("internal_error")

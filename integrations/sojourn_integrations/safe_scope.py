@@ -1,0 +1,50 @@
+"""Scopes of the SDK for integrations, which never raise into an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sojourn.runtime import session
+
+
+class Scope(NamedTuple):
+    """An entered program or tool call: its context manager and the value of ``__enter__``."""
+
+    manager: Any
+    handle: Any
+
+
+def enter(make: Callable[[], Any]) -> Scope | None:
+    """Make and enter a context manager. Counts a failure and returns ``None``."""
+    try:
+        manager = make()
+        return Scope(manager, manager.__enter__())
+    except Exception:
+        fault("internal_error")
+        return None
+
+
+def leave(
+    scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
+) -> None:
+    """Leave the scope, with ``error`` where there was one; the caller raises it itself.
+
+    ``status`` may be a function that reads it from a result of any type.
+    """
+    if scope is None:
+        return
+    try:
+        if status is not None:
+            scope.handle.status = status() if callable(status) else status
+    except Exception:
+        fault("internal_error")
+    try:
+        scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+    except Exception:
+        fault("internal_error")
+
+
+def fault(name: str) -> None:
+    """Count an error of ours; see ``sojourn.stats()``."""
+    session().counters.add(name)

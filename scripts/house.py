@@ -1,0 +1,286 @@
+"""Count what keeps the source easy to navigate, and fail where a rule of its structure is broken.
+
+Prints modules and lines of each package, modules that import vLLM, modules with a single
+importer, import cycles, and duplicate basenames. ``make check`` runs it.
+
+    python scripts/house.py [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {
+    "sojourn": ROOT / "sdk" / "sojourn",
+    "sojourn_integrations": ROOT / "integrations" / "sojourn_integrations",
+    "sojourn_server": ROOT / "server_ext" / "sojourn_server",
+}
+TASKS = SOURCES["sojourn_server"] / "demo" / "tasks"
+"""Repositories that the demo's agents repair: data, not source."""
+PACKAGE_ORDER = (
+    "sojourn",
+    "sojourn_integrations",
+    "traces",
+    "programs",
+    "policies",
+    "metrics",
+    "predictors",
+    "kv_offload",
+    "kv_transfer",
+    "core",
+    "recording",
+    "routing",
+    "api",
+    "launch",
+    "vllm",
+    "gateway",
+    "simulator",
+    "replay",
+    "profiling",
+    "models",
+    "demo",
+    "cli",
+)
+"""Packages from left to right. Each imports only packages to its left."""
+OWN_DEPENDENCIES = {"tomli": "the standard library's tomllib, on an older Python"}
+COMPAT = "sojourn_server.vllm.compat"
+"""The only module that imports vLLM. It imports nothing of ours, so every package may import it."""
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    """Yield every Python file below ``folder``, without the demo's task repositories."""
+    for path in sorted(folder.rglob("*.py")):
+        if TASKS not in path.parents:
+            yield path
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def package_of(module: str) -> str:
+    """Return the package a module belongs to: one below ``sojourn_server``, or one of the other two."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "sojourn_server" and len(parts) > 1 else parts[0]
+
+
+class ImportGraph:
+    """Which module of the source imports which other one, wherever the import stands in the file."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, Path] = {}
+        for package, folder in SOURCES.items():
+            for path in python_files(folder):
+                parts = [package, *path.relative_to(folder).with_suffix("").parts]
+                self.paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        self.edges: dict[str, set[str]] = {module: set() for module in self.paths}
+        self.vllm_importers: set[str] = set()
+        self.libraries: dict[str, set[str]] = {module: set() for module in self.paths}
+        """Other people's packages that each module imports."""
+        for module, path in self.paths.items():
+            for target in self._imported(module, path):
+                top = target.split(".")[0]
+                if (known := self._known(target)) is not None:
+                    if known != module:
+                        self.edges[module].add(known)
+                elif top not in sys.stdlib_module_names and top not in OWN_DEPENDENCIES and top:
+                    self.libraries[module].add(top)
+                    if top == "vllm":
+                        self.vllm_importers.add(module)
+
+    def _imported(self, module: str, path: Path) -> Iterator[str]:
+        """Yield the dotted name of all that a module imports."""
+        package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*base, *([node.module] if node.module else [])])
+                yield from (f"{source}.{alias.name}" for alias in node.names)
+
+    def _known(self, target: str) -> str | None:
+        """Return the module of ours that a dotted name leads to, ``None`` for other people's."""
+        while target:
+            if target in self.paths:
+                return target
+            target = target.rpartition(".")[0]
+        return None
+
+    def cycles(self) -> list[list[str]]:
+        """Return the groups of modules that import each other in a loop (Tarjan's algorithm)."""
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        found: list[list[str]] = []
+
+        def visit(module: str) -> None:
+            index[module] = low[module] = len(index)
+            stack.append(module)
+            for target in sorted(self.edges[module]):
+                if target not in index:
+                    visit(target)
+                    low[module] = min(low[module], low[target])
+                elif target in stack:
+                    low[module] = min(low[module], index[target])
+            if low[module] == index[module]:
+                group = stack[stack.index(module) :]
+                del stack[stack.index(module) :]
+                if len(group) > 1:
+                    found.append(sorted(group))
+
+        for module in sorted(self.edges):
+            if module not in index:
+                visit(module)
+        return sorted(found)
+
+    def package_imports(self) -> dict[str, tuple[set[str], set[str]]]:
+        """Return for each package our other packages and the libraries that it imports."""
+        found: dict[str, tuple[set[str], set[str]]] = {}
+        for module, targets in self.edges.items():
+            package = package_of(module)
+            ours, libraries = found.setdefault(package, (set(), set()))
+            ours |= {package_of(target) for target in targets - {COMPAT}} - {package}
+            libraries |= self.libraries[module]
+        found.pop("sojourn_server", None)
+        return found
+
+    def single_importers(self) -> dict[str, str]:
+        """Return the modules that one other module imports, and by which. Packages do not count."""
+        importers: dict[str, set[str]] = defaultdict(set)
+        for module, targets in self.edges.items():
+            for target in targets:
+                importers[target].add(module)
+        return {
+            module: next(iter(found))
+            for module, found in sorted(importers.items())
+            if len(found) == 1 and self.paths[module].name != "__init__.py"
+        }
+
+
+def duplicate_basenames(graph: ImportGraph) -> dict[str, list[str]]:
+    """Return the basenames that two modules of the server share, with the modules."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for module, path in graph.paths.items():
+        if module.startswith("sojourn_server") and not path.name.startswith("__"):
+            named[path.stem].append(module)
+    return {stem: modules for stem, modules in sorted(named.items()) if len(modules) > 1}
+
+
+def order_faults(graph: ImportGraph) -> list[str]:
+    """Return one line for each package that imports one to its right, or that has no place in the order."""
+    broken = []
+    for package, (ours, _) in sorted(graph.package_imports().items()):
+        if package not in PACKAGE_ORDER:
+            broken.append(f"package {package} is not in PACKAGE_ORDER")
+            continue
+        left = PACKAGE_ORDER[: PACKAGE_ORDER.index(package)]
+        for target in sorted(ours - set(left) - {"sojourn_server"}):
+            broken.append(f"{package} imports {target}, which is not to its left in PACKAGE_ORDER")
+    return broken
+
+
+def package_table() -> str:
+    """Return the packages as a Markdown table: what each is, and what it imports."""
+    graph = ImportGraph()
+    imports = graph.package_imports()
+    lines = ["| package | what it is | our packages it imports | libraries |", "|---|---|---|---|"]
+    for package in PACKAGE_ORDER:
+        ours, libraries = imports[package]
+        module = package if package in SOURCES else f"sojourn_server.{package}"
+        docstring = ast.get_docstring(ast.parse(graph.paths[module].read_text(encoding="utf-8"))) or ""
+        lines.append(
+            f"| `{package}` | {docstring.splitlines()[0] if docstring else ''} "
+            f"| {', '.join(f'`{name}`' for name in sorted(ours, key=PACKAGE_ORDER.index)) or '–'} "
+            f"| {', '.join(f'`{name}`' for name in sorted(libraries)) or '–'} |"
+        )
+    return "\n".join(lines)
+
+
+def measure() -> dict[str, object]:
+    """Return every count as plain JSON values."""
+    graph = ImportGraph()
+    lines: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for module, path in graph.paths.items():
+        parts = module.split(".")
+        is_top = len(parts) == 1 or (len(parts) == 2 and path.name != "__init__.py")
+        package = parts[0] if is_top or parts[0] != "sojourn_server" else ".".join(parts[:2])
+        lines[package] += count_lines(path)
+        modules[package] += 1
+    for package, folder in (("tests", ROOT / "tests"), ("benchmarks", ROOT / "benchmarks")):
+        for path in python_files(folder):
+            lines[package] += count_lines(path)
+            modules[package] += 1
+    server = [package for package in lines if package.startswith("sojourn_server")]
+    return {
+        "packages": {name: {"modules": modules[name], "lines": lines[name]} for name in sorted(lines)},
+        "server_lines": sum(lines[name] for name in server),
+        "server_modules": sum(modules[name] for name in server),
+        "test_lines": lines["tests"],
+        "vllm_importers": sorted(graph.vllm_importers),
+        "single_importers": graph.single_importers(),
+        "cycles": graph.cycles(),
+        "duplicate_basenames": duplicate_basenames(graph),
+        "order_faults": order_faults(graph),
+    }
+
+
+def faults(counts: dict[str, object]) -> list[str]:
+    """Return one line for each rule that the source breaks."""
+    broken = []
+    extra = sorted(set(counts["vllm_importers"]) - {COMPAT})  # type: ignore[call-overload]
+    if extra:
+        broken.append(f"vLLM is imported outside vllm/compat.py: {', '.join(extra)}")
+    for group in counts["cycles"]:  # type: ignore[attr-defined]
+        broken.append(f"modules import each other in a loop: {', '.join(group)}")
+    for stem, modules in counts["duplicate_basenames"].items():  # type: ignore[attr-defined]
+        broken.append(f"several modules are called {stem}.py: {', '.join(modules)}")
+    broken += counts["order_faults"]  # type: ignore[operator]
+    return broken
+
+
+def main() -> int:
+    """Print the counts; return 1 where a rule is broken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, single-importer modules named")
+    arguments = parser.parse_args()
+    counts = measure()
+    if arguments.json:
+        print(json.dumps(counts, indent=2))
+    else:
+        print(f"{'package':<32}{'modules':>8}{'lines':>8}")
+        for name, row in counts["packages"].items():  # type: ignore[attr-defined]
+            print(f"{name:<32}{row['modules']:>8}{row['lines']:>8}")
+        print()
+        for title, key in (
+            ("server lines", "server_lines"),
+            ("server modules", "server_modules"),
+            ("test lines", "test_lines"),
+        ):
+            print(f"{title:<32}{counts[key]:>8}")
+        for title, key in (
+            ("modules that import vLLM", "vllm_importers"),
+            ("modules with one importer", "single_importers"),
+            ("import cycles", "cycles"),
+            ("duplicate basenames", "duplicate_basenames"),
+        ):
+            print(f"{title:<32}{len(counts[key]):>8}")  # type: ignore[arg-type]
+    broken = faults(counts)
+    for line in broken:
+        print(f"house: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

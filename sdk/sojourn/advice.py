@@ -1,0 +1,78 @@
+"""Hints that the caller gives for turns, checked and ready to be sent."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from . import runtime
+
+
+class Advice(NamedTuple):
+    """Hints for a turn; ``None`` gives no hint. Deadlines are points on the monotonic clock."""
+
+    priority: int | None = None
+    deadline_at_s: float | None = None
+    expected_output_length: int | None = None
+    kv_retention_ttl_s: float | None = None
+    expected_resume: bool | None = None
+    blocks_parent: bool | None = None
+    final: bool | None = None
+
+    def over(self, outer: Advice) -> Advice:
+        """Return these hints where given, else those of ``outer``."""
+        if self is NO_ADVICE or outer is NO_ADVICE:
+            return outer if self is NO_ADVICE else self
+        return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
+
+
+NO_ADVICE = Advice()
+
+
+class StepContext(NamedTuple):
+    """Node, step id and hints of the step around the running code, outer steps included."""
+
+    node: str | None = None
+    step_id: str | None = None
+    advice: Advice = NO_ADVICE
+
+    def within(self, outer: StepContext | None) -> StepContext:
+        """Return this step completed by what ``outer`` gives and this step does not."""
+        if outer is None:
+            return self
+        advice = self.advice.over(outer.advice)
+        return StepContext(self.node or outer.node, self.step_id or outer.step_id, advice)
+
+
+def advice(
+    *,
+    priority: int | None = None,
+    deadline_s: float | None = None,
+    expected_output_length: int | None = None,
+    kv_retention_ttl_s: float | None = None,
+    expected_resume: bool | None = None,
+    blocks_parent: bool | None = None,
+    final: bool | None = None,
+) -> Advice:
+    """Return the checked hints. Raises ``ValueError`` that names the first invalid one."""
+    for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
+        if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
+            raise ValueError(f"{name} is {whole!r}; expected a whole number of 64 bits")
+    if expected_output_length is not None and expected_output_length < 0:
+        raise ValueError(f"expected_output_length is {expected_output_length}; expected tokens ≥ 0")
+    for name, seconds in (("deadline_s", deadline_s), ("kv_retention_ttl_s", kv_retention_ttl_s)):
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds >= 0
+        ):
+            raise ValueError(f"{name} is {seconds!r}; expected seconds ≥ 0")
+    flags = {"expected_resume": expected_resume, "blocks_parent": blocks_parent, "final": final}
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(f"{name} is {flag!r}; expected True, False or None")
+    return Advice(
+        priority=priority,
+        deadline_at_s=None if deadline_s is None else runtime.clock() + deadline_s,
+        expected_output_length=expected_output_length,
+        kv_retention_ttl_s=None if kv_retention_ttl_s is None else float(kv_retention_ttl_s),
+        **flags,
+    )

@@ -1,0 +1,118 @@
+"""Finds the dialect of a server with a few GETs, on the emitter's thread.
+
+The first GET asks for our capabilities page. A server without it is recognised by public pages that cost it
+nothing, one GET each, and only by answers that no other server gives. Unknown servers get headers only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from .dialects import DIALECTS, Dialect
+from .http_transport import ServerTransport
+from .wire import CAPABILITIES_PATH, WIRE_VERSION
+
+logger = logging.getLogger("sojourn")
+
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+_STOCK = frozenset({404, 405, 501})
+
+
+class _Capabilities(msgspec.Struct):
+    """The part of the answer that this client needs; servers may send more."""
+
+    name: str
+    wire: list[int]
+    """Wire versions spoken."""
+
+
+_decoder = msgspec.json.Decoder(_Capabilities)
+
+
+class ServerDialect:
+    """The known or assumed dialect of the server. It may change at any time."""
+
+    def __init__(self, dialect: str | None = None) -> None:
+        self.dialect: Dialect = DIALECTS[dialect or "vllm"]
+        """The dialect in use. Headers only while it is unknown: they are harmless for every server."""
+        self.given = dialect is not None
+        """True where the caller named it; then nothing is probed."""
+        self.known = self.given
+        """True where it was given or detected, not assumed."""
+
+    def learn(self, dialect: str) -> Dialect:
+        """Set and return the detected dialect. A dialect given by the caller stays in use."""
+        if not self.given:
+            self.dialect = DIALECTS[dialect]
+        self.known = True
+        return DIALECTS[dialect]
+
+
+def probe_dialect(transport: ServerTransport, *, timeout_s: float) -> str | None:
+    """Probe once and return the dialect's name; ``None`` where the answer is inconclusive. Never raises."""
+    try:
+        answer = transport.get(CAPABILITIES_PATH, timeout_s)
+    except Exception as error:
+        logger.warning("no answer from the server (%s); it is asked again as events are sent", error)
+        return None
+    if answer.status in _STOCK:
+        return _identify_other_server(transport, timeout_s) or "vllm"
+    if answer.status in (401, 403):
+        logger.warning(
+            "the server wants a key (%d): init(url, api_key=...) or SOJOURN_API_KEY; headers only until then",
+            answer.status,
+        )
+        return None
+    if answer.status != 200:
+        logger.warning(
+            "the server answered %d when asked what it speaks; sending headers only", answer.status
+        )
+        return None
+    try:
+        told = _decoder.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "vllm"  # a server that answers 200 to anything
+    if told.name != "sojourn":
+        return "vllm"
+    if WIRE_VERSION not in told.wire:
+        logger.warning("the server speaks wire %s, this SDK %d; headers only", told.wire, WIRE_VERSION)
+        return "vllm"
+    return "sojourn"
+
+
+def _identify_other_server(transport: ServerTransport, timeout_s: float) -> str | None:
+    """Return the dialect of a server that identifies itself clearly, else ``None``. Never raises."""
+
+    def ask(path: str) -> dict[str, Any]:
+        try:
+            answer = transport.get(path, timeout_s)
+            if answer.status == 200 and len(answer.body) <= MAX_ANSWER_BYTES:
+                told = msgspec.json.decode(answer.body)
+                return told if isinstance(told, dict) else {}
+        except Exception as error:  # unreachable, or not JSON
+            logger.debug("GET %s told nothing: %s", path, error)
+        return {}
+
+    owners = _owners(ask("/v1/models"))
+    if owners == {"sglang"}:
+        return "sglang"
+    health = ask("/health")
+    if owners == {"nvidia"} and {"endpoints", "instances"} <= health.keys():
+        return "dynamo"
+    if {"router_mode", "scheduling_enabled", "programs_count"} <= health.keys():
+        return "thunderagent"
+    scheduling = ask("/scheduling/diagnostics")
+    if scheduling.get("enabled") is True and {"retained_requests", "resume_order"} <= scheduling.keys():
+        return "vllm_router"
+    return None
+
+
+def _owners(models: dict[str, Any]) -> set[Any]:
+    """Return ``owned_by`` of the listed models."""
+    data = models.get("data")
+    if not isinstance(data, list):
+        return set()
+    return {str(model.get("owned_by")) for model in data if isinstance(model, dict)}

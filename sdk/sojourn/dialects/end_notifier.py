@@ -1,0 +1,94 @@
+"""The event transport of servers that take one event only, the end of a program: one small POST each."""
+
+from __future__ import annotations
+
+from sojourn.events import Event, ProgramEnd, ProgramStart
+from sojourn.wire import encode
+
+from .event_transport import UNSUPPORTED_STATUSES, DeliveryResult, PendingBatch, TransportContext
+
+MAX_PROGRAMS = 10_000
+"""Bound on open programs, and on ends not yet reported; the oldest are forgotten."""
+_REFUSED = frozenset({400, 409, 410, 422})
+"""Status codes about the program itself: a retry would get the same answer."""
+
+
+class EndNotifier:
+    """``POST path {field: program id}`` when a program ends, and at the close for those still open.
+
+    These servers have no leases: they keep a program until its end is reported. So, unlike other events, an
+    end that could not be sent is retried with the next one, unless the server refused it. The end of a
+    killed process is never reported.
+    """
+
+    kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})
+
+    def __init__(self, transport_context: TransportContext, path: str, field: str) -> None:
+        self._transport = transport_context.transport
+        self._counters = transport_context.counters
+        self._path = path
+        self._field = field
+        self._open: dict[str, None] = {}
+        self._unreported: dict[str, None] = {}
+
+    def deliver(self, batch: PendingBatch) -> DeliveryResult:
+        ends: list[str] = []
+        for pending in batch.events:
+            if pending.kind is ProgramEnd:
+                ends.append(pending.program_id)
+                self._open.pop(pending.program_id, None)
+                self._remember(self._unreported, pending.program_id)
+                continue
+            self._counters.add("dropped_unsupported")
+            if pending.kind is ProgramStart:
+                self._unreported.pop(pending.program_id, None)  # the program was resumed
+                self._remember(self._open, pending.program_id)
+        result, reported = self._report_ends()
+        failed = sum(program_id not in reported for program_id in ends)
+        self._counters.add("events_sent", len(ends) - failed)
+        if result is DeliveryResult.NO_PLACE:
+            self._counters.add("dropped_unsupported", failed)
+            self._open, self._unreported = {}, {}
+        elif failed:
+            self._counters.add("dropped_send", failed)
+        return result
+
+    def after_fork(self) -> None:
+        self._open, self._unreported = {}, {}
+
+    def close(self) -> None:
+        self._unreported.update(self._open)
+        self._open = {}
+        self._report_ends()
+
+    def _report_ends(self) -> tuple[DeliveryResult, set[str]]:
+        """Return the result, and the programs whose end the server took."""
+        reported: set[str] = set()
+        for program_id in list(self._unreported):
+            status = self._post_end(program_id)
+            del self._unreported[program_id]
+            if 200 <= status < 300:
+                reported.add(program_id)
+            elif status in UNSUPPORTED_STATUSES:
+                return DeliveryResult.NO_PLACE, reported
+            elif status not in _REFUSED:
+                self._unreported[program_id] = None  # last, since this id may be what the server fails on
+                return DeliveryResult.FAILED, reported
+        return DeliveryResult.TAKEN, reported
+
+    def _post_end(self, program_id: str) -> int:
+        """Return the status of the answer; 0 without an answer."""
+        try:
+            status = self._transport.post(self._path, encode({self._field: program_id})).status
+        except Exception as error:
+            self._counters.add(f"net_{type(error).__name__}")
+            return 0
+        if not 200 <= status < 300:
+            self._counters.add(f"http_{status}")
+        return status
+
+    @staticmethod
+    def _remember(programs: dict[str, None], program_id: str) -> None:
+        programs[program_id] = None
+        if len(programs) > MAX_PROGRAMS:
+            del programs[next(iter(programs))]

@@ -1,0 +1,75 @@
+"""How events reach a server outside of LLM requests: what each dialect has to supply.
+
+An event transport lives on the emitter's thread and may block there, within its time limits. It never
+touches the agent's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from sojourn.event_queue import PendingEvent
+from sojourn.events import Event
+from sojourn.stats import Counters
+
+if TYPE_CHECKING:
+    from sojourn.http_transport import ServerTransport
+
+UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
+"""Answers of a server that has no such endpoint."""
+
+
+class TransportContext(NamedTuple):
+    """What an event transport may use. The transports of one session share it, one after the other."""
+
+    transport: ServerTransport
+    counters: Counters
+    tool_events: str | None = None
+    """ZeroMQ endpoint for tool events, where the server has one beside HTTP."""
+    unknown_graph: Callable[[PendingEvent], None] | None = None
+    """Called with an ``AegReport`` whose graph the server does not know. Must not raise."""
+
+
+class PendingBatch(NamedTuple):
+    """Events of one or more programs, in order within each program."""
+
+    emitter: str
+    """Id of the emitter that numbered them."""
+    events: list[PendingEvent]
+    now: float
+    """Monotonic seconds; the events' ``at_s`` is on the same clock."""
+    dropped: int = 0
+    """Events this emitter has dropped so far."""
+
+
+class DeliveryResult(Enum):
+    """The result of sending a batch."""
+
+    TAKEN = "taken"
+    SHOWN = "shown"
+    """Taken, and the answer proves that the server speaks this dialect."""
+    FAILED = "failed"
+    """The server is unreachable or busy: back off."""
+    NO_PLACE = "no place"
+    """This server does not take events this way, and will not."""
+
+
+class EventTransport(Protocol):
+    """Brings events to one kind of server. Counts each event under exactly one of ``events_sent``,
+    ``dropped_send``, ``dropped_unsupported`` and ``encode_error``."""
+
+    @property
+    def kinds(self) -> frozenset[type[Event]]:
+        """Events that the server takes; the emitter drops all others."""
+
+    def deliver(self, batch: PendingBatch) -> DeliveryResult:
+        """Send a batch. An exception counts as a failed batch."""
+
+    def after_fork(self) -> None:
+        """In the child: drop the parent's connections and unfinished work without closing them."""
+
+    def close(self) -> None:
+        """Finish what can be finished until the first failure, then release everything. The emitter's close
+        bounds the time."""

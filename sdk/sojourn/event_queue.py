@@ -1,0 +1,125 @@
+"""The bounded queue of unsent events, in rows by program. The emitter holds the lock and the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from .events import Event
+from .wire import encode
+
+
+class PendingEvent(msgspec.Struct, gc=False):
+    """An event that happened at ``at_s`` and is not sent yet."""
+
+    program_id: str
+    kind: type[Event]
+    seq: int
+    at_s: float
+    fields: dict[str, Any]
+
+    def event(self, now: float) -> Event:
+        """Return the event with its age at ``now``. Raises ``TypeError`` for unknown fields."""
+        age_s = now - self.at_s
+        age_s = round(age_s, 6) if age_s > 0.0 else 0.0
+        return self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields)
+
+    def encode(self, now: float) -> bytes:
+        """Return ``event`` as JSON. Raises ``WireError`` as well."""
+        return encode(self.event(now))
+
+
+class EventQueue:
+    """At most ``limit`` events, oldest first within each program."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._rows: dict[str, deque[PendingEvent]] = {}
+        self.size = 0
+        """Number of events. For reading only."""
+
+    @property
+    def full(self) -> bool:
+        """True at the limit."""
+        return self.size >= self._limit
+
+    def take_in(self, inbox: deque[PendingEvent], numbers: Iterator[int]) -> int:
+        """Number the events of ``inbox``, queue them and return how many. The caller checks ``full``."""
+        rows = self._rows
+        count = 0
+        while inbox:
+            pending = inbox.popleft()
+            pending.seq = next(numbers)
+            row = rows.get(pending.program_id)
+            if row is None:
+                row = rows[pending.program_id] = deque()
+            row.append(pending)
+            count += 1
+        self.size += count
+        return count
+
+    def put_back(self, taken: Iterable[PendingEvent]) -> int:
+        """Put events, in order, before all others of their programs. Returns how many had no room."""
+        left = list(taken)
+        while left and not self.full:
+            pending = left.pop()
+            self._rows.setdefault(pending.program_id, deque()).appendleft(pending)
+            self.size += 1
+        return len(left)
+
+    def take(
+        self, program_id: str, clock: Callable[[], float], *, max_events: int, max_bytes: int | None = None
+    ) -> tuple[list[PendingEvent], int]:
+        """Remove and return the oldest events of one program, and how many were dropped because they cannot
+        be encoded. At most ``max_events``, with at most ``max_bytes`` of JSON including one byte each for the
+        comma; without ``max_bytes`` nothing is encoded.
+        """
+        taken: list[PendingEvent] = []
+        row = self._rows.get(program_id)
+        if row is None:
+            return taken, 0
+        if max_bytes is None and len(row) <= max_events:
+            row = self._rows.pop(program_id)
+            self.size -= len(row)
+            return list(row), 0
+        unencodable = 0
+        used = 0
+        now = clock()
+        while row and len(taken) < max_events:
+            if max_bytes is not None:
+                try:
+                    used += len(row[0].encode(now)) + 1
+                except Exception:
+                    row.popleft()
+                    unencodable += 1
+                    continue
+                if used > max_bytes:
+                    break
+            taken.append(row.popleft())
+        if not row:
+            self._rows.pop(program_id, None)
+        self.size -= len(taken) + unencodable
+        return taken, unencodable
+
+    def batch(self, max_events: int) -> list[PendingEvent]:
+        """Remove and return up to ``max_events``: whole programs, longest waiting first, each in order."""
+        batch: list[PendingEvent] = []
+        while self._rows and len(batch) < max_events:
+            program_id, row = next(iter(self._rows.items()))
+            while row and len(batch) < max_events:
+                batch.append(row.popleft())
+            if not row:
+                del self._rows[program_id]
+        # Recounted: a garbage collection may append between any two lines, and a wrong count would keep the
+        # sender awake for ever.
+        self.size = sum(map(len, self._rows.values()))
+        return batch
+
+    def clear(self) -> int:
+        """Remove all events and return how many there were."""
+        size, self.size = self.size, 0
+        self._rows.clear()
+        return size

@@ -1,0 +1,101 @@
+"""When the next heartbeat of each open program is due. Heartbeats keep a lease while an agent is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Protocol
+from weakref import ref
+
+
+class OpenProgram(Protocol):
+    """What the session reads and does of a program."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def is_open(self) -> bool:
+        """Started and not ended."""
+
+    @property
+    def running_tools(self) -> Sized:
+        """Tool calls in progress."""
+
+    @property
+    def open_requests(self) -> Sized:
+        """LLM requests in progress."""
+
+    def report_graph(self) -> None:
+        """Send the graph again. Never raises."""
+
+    def end(self, status: str = "ok") -> None:
+        """Report the end. Never raises."""
+
+
+class _LastBeat:
+    """Time of an open program's last beat."""
+
+    __slots__ = ("last_s",)
+
+    def __init__(self, now: float) -> None:
+        self.last_s = now
+
+
+class Heartbeats:
+    """Open programs and the time of each one's last beat. No thread, no clock: the sender calls ``due``.
+
+    Programs are held weakly: beats stop for one that was dropped without an end. There is no lock: each
+    access is one atomic operation of a dict, and one beat more or less at the end does no harm.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        # By object: two blocks may run under one id, and the end of one must not silence the other.
+        self._open: dict[ref[OpenProgram], _LastBeat] = {}
+
+    @property
+    def promised(self) -> bool:
+        """True while a program with heartbeats is open. May stay true for a moment longer."""
+        return bool(self._open)
+
+    def opened(self, program: OpenProgram, now: float) -> None:
+        """Schedule the first beat of ``program`` one interval after ``now`` (monotonic seconds)."""
+        self._open[ref(program)] = _LastBeat(now)
+
+    def closed(self, program: OpenProgram) -> None:
+        """Stop the beats of ``program``."""
+        self._open.pop(ref(program), None)
+
+    def find(self, program_id: str) -> OpenProgram | None:
+        """Return an open program with heartbeats that has this id."""
+        for reference in self._open.copy():
+            program = reference()
+            if program is not None and program.id == program_id and program.is_open:
+                return program
+        return None
+
+    def due(self, now: float) -> tuple[list[OpenProgram], float | None]:
+        """Return the programs to beat for at ``now``, and the seconds until the next beat could be due.
+
+        A program with a request in progress needs no beat: the server sees the request. The second value is
+        ``None`` without an open program.
+        """
+        beating: list[OpenProgram] = []
+        wait_s: float | None = None
+        for reference, watch in self._open.copy().items():
+            program = reference()
+            if program is None:
+                self._open.pop(reference, None)
+                continue
+            left_s = watch.last_s + self.interval_s - now
+            if left_s <= 0:
+                watch.last_s = now
+                left_s = self.interval_s
+                if program.running_tools or not program.open_requests:
+                    beating.append(program)
+            wait_s = left_s if wait_s is None else min(wait_s, left_s)
+        return beating, wait_s
+
+    def after_fork(self) -> None:
+        """Forget the parent's programs: the child sends no beats for them."""
+        self._open = {}

@@ -1,0 +1,158 @@
+"""The path of one program through its nodes, built from the facts reported while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING, NamedTuple
+
+from sojourn.aeg import END, START
+from sojourn.wire_names import name_of
+
+if TYPE_CHECKING:
+    from sojourn.aeg import Aeg
+
+MAX_PATH = 256
+"""Visits kept of one run; a longer run is learned in pieces."""
+MAX_TURNS = 512
+"""Turns whose node is kept; later turns are only counted."""
+MAX_SIBLINGS = 16
+MAX_RUN_TOOLS = 64
+
+
+class ProgramRun(NamedTuple):
+    """What one finished program did, or a piece of a long one. Names and counts only."""
+
+    path: tuple[tuple[str, ...], ...] = ()
+    """The nodes visited, in order. Nodes that ran in parallel form one sorted group."""
+    turn_nodes: tuple[str | None, ...] = ()
+    """The node of each LLM request, in order; ``None`` for a request without one."""
+    turns: int = 0
+    """LLM requests of the whole program; may exceed the length of ``turn_nodes``, which is bounded."""
+    tools: tuple[tuple[str, str], ...] = ()
+    """Pairs (node, tool): the tool was called at the node."""
+    begins: bool = True
+    """True where ``path`` begins at the program's start."""
+    ends: bool = True
+    """True where ``path`` reaches the program's end and ``turns`` is final; False for a cancelled run."""
+
+
+class RunTrace:
+    """Folds the facts about one program into a ``ProgramRun``. Not for several threads at once.
+
+    A *visit* begins when a node is entered, or when a request names a node other than the current ones. A
+    second request in the same visit, after the first, is a step from the node to itself: the server wants to
+    know where the next turn will be. Entered nodes count as parallel, not as sequential, in two cases: a
+    request of the previous node is still in progress; or the graph has no edge between the two, but one from
+    the node before both, and the first has made no request yet.
+    """
+
+    __slots__ = (
+        "_begins", "_group", "_open", "_path", "_requests", "_tools", "_turn_nodes", "_turns", "graph",
+        "kind", "lossy", "turns",
+    )  # fmt: skip
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        """The agent's type."""
+        self.turns = 0
+        """LLM requests so far. Listeners count it at once; all else is folded later."""
+        self.graph: Aeg | None = None
+        """The declared graph, where known: which node may follow which."""
+        self.lossy = False
+        """True once a fact was dropped: nothing is learned from this program any more."""
+        self._begins = True
+        self._path: list[list[str]] = []
+        self._group: list[str] = []
+        """The last group of ``_path``: where the program is."""
+        self._open: dict[str, int] = {}
+        self._requests: dict[str, int] = {}
+        self._turn_nodes: list[str | None] = []
+        self._turns = 0
+        self._tools: dict[tuple[str, str], None] = {}
+
+    def entered(self, node: str) -> ProgramRun | None:
+        """Enter a node. Returns a piece of a path that grew too long."""
+        node = name_of(node)
+        if node in (START, END):
+            return None
+        if self._group and self._beside(node):
+            if node not in self._group and len(self._group) < MAX_SIBLINGS:
+                self._group.append(node)
+            return None
+        return self._visit(node)
+
+    def requested(self, node: str | None) -> ProgramRun | None:
+        """Count an LLM request at ``node``; returns as ``entered`` does."""
+        self._turns += 1
+        piece: ProgramRun | None = None
+        if node is None:
+            node = self._group[-1] if self._group else None
+        else:
+            node = name_of(node)
+            if node not in self._group:
+                piece = self.entered(node)
+            elif self._requests.get(node) and not self._open.get(node) and len(self._group) == 1:
+                piece = self._visit(node)
+        if len(self._turn_nodes) < MAX_TURNS:
+            self._turn_nodes.append(node)
+        if node is not None:
+            self._requests[node] = self._requests.get(node, 0) + 1
+            self._open[node] = self._open.get(node, 0) + 1
+        return piece
+
+    def answered(self, node: str | None) -> None:
+        """End a request, whatever its result."""
+        if node is None:
+            node = self._group[-1] if self._group else None
+        else:
+            node = name_of(node)
+        if node is not None and self._open.get(node):
+            self._open[node] -= 1
+
+    def called(self, tool: str) -> None:
+        """Count a tool call."""
+        if len(self._group) == 1 and len(self._tools) < MAX_RUN_TOOLS:
+            self._tools[self._group[0], tool] = None
+
+    def ended(self, *, broken_off: bool) -> ProgramRun:
+        """Return the run at its end; with ``broken_off`` its natural end is unknown."""
+        return self._run(ends=not broken_off)
+
+    def _beside(self, node: str) -> bool:
+        graph, group = self.graph, self._group
+        declared: Container[tuple[str, str]] = graph.edges if graph is not None else ()
+        if any((each, node) in declared for each in group):
+            return False
+        if any(self._open.get(each) for each in group):
+            return True
+        if self._requests:
+            return False
+        before = self._path[-2] if len(self._path) > 1 else [START] if self._begins else []
+        return any((each, node) in declared for each in before)
+
+    def _visit(self, node: str) -> ProgramRun | None:
+        piece: ProgramRun | None = None
+        if len(self._path) >= MAX_PATH:
+            piece = self._run(ends=False)
+            # The last visit starts the next piece, as its context.
+            self._path = self._path[-1:]
+            self._begins = False
+            self._tools = {}
+        self._group = [node]
+        self._path.append(self._group)
+        self._open = {}
+        self._requests = {}
+        return piece
+
+    def _run(self, *, ends: bool) -> ProgramRun:
+        return ProgramRun(
+            path=tuple(tuple(sorted(group)) for group in self._path),
+            turn_nodes=tuple(self._turn_nodes) if ends else (),
+            turns=self._turns if ends else 0,
+            tools=tuple(self._tools),
+            begins=self._begins,
+            ends=ends,
+        )
+
+
+__all__ = ["MAX_PATH", "ProgramRun", "RunTrace"]

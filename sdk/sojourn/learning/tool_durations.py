@@ -1,0 +1,97 @@
+"""Median and 95th percentile of tool durations, by tool and by tool class.
+
+``ok``, ``nonzero`` and ``error`` count with their duration: the agent waited as long for a failed call. A
+``timeout`` counts as *at least* its duration (Kaplan and Meier 1958), since the tool would have run longer.
+``cancelled`` does not count: the caller stopped the tool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ENOUGH_SAMPLES = 5
+"""With fewer samples there is no estimate."""
+MAX_SAMPLES = 500
+"""The newest samples of a key that are kept."""
+MAX_KEYS = 1024
+COUNTED = frozenset({"ok", "nonzero", "error", "timeout"})
+
+Key = tuple[str, str | None]
+"""Tool and class; the class is ``None`` for the tool as a whole."""
+
+
+class DurationEstimate(NamedTuple):
+    """An estimate in seconds."""
+
+    median_s: float
+    p95_s: float
+
+
+class Durations:
+    """Samples by key. One writer at a time; ``expected`` may be called from any thread meanwhile."""
+
+    def __init__(self) -> None:
+        self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
+        self._expected: dict[Key, DurationEstimate] = {}
+        self._stale: dict[Key, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
+        """Add a sample. Returns False where it does not count. ``settle`` updates the estimates."""
+        if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
+            return False
+        for key in ((tool, None),) if tool_class is None else ((tool, tool_class), (tool, None)):
+            samples = self._samples.get(key)
+            if samples is None:
+                samples = self._samples[key] = deque(maxlen=MAX_SAMPLES)
+            self._samples.move_to_end(key)
+            samples.append((duration_s, status == "timeout"))
+            self._stale[key] = None
+        while len(self._samples) > MAX_KEYS:
+            forgotten, _ = self._samples.popitem(last=False)
+            self._expected.pop(forgotten, None)
+            self._stale.pop(forgotten, None)
+        return True
+
+    def settle(self) -> None:
+        """Recompute the estimates of the keys that changed."""
+        stale, self._stale = self._stale, {}
+        for key in stale:
+            samples = self._samples.get(key)
+            if samples is not None and len(samples) >= ENOUGH_SAMPLES:
+                self._expected[key] = estimate(samples)
+
+    def expected(self, tool: str, tool_class: str | None) -> DurationEstimate | None:
+        """Return the estimate for the tool's class where that has enough samples, else for the tool."""
+        found = self._expected.get((tool, tool_class))
+        return found if found is not None or tool_class is None else self._expected.get((tool, None))
+
+
+def estimate(samples: Iterable[tuple[float, bool]]) -> DurationEstimate:
+    """Return the Kaplan–Meier median and 95th percentile of ``(seconds, at least)`` samples; not empty.
+
+    Where too many samples are lower bounds to know a quantile, it is the longest sample.
+    """
+    # A lower bound sorts after an exact sample of the same length, since that call lasted longer.
+    ordered = sorted(samples)
+    alive = 1.0
+    median_s: float | None = None
+    for position, (duration_s, at_least) in enumerate(ordered):
+        if at_least:
+            continue
+        alive *= 1 - 1 / (len(ordered) - position)
+        if median_s is None and alive <= 0.5 + 1e-9:
+            median_s = duration_s
+        if alive <= 0.05 + 1e-9:
+            assert median_s is not None
+            return DurationEstimate(median_s, duration_s)
+    longest_s = ordered[-1][0]
+    return DurationEstimate(longest_s if median_s is None else median_s, longest_s)
+
+
+__all__ = ["ENOUGH_SAMPLES", "DurationEstimate", "Durations"]

@@ -1,0 +1,160 @@
+"""``init()`` and ``shutdown()``: create, replace and end the session of this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+from . import instrumentation, process_hooks, runtime
+from .config import Config, Environment
+from .errors import ConfigError
+from .runtime import Session
+
+logger = logging.getLogger("sojourn")
+
+
+def init(
+    url: str | None = None,
+    *,
+    api_key: str | None = None,
+    hosts: Iterable[str] | None = None,
+    dialect: str | None = None,
+    tool_events: str | None = None,
+    probe_timeout_s: float = 0.3,
+    threads: bool = False,
+    instrument: bool = True,
+    history: str | os.PathLike[str] | bool | None = None,
+) -> None:
+    """Name the server, and instrument the clients found now or imported later.
+
+    ``url``: root of the server; ``SOJOURN_URL`` where left out.
+    ``hosts``: further ``host:port`` that may receive program ids, such as replicas. Requests to all other
+    hosts stay unchanged.
+    ``dialect``: a name of ``sojourn.dialects.DIALECTS``. Without it the server is asked in the background;
+    this call waits ``probe_timeout_s`` at most for the answer.
+    ``tool_events``: Dynamo's ZeroMQ endpoint for tool events, such as ``"tcp://127.0.0.1:20390"``.
+    ``threads=True`` carries the current program into new threads and the jobs of thread pools, but not into
+    long-lived workers of your own.
+    ``instrument=False`` patches nothing: call ``instrument()`` with the names of frameworks, or ``wrap()``.
+    ``history``: file that keeps tool durations and transitions for the next process, names and numbers only.
+    A path, or ``False`` for none; ``SOJOURN_HISTORY`` where left out, else the platform's usual place.
+
+    A second call with the same arguments changes nothing; with others it replaces the session. Raises
+    ``ConfigError`` where the session cannot be set up, and keeps the previous one.
+    """
+    environment = Environment.read()
+    if environment.disabled:
+        with runtime.change_lock():
+            before = runtime.current()
+            if before is None or not before.disabled:
+                _retire()
+                runtime.replace_session(Session(disabled=True))
+        return
+    config = Config.resolve(
+        url,
+        api_key=api_key,
+        hosts=hosts,
+        dialect=dialect,
+        tool_events=tool_events,
+        probe_timeout_s=probe_timeout_s,
+        threads=threads,
+        instrument=instrument,
+        history=history,
+        environment=environment,
+    )
+    _go_online(config).await_dialect()
+
+
+def shutdown() -> None:
+    """Undo ``init()``: send what is left within a second, remove every patch, go offline. Never raises."""
+    with runtime.change_lock():
+        _retire()
+        before = runtime.current()
+        runtime.replace_session(Session(disabled=before is not None and before.disabled))
+
+
+def _go_online(config: Config) -> Session:
+    with runtime.change_lock():
+        before = runtime.current()
+        if before is not None and before.online and before.config == config:
+            return before
+        fresh = _connected(config)  # first: where it fails, the previous session stays
+        _retire()
+        runtime.replace_session(fresh)
+        if config.instrument:
+            instrumentation.instrument()
+        if config.threads:
+            from . import thread_context
+
+            thread_context.install()
+        return fresh
+
+
+def _connected(config: Config) -> Session:
+    fresh = Session(config)
+    try:
+        fresh.connect()
+        _start_learning(fresh, config)
+        process_hooks.observe_process(fresh)
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = f"cannot set up the connection to the server ({type(error).__name__}: {error})"
+        raise ConfigError(text) from error
+    return fresh
+
+
+def _start_learning(session: Session, config: Config) -> None:
+    # Imported on the caller's thread, since a fork must not happen while another thread imports.
+    from .learning.advisor import Advisor
+    from .learning.history_store import HistoryStore
+    from .listener_registry import add_listener
+
+    history: HistoryStore | None = None
+    if config.history is not None:
+        try:
+            import sqlite3  # noqa: F401
+
+            history = HistoryStore(config.history, session.counters)
+        except ImportError:  # some builds of Python lack it
+            session.counters.add("history_error")
+    advisor = Advisor(session.counters, history)
+    session.advisor = advisor
+    if history is not None:
+        advisor.start()
+    add_listener(advisor)
+
+
+def _retire() -> None:
+    before = runtime.current()
+    if before is None:
+        return
+    instrumentation.uninstrument()
+    from . import thread_context
+
+    thread_context.remove()
+    before.close()
+
+
+def _first_use() -> Session:
+    """Set up the session that ``SOJOURN_URL`` names, else an offline one. Logs errors, since no ``init()``
+    call is there to raise them."""
+    with runtime.change_lock():
+        found = runtime.current()
+        if found is not None:
+            return found
+        try:
+            environment = Environment.read()
+            if environment.disabled or not environment.url:
+                found = Session(disabled=environment.disabled)
+            else:
+                found = _go_online(Config.resolve(None, environment=environment))
+        except Exception as error:
+            logger.error("sojourn stays off: %s", error)
+        found = runtime.current() or runtime.replace_session(found or Session())
+    found.await_dialect()
+    return found
+
+
+runtime.on_first_use(_first_use)

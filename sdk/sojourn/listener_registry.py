@@ -1,0 +1,45 @@
+"""The registered listeners, and how they are called. ``listeners`` has the class to derive from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from . import runtime
+
+
+class Listener(Protocol):
+    """What the registry reads of a listener; ``notify_listeners`` calls the methods by name."""
+
+    wants_usage: bool
+
+
+_listeners: tuple[Listener, ...] = ()
+"""Replaced as a whole, so that ``notify_listeners`` needs no lock."""
+usage_wanted = False
+"""True while a listener ``wants_usage``."""
+
+
+def add_listener(listener: Listener) -> None:
+    """Register ``listener``. Adding it again is harmless."""
+    if listener not in _listeners:
+        _set((*_listeners, listener))
+
+
+def remove_listener(listener: Listener) -> None:
+    """Remove ``listener``; unknown ones are ignored."""
+    _set(tuple(each for each in _listeners if each is not listener))
+
+
+def _set(listeners: tuple[Listener, ...]) -> None:
+    global _listeners, usage_wanted
+    _listeners = listeners
+    usage_wanted = any(each.wants_usage for each in listeners)
+
+
+def notify_listeners(method: str, *args: object) -> None:
+    """Call ``method`` of every listener. Counts what a listener raises (``listener_error``); never raises."""
+    for listener in _listeners:
+        try:
+            getattr(listener, method)(*args)
+        except Exception:
+            runtime.session().counters.add("listener_error")

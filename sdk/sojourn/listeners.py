@@ -1,0 +1,46 @@
+"""The base class of listeners, which follow what an agent does as it happens.
+
+They run on the agent's thread, so they must be quick. What they raise is counted (``listener_error``) and
+goes no further.
+"""
+
+from __future__ import annotations
+
+from .listener_registry import add_listener, remove_listener
+from .logical_request import LogicalRequest
+from .program import Program
+from .tools import ToolCall
+
+
+class ProgramListener:
+    """Base class of listeners. Each method is called once per fact, in order within a program."""
+
+    wants_usage: bool = False
+    """True: read the token counts of answers into ``LogicalRequest.usage``, which costs time."""
+
+    def program_started(self, program: Program) -> None:
+        """Called before the program's first request."""
+
+    def node_entered(self, program: Program, node: str) -> None:
+        """Called when an adapter or a ``step()`` moves the program to this node of its graph."""
+
+    def tool_started(self, call: ToolCall) -> None:
+        """Called when a tool starts; ``call.program`` is known by then."""
+
+    def tool_stopped(self, call: ToolCall, duration_s: float, status: str) -> None:
+        """Called when a tool stops; ``status`` is one of ``sojourn.tools.STATUSES``."""
+
+    def request_started(self, request: LogicalRequest) -> None:
+        """Called once per logical LLM request, however many HTTP attempts it takes."""
+
+    def request_first_byte(self, request: LogicalRequest) -> None:
+        """Called at the first byte of a streamed answer."""
+
+    def request_ended(self, request: LogicalRequest, how: str) -> None:
+        """``how``: ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``."""
+
+    def program_ended(self, program: Program, status: str) -> None:
+        """``status``: ``ok``, ``error`` or ``cancelled``."""
+
+
+__all__ = ["ProgramListener", "add_listener", "remove_listener"]

@@ -1,0 +1,248 @@
+"""One logical LLM request from its start to its end. A stream ends at its last byte or its release."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from . import listener_registry, runtime
+from .listener_registry import notify_listeners
+from .program import status_of
+from .token_usage import TokenUsage, of_answer, of_tail
+
+if TYPE_CHECKING:
+    from .program import Program
+    from .stats import Counters
+
+_DONE = b"\ndata: [DONE]"
+_LAST = (_DONE, b"\nevent: response.completed")
+"""Marks after which a stream has nothing left to read; clients close before the last byte. They count only
+at the start of a line, since inside a line they are text of the answer."""
+_TAIL_BYTES = 64
+_READ_TAIL_BYTES = 16 * 1024
+"""Bytes kept instead where a listener wants the usage. It is in the last event, which for Responses repeats
+the whole answer; only small fields follow it."""
+
+
+class LogicalRequest:
+    """Counts a request and maintains its program's ``open_requests``. No method raises."""
+
+    __slots__ = (
+        "__dict__", "__weakref__", "_counters", "_first_byte", "_open", "_started_s", "_token", "attempts",
+        "error", "host", "id", "model", "node", "path", "program", "usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        counters: Counters,
+        program: Program,
+        id: str = "",
+        node: str | None = None,
+        *,
+        model: str | None = None,
+        host: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.id = id
+        """The same for every attempt."""
+        self.program = program
+        self.node = node
+        """Node of the program's graph, as sent with the request."""
+        self.model = model
+        """Model name in the request."""
+        self.host = host
+        """Target ``host:port``, where known."""
+        self.path = path
+        """Path of its URL, e.g. ``/chat/completions``."""
+        self.usage: TokenUsage | None = None
+        """Token counts of the answer; only read while a listener ``wants_usage``."""
+        self.error: str | None = None
+        """Name of the exception that ended it."""
+        self.attempts = 0
+        self._counters = counters
+        self._started_s = runtime.clock()
+        self._first_byte = True
+        self._open = True
+        token = self._token = object()
+        program.open_requests.add(token)
+        counters.add("requests_started")
+        notify_listeners("request_started", self)
+
+    def attempt(self) -> None:
+        """Count an HTTP attempt."""
+        self.attempts += 1
+        self._counters.add("request_attempts")
+        if self._open:
+            self.program.open_requests.add(self._token)
+
+    def pause(self) -> None:
+        """Mark the program as silent between a failed attempt and the next, so that heartbeats are sent."""
+        self.program.open_requests.discard(self._token)
+
+    def first_byte(self) -> None:
+        """Record the start of the answer; only the first call counts."""
+        if self._first_byte:
+            self._first_byte = False
+            self._counters.add("ttft_count")
+            self._counters.add("ttft_ms_sum", round((runtime.clock() - self._started_s) * 1000))
+            notify_listeners("request_first_byte", self)
+
+    def end(self, how: str = "ended") -> None:
+        """End it as ``ended``, ``failed``, ``cancelled``, ``closed_early`` or ``abandoned``. The first call
+        counts."""
+        if self._open:
+            self._open = False
+            self.program.open_requests.discard(self._token)
+            self._counters.add(f"requests_{how}")
+            notify_listeners("request_ended", self, how)
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an exception."""
+        self.error = type(error).__name__
+        self.end("cancelled" if status_of(error) == "cancelled" else "failed")
+
+
+def end_with_response(result: Any, request: LogicalRequest) -> None:
+    """End ``request`` when the response of ``result`` ends; at once where it was already read."""
+    try:
+        response = _open_response(result)
+        if response is None:
+            if listener_registry.usage_wanted:
+                request.usage = of_answer(result)
+            request.end()
+        else:
+            _watch_body(response, request)
+    except Exception:
+        request.end()
+        runtime.session().counters.add("internal_error")
+
+
+def _open_response(result: Any) -> Any:
+    if hasattr(type(result), "construct"):
+        return None  # a pydantic model, which was read; more attribute look-ups are slow
+    for name in ("response", "http_response"):
+        response: Any = getattr(result, name, None)
+        if hasattr(response, "is_closed") and hasattr(response, "stream"):
+            return None if response.is_closed else response
+    return None
+
+
+def _watch_body(response: Any, request: LogicalRequest) -> None:
+    # Every reader of a response, raw or decoded, uses its byte stream, and every release closes it.
+    stream = response.stream
+    kinds = {kind.__name__: kind for kind in type(stream).__mro__}
+    readable = bool(response.headers.get("content-encoding", "identity") == "identity")
+    if "AsyncByteStream" in kinds:
+        response.stream = _async_watch(kinds["AsyncByteStream"])(stream, _ResponseBytes(request, readable))
+    elif "SyncByteStream" in kinds:
+        response.stream = _sync_watch(kinds["SyncByteStream"])(stream, _ResponseBytes(request, readable))
+    else:
+        request.end()
+        return
+    # A response that was never closed ends with its garbage collection.
+    weakref.finalize(response, request.end, "abandoned").atexit = False
+
+
+class _ResponseBytes:
+    """Watches the bytes of a body."""
+
+    def __init__(self, request: LogicalRequest, readable: bool) -> None:
+        self._request = request
+        self._tail = b"\n"
+        self._complete = not readable  # the last line of compressed bytes is not visible
+        self._reads = readable and listener_registry.usage_wanted
+
+    def saw(self, chunk: bytes) -> None:
+        self._request.first_byte()
+        done = False
+        if not self._complete:
+            seen = self._tail[-_TAIL_BYTES:] + chunk
+            self._complete = any(mark in seen for mark in _LAST)
+            done = self._complete and _DONE in seen
+            if not self._reads:
+                self._tail = seen[-_TAIL_BYTES:]
+        if self._reads:
+            # The tail is decoded once, at the end.
+            self._tail = (self._tail + chunk)[-_READ_TAIL_BYTES:]
+        if done:
+            self._finish("ended")  # litellm never closes; it stops reading here
+
+    def over(self) -> None:
+        self._complete = True
+        self._finish("ended")
+
+    def closed(self) -> None:
+        self._finish("ended" if self._complete else "closed_early")
+
+    def _finish(self, how: str) -> None:
+        if self._reads:
+            self._reads = False
+            try:
+                self._request.usage = of_tail(self._tail)
+            except Exception:
+                runtime.session().counters.add("internal_error")
+            self._tail = b""
+        self._request.end(how)
+
+    def broke(self, error: BaseException) -> None:
+        if status_of(error) == "cancelled" and type(error).__name__ == "GeneratorExit":
+            return  # the reader stopped; close() follows
+        self._request.fail(error)
+
+
+_made: dict[type, type] = {}
+
+
+def _sync_watch(base: type) -> type:
+    """A byte stream of the HTTP library in use (httpx or httpx2), which checks for its own base class."""
+
+    def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
+        self._inner, self._seen = inner, seen
+
+    def __iter__(self: Any) -> Any:
+        try:
+            for chunk in self._inner:
+                self._seen.saw(chunk)
+                yield chunk
+        except BaseException as error:
+            self._seen.broke(error)
+            raise
+        self._seen.over()
+
+    def close(self: Any) -> None:
+        try:
+            self._inner.close()
+        finally:
+            self._seen.closed()
+
+    if base not in _made:
+        _made[base] = type(
+            "WatchedStream", (base,), {"__init__": __init__, "__iter__": __iter__, "close": close}
+        )
+    return _made[base]
+
+
+def _async_watch(base: type) -> type:
+    def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
+        self._inner, self._seen = inner, seen
+
+    async def __aiter__(self: Any) -> Any:
+        try:
+            async for chunk in self._inner:
+                self._seen.saw(chunk)
+                yield chunk
+        except BaseException as error:
+            self._seen.broke(error)
+            raise
+        self._seen.over()
+
+    async def aclose(self: Any) -> None:
+        try:
+            await self._inner.aclose()
+        finally:
+            self._seen.closed()
+
+    if base not in _made:
+        body = {"__init__": __init__, "__aiter__": __aiter__, "aclose": aclose}
+        _made[base] = type("WatchedAsyncStream", (base,), body)
+    return _made[base]

@@ -1,0 +1,164 @@
+"""A logical LLM request that a client sends, and what is added to each attempt.
+
+Every patch of a client's HTTP side uses it. The user's own fields always win: where the request names a
+program itself, nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+from . import listener_registry, runtime
+from .logical_request import LogicalRequest, end_with_response
+from .request import Parts, Turn, body_additions
+
+LLM_PATHS = ("/chat/completions", "/completions", "/responses")
+"""Suffixes of the URLs of LLM requests."""
+
+
+class OutgoingRequest:
+    """One logical request, from the client's call to its answer or its last failure."""
+
+    __slots__ = ("_around", "_busy", "at_home", "bound_for", "prepared", "request", "turn")
+
+    def __init__(self, turn: Turn, request: LogicalRequest, around: RetryScope | None) -> None:
+        self.turn = turn
+        self.request = request
+        self.prepared: Any = None
+        """For the client's patch: the attempt that was extended last."""
+        self.bound_for: tuple[str, str | None] = ("", None)
+        """For the client's patch: the URL of its request, and the ``host:port`` found for it."""
+        self.at_home = False
+        """True where it goes to the server that takes the events."""
+        self._around = around
+        self._busy = True
+
+    @classmethod
+    def begin(cls, session: runtime.Session, host: str, path: str, body: object) -> OutgoingRequest:
+        """Return the current program's next request; inside ``RetryScope`` the previous one, for a retry."""
+        turn = Turn(session)
+        around = _around.get()
+        if around is not None and around.over:
+            around = None
+        last = None if around is None else around.open
+        # A request that runs at the same time, or in another program, is not a retry.
+        if last is not None and not last._busy and last._is_of(session, turn):
+            last._busy = True
+            return last
+        model = body.get("model") if type(body) is dict or isinstance(body, Mapping) else None
+        request = LogicalRequest(
+            session.counters,
+            turn.program,
+            turn.id,
+            turn.node,
+            model=model if isinstance(model, str) else None,
+            host=host,
+            path=path,
+        )
+        outgoing = cls(turn, request, around)
+        if around is not None and (around.open is None or not around.open._busy):
+            around.give_up()
+            around.open = outgoing
+        return outgoing
+
+    def parts(self, host: str, theirs: Mapping[str, Any] | None, header_names: Collection[str]) -> Parts:
+        """Return body fields and headers to add to one attempt.
+
+        ``theirs`` is the user's body, ``None`` where it is no JSON object. A returned field whose key is in
+        ``theirs`` includes their value. Headers that the user set, in any letter case, are left out.
+        """
+        session = self.turn.session
+        assert session.config is not None
+        self.request.attempt()
+        at_home = self.at_home = host == session.config.host
+        given = None if theirs is None else theirs.get("vllm_xargs")
+        if given is not None and isinstance(given, Mapping) and "agentic_context" in given:
+            return {}, {}  # the user names the program; our header would name another one
+        fits = theirs is not None and (given is None or isinstance(given, dict))
+        # Events go to one server only: a replica would lack the program's other events.
+        body, headers = self.turn.parts(take=fits and at_home)
+        assert session.server is not None
+        if theirs is None or (session.server.dialect.yields_to and self.turn.yields_to(theirs)):
+            body = {}
+        elif body and not theirs.keys().isdisjoint(body):
+            body = body_additions(body, theirs)
+        if header_names:
+            taken = {name.lower() for name in header_names}
+            headers = {name: value for name, value in headers.items() if name.lower() not in taken}
+        return body, headers
+
+    def answered(self, result: Any) -> None:
+        """Record the answer or its head. Never raises."""
+        if self._around is not None and self._around.open is self:
+            self._around.open = None
+        if hasattr(type(result), "construct") and not listener_registry.usage_wanted:
+            self.request.end()  # a pydantic model, which was read; more attribute look-ups are slow
+        else:
+            end_with_response(result, self.request)
+        emitter = self.turn.session.emitter
+        if emitter is not None and emitter.backing_off and self.at_home:
+            emitter.server_answered()
+
+    def fail(self, error: BaseException) -> None:
+        """Record an exception. Never raises."""
+        self.turn.failed()
+        self._busy = False
+        if self._around is None or self._around.open is not self:
+            self.request.fail(error)
+        else:
+            self.request.pause()
+
+    def _is_of(self, session: runtime.Session, turn: Turn) -> bool:
+        return self.turn.session is session and self.turn.program is turn.program
+
+
+class RetryScope:
+    """``with RetryScope():`` around a call that retries: the attempts inside are one logical request, until
+    one of them is answered. A nested scope does nothing. Never raises."""
+
+    __slots__ = ("_token", "open", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        """True once left. Tasks started inside keep the scope in their context."""
+        self.open: OutgoingRequest | None = None
+        """The request in progress, or the one whose attempts have all failed so far."""
+        self._token: Token[RetryScope | None] | None = None
+
+    def __enter__(self) -> RetryScope:
+        if _current() is None:
+            self._token = _around.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        token, self._token = self._token, None
+        if token is not None:
+            try:
+                _around.reset(token)
+            except ValueError:
+                runtime.session().counters.add("context_reset_failed")
+            self.over = True
+            self.give_up(error)
+
+    def give_up(self, error: BaseException | None = None) -> None:
+        """End the request: no further attempt follows."""
+        outgoing, self.open = self.open, None
+        if outgoing is None or outgoing._busy:
+            return  # a request in progress reports its own end
+        if error is not None:
+            outgoing.request.fail(error)
+        else:
+            outgoing.request.end("failed")
+
+
+_around: ContextVar[RetryScope | None] = ContextVar("sojourn_one_request", default=None)
+
+
+def _current() -> RetryScope | None:
+    around = _around.get()
+    return None if around is None or around.over else around

@@ -1,0 +1,284 @@
+"""``program()``: an agent run around code, as a block, as a decorator, or open until it is ended.
+
+    with sojourn.program("fix-issue") as p: ...     # also: async with, @sojourn.program
+
+A program opened inside another one is its child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextvars import Token
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
+
+from . import runtime
+from .advice import NO_ADVICE, Advice, advice
+from .aeg import Aeg
+from .errors import ArgumentError
+from .ids import MAX_ID_BYTES, ProgramId
+from .program import (
+    ExecutionContext,
+    Program,
+    current_context,
+    find_context,
+    process_programs,
+    reset_context,
+    status_of,
+)
+from .wire_names import name_of, new_program_id
+
+if TYPE_CHECKING:
+    from .resume_file import ResumeFile
+
+logger = logging.getLogger("sojourn")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Inherit:
+    def __repr__(self) -> str:
+        return "INHERIT"
+
+
+INHERIT: Final = _Inherit()
+"""The parent is the program around the running code, if any."""
+
+
+class ProgramScope:
+    """What ``program()`` returns: a block that runs as a program, or a decorator that makes each call one."""
+
+    __slots__ = ("_parent_id", "_program", "_token", "make")
+
+    def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
+        """``parent_id``: id of the parent that the caller named, if any."""
+        self.make = make
+        """Returns a program for the next run, not started yet: for adapters that cannot use ``with``."""
+        self._parent_id = parent_id
+        self._program: Program | None = None
+        self._token: Token[ExecutionContext] | None = None
+
+    def open(self) -> Program:
+        """Start the program for the whole process, until its ``end()``: it applies to every thread without a
+        program of its own. For notebooks, whose cells no ``with`` block can span, and consoles.
+
+        One at a time: the previous one ends as ``cancelled``, so that a cell can run again, unless it is the
+        ``parent`` named for this one. One that is still open at the end of the process ends as ``cancelled``.
+        """
+        while process_programs and process_programs[-1].id != self._parent_id:
+            process_programs.pop().end("cancelled")
+        program = self.make().start()
+        process_programs.append(program)
+        return program
+
+    def __enter__(self) -> Program:
+        if self._program is not None:
+            raise ArgumentError("this program is already running; call program() once for each run")
+        program = self._program = self.make().start()
+        # Steps and tool calls around a child belong to its parent.
+        self._token = current_context.set(ExecutionContext(program))
+        return program
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        program, self._program = self._program, None
+        token, self._token = self._token, None
+        if token is not None:
+            reset_context(token, runtime.session().counters)
+        if program is not None:
+            program.end(status_of(error))
+
+    async def __aenter__(self) -> Program:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        from .scoped_functions import scoped
+
+        make = self.make
+        return scoped(function, lambda: ProgramScope(make))
+
+
+@overload
+def program(name: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def program(
+    name: str | None = None,
+    *,
+    id: str | None = None,
+    agent_type: str | None = None,
+    parent: Program | str | _Inherit | None = INHERIT,
+    priority: int | None = None,
+    deadline_s: float | None = None,
+    expected_output_length: int | None = None,
+    kv_retention_ttl_s: float | None = None,
+    blocks_parent: bool | None = None,
+    tenant: str | None = None,
+    aeg: Aeg | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    heartbeat: bool = True,
+) -> ProgramScope: ...
+
+
+def program(
+    name: str | Callable[..., Any] | None = None,
+    *,
+    id: str | None = None,
+    agent_type: str | None = None,
+    parent: Program | str | _Inherit | None = INHERIT,
+    priority: int | None = None,
+    deadline_s: float | None = None,
+    expected_output_length: int | None = None,
+    kv_retention_ttl_s: float | None = None,
+    blocks_parent: bool | None = None,
+    tenant: str | None = None,
+    aeg: Aeg | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    heartbeat: bool = True,
+) -> Any:
+    """Return one agent run: for ``with``, ``async with``, or as decorator of sync and async functions and
+    generators, bare or called.
+
+    ``id`` resumes a known program; without it a fresh id is made. ``parent`` is the program around the code
+    unless given; ``None`` starts at the top. ``deadline_s`` counts from the start, in seconds. The hints
+    apply to every request of the program unless a ``step()`` gives others. ``tenant`` is on whose behalf it
+    runs, ``aeg`` the graph it follows. ``resume`` names a file that holds the id until the run ends cleanly,
+    so that a restarted client continues the same program (see ``sojourn.resume_file``).
+    ``heartbeat=False`` promises no heartbeats. Raises ``ArgumentError`` for an id the wire does not accept,
+    an invalid hint, or a resume file that cannot be used.
+
+    Where no block can span the run, as in a notebook: ``p = sojourn.program("x").open()`` and ``p.end()``.
+
+    Inside a *generator* a ``with`` block also covers its consumer between two items, as with any context
+    variable; the decorator does not.
+    """
+    if callable(name):
+        label = getattr(name, "__name__", None)
+        return ProgramScope(lambda: _make_program(label))(name)
+    _check_id("id", id)
+    if isinstance(parent, str):
+        _check_id("parent", parent)
+    elif parent is not None and not isinstance(parent, (Program, _Inherit)):
+        raise ArgumentError(f"parent is {parent!r}; expected a Program, an id or None")
+    if tenant is not None and not isinstance(tenant, str):
+        raise ArgumentError(f"tenant is {tenant!r}; expected a string")
+    if aeg is not None and not isinstance(aeg, Aeg):
+        raise ArgumentError(f"aeg is {aeg!r}; expected a sojourn.Aeg")
+    path = None if resume is None else os.fspath(resume)
+    if path is not None:
+        if id is not None:
+            raise ArgumentError("both id and resume are given; expected one, since the file holds the id")
+        if not isinstance(path, str) or not path:
+            raise ArgumentError(f"resume is {resume!r}; expected the path of a file, as a string")
+        from .resume_file import check
+
+        check(path)  # here, where a mistake may still raise
+    hints: dict[str, Any] = {
+        "priority": priority,
+        "deadline_s": deadline_s,
+        "expected_output_length": expected_output_length,
+        "kv_retention_ttl_s": kv_retention_ttl_s,
+        "blocks_parent": blocks_parent,
+    }
+    plain = all(value is None for value in hints.values())
+    try:
+        advice(**hints)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+
+    def make() -> Program:
+        # Deadlines count from the start of each run, not from the decorator's line.
+        return _make_program(
+            name,
+            parent,
+            id=id,
+            agent_type=agent_type,
+            hints=NO_ADVICE if plain else advice(**hints),
+            heartbeat=heartbeat,
+            tenant=tenant,
+            aeg=aeg,
+            resume=path,
+        )
+
+    named = parent.id if isinstance(parent, Program) else parent
+    return ProgramScope(make, named if isinstance(named, str) else None)
+
+
+def current_program() -> Program | None:
+    """Return the program around the running code; ``None`` outside of any, where requests belong to the
+    process's own program."""
+    return find_context(runtime.session().counters)[0].program
+
+
+def _make_program(
+    name: str | None,
+    parent: Program | str | _Inherit | None = INHERIT,
+    *,
+    id: str | None = None,
+    agent_type: str | None = None,
+    hints: Advice = NO_ADVICE,
+    heartbeat: bool = True,
+    tenant: str | None = None,
+    aeg: Aeg | None = None,
+    resume: str | None = None,
+) -> Program:
+    file = None if resume is None else _resume_file(resume)
+    call_id: str | None = None
+    if isinstance(parent, _Inherit):
+        here = find_context(runtime.session().counters)[0]
+        parent = here.program
+        if here.tool_call is not None and here.tool_call.program is parent:
+            call_id = here.tool_call.call_id
+    return Program(
+        file.id if file is not None else ProgramId(id) if id else new_program_id(),
+        name=None if name is None else name_of(name),
+        agent_type=None if agent_type is None else name_of(agent_type),
+        parent=parent,
+        call_id=call_id,
+        advice=hints,
+        heartbeat=heartbeat,
+        tenant=name_of(tenant) if tenant else parent.tenant if isinstance(parent, Program) else None,
+        aeg=aeg,
+        resume=file,
+    )
+
+
+def _resume_file(path: str) -> ResumeFile | None:
+    """Return the file, or ``None`` where it cannot be used. The agent is about to run: never raises."""
+    session = runtime.session()
+    if session.disabled:
+        return None
+    from .resume_file import ResumeBusy, ResumeFile
+
+    try:
+        return ResumeFile(path)
+    except ResumeBusy:
+        session.counters.add("resume_busy")
+        logger.warning("another run holds %r; this run gets a fresh id", path)
+    except ArgumentError as error:
+        session.counters.add("resume_failed")
+        logger.warning("%s; this run gets a fresh id", error)
+    return None
+
+
+def _check_id(field: str, value: str | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise ArgumentError(f"{field} is {value!r}; expected a string")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{field} holds lone surrogates, which UTF-8 cannot encode") from None
+    if not 0 < size <= MAX_ID_BYTES:
+        raise ArgumentError(f"{field} has {size} bytes; expected 1 to {MAX_ID_BYTES}")

@@ -1,0 +1,187 @@
+"""A file that holds a program's id until its clean end, so that a restarted client goes on with it.
+
+    with sojourn.program("fix-issue", resume="run.id"): ...
+
+A run uses the id in the file; without a file it writes a fresh id, readable by its owner only. A run that
+ends ``ok`` removes the file. A run that fails, is cancelled or dies leaves it, so that the next attempt is
+the same program. The running process holds a lock on the file, which the system releases with the process. A
+second run meanwhile gets an id of its own and does not touch the file. Systems without such a lock (Windows)
+do not detect the second run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from types import ModuleType
+from weakref import WeakSet
+
+from .errors import ArgumentError
+from .ids import MAX_ID_BYTES, ProgramId
+from .wire_names import new_program_id
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # pragma: no cover
+    fcntl = None
+
+EXPECTED = f"one line, a program id of 1 to {MAX_ID_BYTES} bytes of UTF-8"
+_NO_FILE = "it is not a regular file"
+_MAX_TRIES = 100
+"""Retries where the file vanishes before it is locked: its holder has just ended."""
+
+
+class ResumeBusy(Exception):
+    """Another run holds the file."""
+
+
+class ResumeFile:
+    """A resume file held by this process, open and locked."""
+
+    __slots__ = ("__weakref__", "_fd", "id", "is_new", "path")
+
+    def __init__(self, path: str) -> None:
+        """Lock the file, and create it where it is missing.
+
+        Raises ``ArgumentError`` for a file that cannot be read, written or parsed, and ``ResumeBusy``.
+        """
+        self.path = path
+        self._fd: int | None = None
+        self._fd = _opened(path)
+        try:
+            given = _id_in(path, os.read(self._fd, _MAX_READ))
+            self.is_new = given is None
+            """True where it held no id: the program is new."""
+            if given is None:
+                given = new_program_id()
+                # One write under the lock: a reader sees the whole id or an empty, new file.
+                os.write(self._fd, given.encode() + b"\n")
+                os.fsync(self._fd)
+            self.id = given
+        except OSError as error:
+            self.close()
+            raise _cannot(path, error) from None
+        except BaseException:
+            self.close()
+            raise
+        _held.add(self)
+
+    def remove(self) -> None:
+        """Remove the file: the program ended cleanly. Raises ``OSError``."""
+        fd = self._fd
+        try:
+            # Only our own file, not one that replaced it.
+            if fd is not None and os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Release the file. Repeating it is harmless."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_MAX_READ = MAX_ID_BYTES + 3
+"""The longest id, a line end, and one more byte that shows a longer content."""
+_held: WeakSet[ResumeFile] = WeakSet()
+
+
+def check(path: str) -> None:
+    """Check the file without locking it. Raises ``ArgumentError`` where it cannot be used."""
+    try:
+        fd = _open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            raise ArgumentError(f"resume file {path!r}: {folder!r} is not a folder") from None
+        return
+    except (OSError, ValueError) as error:
+        raise _cannot(path, error) from None
+    try:
+        _id_in(path, os.read(fd, _MAX_READ))
+    except OSError as error:
+        raise _cannot(path, error) from None
+    finally:
+        os.close(fd)
+
+
+_NO_DETOUR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""A pipe must not block the agent. A link could point to any file, and ``remove`` would remove only the
+link."""
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        fd = os.open(path, flags | _NO_DETOUR, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, _NO_FILE) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, _NO_FILE)
+    return fd
+
+
+def _opened(path: str) -> int:
+    for _ in range(_MAX_TRIES):
+        try:
+            fd = _open(path, os.O_RDWR | os.O_CREAT)
+        except (OSError, ValueError) as error:
+            raise _cannot(path, error) from None
+        try:
+            if fcntl is not None:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its holder may have removed it between the two lines above; then we locked an unlinked file.
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(fd)
+            raise ResumeBusy(path) from None
+        except OSError as error:
+            os.close(fd)
+            raise _cannot(path, error) from None
+        os.close(fd)
+    raise ResumeBusy(path)
+
+
+def _id_in(path: str, content: bytes) -> ProgramId | None:
+    """Return the id in a file's bytes, ``None`` for an empty file. Raises ``ArgumentError``."""
+    if not content:
+        return None
+    try:
+        text = content.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        text = ""
+    if not text or not text.isprintable() or len(text.encode()) > MAX_ID_BYTES:
+        shown = content[:40] + b"..." if len(content) > 40 else content
+        raise ArgumentError(f"resume file {path!r} holds {shown!r}; expected {EXPECTED}")
+    return ProgramId(text)
+
+
+def _cannot(path: str, error: Exception) -> ArgumentError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ArgumentError(f"resume file {path!r} cannot be used ({reason}); expected {EXPECTED}, or no file")
+
+
+def _after_fork() -> None:
+    # The child shares the lock: if it outlived its parent, it would block the next attempt.
+    for file in list(_held):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

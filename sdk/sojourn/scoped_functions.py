@@ -1,0 +1,156 @@
+"""Decorated functions: each call runs inside a scope. A generator is inside only while it runs; its consumer
+is outside."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar, cast
+
+from .program import ExecutionContext, current_context, reset_context
+from .runtime import session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ScopeFactory = Callable[[], AbstractContextManager[Any]]
+
+
+def scoped(function: Callable[P, R], fresh: ScopeFactory) -> Callable[P, R]:
+    """Return ``function`` with each call inside a scope from ``fresh()``; kind and signature stay."""
+    if inspect.isasyncgenfunction(function):
+        wrapper: Any = _async_generator(function, fresh)
+    elif inspect.iscoroutinefunction(function):
+        wrapper = _coroutine(function, fresh)
+    elif inspect.isgeneratorfunction(function):
+        wrapper = _generator(function, fresh)
+    else:
+        wrapper = _plain(function, fresh)
+    return cast("Callable[P, R]", functools.wraps(function)(wrapper))
+
+
+def _plain(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with fresh():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with fresh():
+            return await function(*args, **kwargs)
+
+    return wrapper
+
+
+class _GeneratorScope:
+    """The context inside a generator's scope, entered for each of its steps."""
+
+    def __init__(self, fresh: ScopeFactory) -> None:
+        self._scope = fresh()
+        self._inside: ExecutionContext = current_context.get()
+
+    def __enter__(self) -> None:
+        self._token = current_context.set(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = current_context.get()
+        reset_context(self._token, session().counters)
+
+    def open(self) -> None:
+        outside = current_context.get()
+        self._scope.__enter__()
+        self._inside = current_context.get()
+        current_context.set(outside)
+
+    def close(self, error: BaseException | None) -> None:
+        # Where another context finalises the generator, the scope's own reset would be counted as failed.
+        outside = current_context.get()
+        self._scope.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        current_context.set(outside)
+
+
+def _generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        between = _GeneratorScope(fresh)
+        between.open()
+        failure: BaseException | None = None
+        try:
+            inner = function(*args, **kwargs)
+            return (yield from _driven(inner, between))
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            between.close(failure)
+
+    return wrapper
+
+
+def _driven(
+    inner: Generator[Any, Any, Any], between: AbstractContextManager[Any]
+) -> Generator[Any, Any, Any]:
+    step: Callable[[], Any] = functools.partial(next, inner)
+    while True:
+        with between:
+            try:
+                item = step()
+            except StopIteration as stop:
+                return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            with between:
+                inner.close()
+            raise
+        except BaseException as error:
+            step = functools.partial(inner.throw, error)
+        else:
+            step = functools.partial(inner.send, sent)
+
+
+@types.coroutine
+def close_generator(
+    inner: AsyncGenerator[Any, Any], between: AbstractContextManager[Any]
+) -> Generator[Any, Any, Any]:
+    """``await close_generator(inner, between)`` is ``await inner.aclose()``. ``between`` is entered only
+    while the close runs, not while it waits: a generator that Python destroys without an event loop waits for
+    ever, in the context of the code that ran at that moment."""
+    return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
+
+
+def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        between = _GeneratorScope(fresh)
+        between.open()
+        failure: BaseException | None = None
+        try:
+            inner = function(*args, **kwargs)
+            step: Callable[[], Any] = inner.__anext__
+            while True:
+                with between:
+                    try:
+                        item = await step()
+                    except StopAsyncIteration:
+                        return
+                try:
+                    sent = yield item
+                except GeneratorExit:
+                    await close_generator(inner, between)
+                    raise
+                except BaseException as error:
+                    step = functools.partial(inner.athrow, error)
+                else:
+                    step = functools.partial(inner.asend, sent)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            between.close(failure)
+
+    return wrapper

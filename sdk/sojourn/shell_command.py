@@ -1,0 +1,248 @@
+"""Parses a shell command line far enough to find the program it runs (Continuum App. B).
+
+It understands quoting, operators, groups, here-documents and the usual prefixes. Other syntax gives a less
+precise answer, never an error. The work is linear in the first ``MAX_COMMAND_CHARS`` characters; the rest is
+not read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_COMMAND_CHARS = 8192
+MAX_HEAD_CHARS = 64
+"""Longest command head kept: it becomes a key of bounded histories."""
+
+TRIVIAL_HEADS = frozenset(
+    {":", ".", "cd", "echo", "export", "exit", "false", "popd", "printf", "pushd", "pwd", "set"}
+    | {"shopt", "source", "true", "ulimit", "umask", "unset"}
+)
+"""Commands that return at once, so that they do not determine the duration of a line."""
+
+_FILTERS = frozenset(
+    {"awk", "cat", "column", "cut", "egrep", "fgrep", "grep", "head", "jq", "less", "more", "rg", "sed"}
+    | {"sort", "tail", "tee", "tr", "uniq", "wc"}
+)
+"""Commands that, behind a pipe, only wait for the one before: ``pytest -q | tail`` is a ``pytest``."""
+
+_PREFIXES = frozenset({"command", "env", "exec", "nice", "nohup", "stdbuf", "sudo", "time", "timeout"})
+_SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
+_LEADING_WORDS = frozenset({"!", "{", "do", "elif", "else", "if", "then", "until", "while"})
+_NO_COMMAND = frozenset({"}", "[", "[[", "case", "done", "esac", "fi", "for", "function", "select"})
+
+_NOT_HEADS = _PREFIXES | _SHELLS | _LEADING_WORDS | _NO_COMMAND
+"""Words in the command's place that are not the command."""
+
+_SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
+_OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;|\n()]|&(?!>)")
+_REDIRECT = re.compile(r"\d*(?:<<<|<<-?|>>|>\||[<>]&|<>|[<>])|&>>?")
+_HEREDOC_END = re.compile(r"""[ \t]*(['"]?)([\w.+-]+)\1""")
+_PLAIN = re.compile(r"[^\s'\"\\;|&()<>`$]+")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_ONE_COMMAND = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*)(?:[ \t]+[A-Za-z0-9_./:@%,+-]+)*[ \t]*")
+"""A name and plain words: the fast path for most commands of agents."""
+_NUMBER = re.compile(r"[+-]?[\d.]+[smhd]?")
+
+
+class Command(NamedTuple):
+    """One simple command of a line."""
+
+    words: tuple[str, ...]
+    """Head and arguments, unquoted, without assignments and prefixes; never empty."""
+    piped: bool
+    """It reads another command's output."""
+
+    @property
+    def head(self) -> str:
+        """Name of the program without its folder."""
+        name = self.words[0].rstrip("/")
+        return (name.rsplit("/", 1)[-1] or self.words[0])[:MAX_HEAD_CHARS]
+
+
+def split_command(line: str) -> tuple[str, ...]:
+    """Return the head of each command of ``line``, in order. Splits on ``&& || ; |``, newlines and groups.
+
+    Quotes are respected; assignments (``A=1 cmd``), prefixes (``timeout 60 cmd``)
+    and the bodies of here-documents are skipped.
+    """
+    return tuple(command.head for command in commands_of(line))
+
+
+def main_head(line: str) -> str | None:
+    """Return the head that dominates the duration of ``line``: the last that is not trivial, else the first.
+
+    Filters behind a pipe count as trivial. ``None`` without a command.
+    """
+    commands = commands_of(line)
+    for command in reversed(commands):
+        head = command.head
+        if head not in TRIVIAL_HEADS and not (command.piped and head in _FILTERS):
+            return head
+    return commands[0].head if commands else None
+
+
+def command_class(line: str) -> str | None:
+    """Return ``main_head`` as the class of a tool call, where it looks like a program's name. Anything else,
+    such as a quoted sentence, may hold arguments, which are never sent."""
+    if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
+        head = found[1]
+        if head not in _NOT_HEADS:
+            return head[:MAX_HEAD_CHARS]
+    head = main_head(line)
+    return head if head is not None and _NAME.fullmatch(head) else None
+
+
+def commands_of(line: str) -> list[Command]:
+    """Return the simple commands of ``line``; the script of ``bash -c '…'`` is expanded once."""
+    commands: list[Command] = []
+    for command in _simple_commands(line[:MAX_COMMAND_CHARS]):
+        inner = _inline_script(command)
+        opened = _simple_commands(inner) if inner is not None else []
+        if opened:
+            commands.append(Command(opened[0].words, command.piped))
+            commands += opened[1:]
+        else:
+            commands.append(command)
+    return commands
+
+
+def _simple_commands(text: str) -> list[Command]:
+    commands: list[Command] = []
+    words: list[str] = []
+    heredocs: list[str] = []
+    piped = False
+    target_next = False  # the word to come is a redirection's file, not an argument
+    position = 0
+    while position < len(text):
+        if found := _SPACE.match(text, position):
+            position = found.end()
+        elif text[position] == "#" and (position == 0 or text[position - 1] in " \t\n;"):
+            newline = text.find("\n", position)
+            position = len(text) if newline < 0 else newline
+        elif found := _REDIRECT.match(text, position):
+            position = found.end()
+            target_next = True
+            if found.group().lstrip("0123456789") in ("<<", "<<-"):
+                end = _HEREDOC_END.match(text, position)
+                if end is not None:
+                    heredocs.append(end.group(2))
+                    position = end.end()
+                    target_next = False
+        elif found := _OPERATOR.match(text, position):
+            operator = found.group()
+            position = found.end()
+            _finish(words, piped, commands)
+            words = []
+            target_next = False
+            piped = operator in ("|", "|&")
+            if operator == "\n":
+                for end_word in heredocs:
+                    position = _after_heredoc(text, position, end_word)
+                heredocs = []
+        else:
+            word, position = _word(text, position)
+            if not target_next:
+                words.append(word)
+            target_next = False
+    _finish(words, piped, commands)
+    return commands
+
+
+def _finish(words: list[str], piped: bool, commands: list[Command]) -> None:
+    """Strip keywords, assignments and prefixes from ``words`` and append the command, if any."""
+    start = 0
+    while start < len(words) and (words[start] in _LEADING_WORDS or _ASSIGNMENT.match(words[start])):
+        start += 1
+    while start < len(words) and words[start] in _PREFIXES:
+        after = start + 1
+        while after < len(words) and (
+            words[after].startswith("-") or _ASSIGNMENT.match(words[after]) or _NUMBER.fullmatch(words[after])
+        ):
+            after += 1
+        if after == len(words):
+            break  # a prefix on its own, e.g. `env`, is the command
+        start = after
+    if start < len(words) and words[start] and words[start] not in _NO_COMMAND:
+        commands.append(Command(tuple(words[start:]), piped))
+
+
+def _word(text: str, position: int) -> tuple[str, int]:
+    """Return the unquoted word at ``position``, and its end, which is always larger."""
+    start = position
+    parts: list[str] = []
+    while position < len(text):
+        found = _PLAIN.match(text, position)
+        if found:
+            parts.append(found.group())
+            position = found.end()
+            continue
+        char = text[position]
+        if char == "'":
+            end = _until(text, "'", position + 1)
+            parts.append(text[position + 1 : end])
+            position = end + 1
+        elif char == '"':
+            end = _closing_quote(text, position + 1)
+            parts.append(text[position + 1 : end])
+            position = end + 1
+        elif char == "\\":
+            parts.append(text[position + 1 : position + 2].strip("\n"))
+            position += 2
+        elif char == "`":
+            end = _until(text, "`", position + 1)
+            parts.append(text[position : end + 1])
+            position = end + 1
+        elif char == "$":
+            end = _after_substitution(text, position) if text.startswith("$(", position) else position + 1
+            parts.append(text[position:end])
+            position = end
+        elif position == start:
+            position += 1  # a stray "&", part of "&>" that is no redirection here
+        else:
+            break
+    return "".join(parts), position
+
+
+def _until(text: str, char: str, position: int) -> int:
+    found = text.find(char, position)
+    return len(text) if found < 0 else found
+
+
+def _closing_quote(text: str, position: int) -> int:
+    while position < len(text) and text[position] != '"':
+        position += 2 if text[position] == "\\" else 1
+    return min(position, len(text))
+
+
+def _after_substitution(text: str, position: int) -> int:
+    """Return the end of ``$(…)``. Counts parentheses and ignores quotes."""
+    depth = 0
+    for index in range(position + 1, len(text)):
+        if text[index] == "(":
+            depth += 1
+        elif text[index] == ")":
+            depth -= 1
+            if depth == 0:
+                return index + 1
+    return len(text)
+
+
+def _after_heredoc(text: str, position: int, end_word: str) -> int:
+    while position < len(text):
+        line_end = _until(text, "\n", position)
+        if text[position:line_end].strip() == end_word:
+            return min(line_end + 1, len(text))
+        position = line_end + 1
+    return len(text)
+
+
+def _inline_script(command: Command) -> str | None:
+    """Return the script of ``bash -c SCRIPT`` or ``bash -lc SCRIPT``."""
+    if command.head not in _SHELLS:
+        return None
+    for index, word in enumerate(command.words[1:-1], start=1):
+        if word.startswith("-") and not word.startswith("--") and word.endswith("c"):
+            return command.words[index + 1]
+    return None

@@ -1,0 +1,84 @@
+"""Carries the current program into threads and thread pools. Opt-in: ``init(url, threads=True)``.
+
+``asyncio`` tasks and ``asyncio.to_thread`` carry it anyway. Only our context variable is passed on, with the
+program from a framework's own context. The internal threads of ``concurrent.futures`` and ``multiprocessing``
+(workers, the manager of a process pool, the feeders of queues) get none at their start, else they would keep
+their first program for life.
+
+A thread gets its program once, when it starts. A long-lived worker with a job queue stays with the program
+that started it; its jobs pass their program along and use ``with p.here(): ...``. Jobs of a process pool run
+in other processes, which know only the program in ``SOJOURN_PROGRAM_ID``. They take theirs as an argument (a
+``Program`` can be pickled) and do the same, or open a child with ``program(parent=p)``. Do not use
+``program(id=p.id)`` there: its end would end the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .program import NO_CONTEXT, ExecutionContext, current_context, find_scoped_context
+from .runtime import session
+
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Patch ``Thread.start`` and ``ThreadPoolExecutor.submit``. Repeating it is harmless."""
+    if _originals:
+        return
+    start: Any = threading.Thread.start
+    submit: Any = ThreadPoolExecutor.submit
+    _originals.update(start=start, submit=submit)
+
+    @functools.wraps(start)
+    def carrying_start(self: threading.Thread) -> None:
+        here = find_scoped_context(session().counters)[0]
+        if here is not NO_CONTEXT and not _is_pool_thread(self):
+            self.run = _run_inside(here, self.run)  # type: ignore[method-assign]
+        start(self)
+
+    @functools.wraps(submit)
+    def carrying_submit(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        here = find_scoped_context(session().counters)[0]
+        return submit(self, fn if here is NO_CONTEXT else _run_inside(here, fn), *args, **kwargs)
+
+    _originals.update(our_start=carrying_start, our_submit=carrying_submit)
+    threading.Thread.start = carrying_start  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
+
+
+def remove() -> None:
+    """Undo ``install``, except where another patch covers ours."""
+    if not _originals:
+        return
+    if threading.Thread.start is _originals["our_start"]:
+        threading.Thread.start = _originals["start"]  # type: ignore[method-assign]
+    if ThreadPoolExecutor.submit is _originals["our_submit"]:
+        ThreadPoolExecutor.submit = _originals["submit"]  # type: ignore[method-assign]
+    _originals.clear()
+
+
+def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = current_context.set(here)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            current_context.reset(token)
+
+    return run
+
+
+def _is_pool_thread(thread: threading.Thread) -> bool:
+    """Return whether the standard library runs the thread for itself, by its class or target."""
+    target = getattr(thread, "_target", None)
+    code = type(thread).run if target is None else target
+    module = getattr(code, "__module__", None) or ""
+    return module.startswith(("concurrent.futures.", "multiprocessing."))

@@ -1,0 +1,83 @@
+"""Token counts read from an answer. Nothing is requested for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_KEY = b'"usage"'
+"""Inside a JSON string the quotes would be escaped, so it cannot be the text of an answer."""
+_OBJECT = re.compile(rb"[: \t\r\n]*\{")
+_MAX_BYTES = 16 * 1024
+"""Longest usage read."""
+_MAX_TRIES = 8
+"""Candidates that fail to parse before the search stops."""
+
+
+class TokenUsage(NamedTuple):
+    """Token counts of one answer; ``None`` where it lacks them."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """The part of ``input_tokens`` found in the server's prefix cache."""
+
+
+def of_answer(result: Any) -> TokenUsage | None:
+    """Return the usage of a complete answer: the client's own object, or a raw response."""
+    usage = getattr(result, "usage", None)
+    if usage is not None:
+        return _usage(usage)
+    for name in ("http_response", "response"):
+        try:
+            content = getattr(getattr(result, name, None), "content", None)
+        except Exception:  # closed unread: the HTTP library raises
+            return None
+        if isinstance(content, bytes):
+            return of_tail(content)
+    return None
+
+
+def of_tail(tail: bytes) -> TokenUsage | None:
+    """Return the last ``usage`` object in the last bytes of an answer, streamed or not."""
+    end = len(tail)
+    tries = 0
+    while tries < _MAX_TRIES and (at := tail.rfind(_KEY, 0, end)) >= 0:
+        end = at
+        start = _OBJECT.match(tail, at + len(_KEY))
+        if start is None:
+            continue
+        tries += 1
+        begin = start.end() - 1
+        text = tail[begin : begin + _MAX_BYTES].decode("utf-8", "replace")
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            continue
+        return _usage(found)
+    return None
+
+
+def _usage(given: Any) -> TokenUsage | None:
+    """Read both forms of the OpenAI API: chat and completions, and Responses."""
+    details = _of(given, "prompt_tokens_details", "input_tokens_details")
+    usage = TokenUsage(
+        _count(_of(given, "prompt_tokens", "input_tokens")),
+        _count(_of(given, "completion_tokens", "output_tokens")),
+        _count(_of(details, "cached_tokens")),
+    )
+    return None if usage == TokenUsage() else usage
+
+
+def _of(holder: Any, *names: str) -> Any:
+    for name in names:
+        value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

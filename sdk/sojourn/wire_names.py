@@ -1,0 +1,71 @@
+"""Ids and names as the wire accepts them: long ids are hashed, long names are cut."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+from .ids import MAX_ID_BYTES, CallId, ProgramId
+from .wire import MAX_EVENT_NAME_BYTES
+
+
+def new_program_id() -> ProgramId:
+    """Return a fresh id with 96 random bits."""
+    return ProgramId("p-" + os.urandom(12).hex())
+
+
+def new_call_id() -> CallId:
+    """Return a fresh id for a tool call without one."""
+    return CallId("t-" + os.urandom(6).hex())
+
+
+_requests = itertools.count()
+_requests_of = os.urandom(8).hex()
+
+
+def new_request_id() -> str:
+    """Return a fresh id for a logical request: 64 random bits of this process, and a number. Random bits per
+    request would cost more than the rest of the request's work."""
+    return f"r-{_requests_of}-{next(_requests):x}"
+
+
+def _after_fork() -> None:
+    global _requests_of
+    _requests_of = os.urandom(8).hex()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+_SHORT = 64
+"""Length in characters that is within bounds in any encoding."""
+
+
+def call_id_of(text: object) -> CallId:
+    """Return the id as the wire accepts it. A long one is hashed, so that start and stop still match."""
+    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
+        return CallId(text)
+    value = _encodable(text)
+    if not value:
+        return new_call_id()
+    if len(value) > MAX_ID_BYTES // 4 and len(value.encode()) > MAX_ID_BYTES:
+        from hashlib import sha256
+
+        return CallId("h-" + sha256(value.encode()).hexdigest())
+    return CallId(value)
+
+
+def name_of(text: object, empty: str = "unnamed") -> str:
+    """Return the name of a tool, agent or node, cut to ``MAX_EVENT_NAME_BYTES`` of UTF-8."""
+    if type(text) is str and 0 < len(text) <= _SHORT and text.isascii():
+        return text
+    value = _encodable(text) or empty
+    if len(value) <= MAX_EVENT_NAME_BYTES // 4:
+        return value
+    return value.encode()[:MAX_EVENT_NAME_BYTES].decode("utf-8", "ignore")
+
+
+def _encodable(text: object) -> str:
+    value = text if isinstance(text, str) else str(text)
+    # Lone surrogates are legal in Python but not in UTF-8.
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()

@@ -1,0 +1,196 @@
+"""Copies the engine's metrics into ``prometheus_client``, where vLLM's ``/metrics`` finds them.
+
+With several API servers vLLM scrapes through ``MultiProcessCollector``. It sees only values that ordinary
+metric objects wrote to ``PROMETHEUS_MULTIPROC_DIR``; it ignores custom collectors, and gauges need
+``multiprocess_mode="mostrecent"``. So the bridge uses ordinary metric objects. Every increment reaches one
+API server only (``MetricsRecorder.drain``), and the scrape adds the servers.
+
+The bridge polls the engine once a second. A scrape never calls the engine: waiting for a step, it would time
+out on a busy engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from sojourn_server.metrics.metric_catalog import (
+    ENGINE_LABEL,
+    METRIC_CATALOG,
+    METRICS_DROPPED,
+    MetricKind,
+    MetricSpec,
+)
+
+from .engine_rpc import EngineError, EngineRpc, StockEngineError
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 10.0
+"""Pause after a failed poll."""
+
+Labels = Mapping[str, str]
+
+
+class PrometheusBridge:
+    """Metric objects of the catalogue in one registry, updated from the engines' drained metrics."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._metrics: dict[str, Any] = {
+            spec.name: _create_metric(spec, registry) for spec in METRIC_CATALOG.values()
+        }
+        self._engines: set[str] = set()
+        self._gauges_set: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+
+    def apply(self, drained: Mapping[str, Any], engine: str) -> None:
+        """Add one engine's answer to ``drain_metrics``, in the format of ``MetricsRecorder.drain``.
+
+        Rows that are not in the catalogue are dropped and counted.
+        """
+        if engine not in self._engines:
+            self._engines.add(engine)
+            self._start_at_zero(engine)
+        for name, rows in drained.get("counters", {}).items():
+            for labels, increment in rows:
+                child = self._child(name, MetricKind.COUNTER, labels, engine)
+                if child is not None:
+                    child.inc(increment)
+        for name, rows in drained.get("histograms", {}).items():
+            for labels, counts in rows:
+                child = self._child(name, MetricKind.HISTOGRAM, labels, engine)
+                if child is None:
+                    continue
+                bounds = METRIC_CATALOG[name].buckets
+                if len(counts["buckets"]) == len(bounds) + 1:
+                    _add_observations(child, bounds, counts["buckets"], counts["sum"])
+                else:
+                    self._drop("bad_value", engine)
+        for name, rows in drained.get("gauges", {}).items():
+            self._set_gauge(name, rows, engine)
+
+    def _set_gauge(self, name: str, rows: list[tuple[Labels, float]], engine: str) -> None:
+        now_set: set[tuple[str, ...]] = set()
+        for labels, value in rows:
+            child = self._child(name, MetricKind.GAUGE, labels, engine)
+            if child is not None:
+                child.set(value)
+                now_set.add(tuple(labels[label] for label in METRIC_CATALOG[name].labels))
+        # A row that the engine no longer reports becomes 0: several API servers cannot remove a series.
+        for values in self._gauges_set.get((name, engine), set()) - now_set:
+            self._metrics[name].labels(*values, engine).set(0)
+        self._gauges_set[name, engine] = now_set
+
+    def _child(self, name: str, kind: MetricKind, labels: Labels, engine: str) -> Any:
+        spec = METRIC_CATALOG.get(name)
+        if spec is None or spec.kind is not kind:
+            return self._drop("unknown_metric", engine)
+        if spec.labels.keys() != labels.keys() or any(
+            isinstance(allowed, frozenset) and labels[label] not in allowed
+            for label, allowed in spec.labels.items()
+        ):
+            return self._drop("wrong_labels", engine)
+        return self._metrics[name].labels(*(labels[label] for label in spec.labels), engine)
+
+    def _drop(self, reason: str, engine: str) -> None:
+        self._metrics[METRICS_DROPPED].labels(reason, engine).inc()
+
+    def _start_at_zero(self, engine: str) -> None:
+        """Export counters as 0 before their first increment, which ``rate()`` would otherwise miss."""
+        for spec in METRIC_CATALOG.values():
+            if spec.kind is MetricKind.COUNTER:
+                for values in _label_combinations(spec):
+                    self._metrics[spec.name].labels(*values, engine)
+
+
+_bridges: weakref.WeakKeyDictionary[CollectorRegistry, PrometheusBridge] = weakref.WeakKeyDictionary()
+
+
+def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
+    """The bridge of a registry; a registry rejects a second one, because metric names are unique."""
+    bridge = _bridges.get(registry)
+    if bridge is None:
+        bridge = _bridges[registry] = PrometheusBridge(registry)
+    return bridge
+
+
+async def poll_forever(
+    engine_ref: weakref.ref[EngineRpc], bridge: PrometheusBridge, *, interval_s: float = POLL_INTERVAL_S
+) -> None:
+    """Drain the engine into the bridge every ``interval_s`` until it is gone or turns out to be stock.
+
+    It holds a reference to the engine only during a call. Calls have no timeout, because the increments of a
+    late answer would be lost.
+    """
+    while True:
+        engine = engine_ref()
+        if engine is None:
+            return
+        pause_s = interval_s
+        try:
+            await drain_once(engine, bridge)
+        except StockEngineError:
+            return
+        except EngineError as error:
+            logger.debug("metrics poll failed: %s", error)
+            pause_s = max(interval_s, RETRY_INTERVAL_S)
+        except Exception:
+            # Metrics must not stop for good because of one unexpected error.
+            logger.exception("metrics poll failed")
+            pause_s = max(interval_s, RETRY_INTERVAL_S)
+        del engine
+        await asyncio.sleep(pause_s)
+
+
+async def drain_once(engine: EngineRpc, bridge: PrometheusBridge) -> None:
+    """Drain every engine once and apply the increments. Raises ``EngineError``."""
+    answers = await engine.call("drain_metrics", "{}")
+    for engine_id, answer in zip(engine.engine_ids(), answers, strict=True):
+        bridge.apply(json.loads(answer), engine_id)
+
+
+def _create_metric(spec: MetricSpec, registry: CollectorRegistry) -> Any:
+    labels = (*spec.labels, ENGINE_LABEL)
+    if spec.kind is MetricKind.COUNTER:
+        return Counter(spec.name, spec.help, labels, registry=registry)
+    if spec.kind is MetricKind.GAUGE:
+        return Gauge(spec.name, spec.help, labels, registry=registry, multiprocess_mode="mostrecent")
+    return Histogram(spec.name, spec.help, labels, registry=registry, buckets=spec.buckets)
+
+
+def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
+    if spec.shown_at_zero is not None:
+        return sorted(spec.shown_at_zero)
+    combinations: list[tuple[str, ...]] = [()]
+    for values in spec.labels.values():
+        if not isinstance(values, frozenset):
+            return []
+        combinations = [(*left, value) for left in combinations for value in sorted(values)]
+    return combinations
+
+
+def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
+    """Add ``counts`` observations per bucket with the sum ``total``.
+
+    ``prometheus_client`` has no public call for this. Since before 0.10 its histogram has one value object
+    per bucket and one for the sum, in both modes. With any other layout each observation is repeated at a
+    value inside its bucket: all counts stay exact, and the sum becomes approximate.
+    """
+    values = getattr(child, "_buckets", None)
+    running_sum = getattr(child, "_sum", None)
+    if isinstance(values, list) and len(values) == len(counts) and running_sum is not None:
+        for value, count in zip(values, counts, strict=True):
+            if count:
+                value.inc(count)
+        running_sum.inc(total)
+        return
+    inside = (*bounds, 2 * bounds[-1])
+    for at, count in zip(inside, counts, strict=True):
+        for _ in range(count):
+            child.observe(at)

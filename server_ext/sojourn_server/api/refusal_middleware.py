@@ -1,0 +1,211 @@
+"""Middleware that answers a request rejected by placement with a 503 and the reason.
+
+vLLM ends such a request with an error without text and answers "Internal server error". The middleware holds
+every failure back until the engine has said whether it was a rejection. All other answers, and failures
+without an answer of the engine, pass unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from . import response_merging
+from .engine_rpc import EngineError, EngineRpc
+from .refusal_messages import (
+    ERROR_EVENT_PREFIXES,
+    REFUSAL_STATUS,
+    refusal_message,
+    responses_error_event,
+    retry_after_s,
+    rewrite_error,
+    rewrite_error_event,
+)
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 15.0
+"""The engine answers between two steps, and a step may be long."""
+MAX_CONCURRENT_LOOKUPS = 64
+MAX_ERROR_BYTES = 64 * 1024
+"""A failure with a longer body goes out as it is."""
+
+RequestId = Callable[[Scope], str | None]
+"""Id of a scope's request in the engine's client; ``None`` without one."""
+
+_START = "http.response.start"
+_BODY = "http.response.body"
+
+
+class RefusalLookup:
+    """Queries the engine for the reason of a failed request."""
+
+    def __init__(self, engine: EngineRpc) -> None:
+        self._engine = engine
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_LOOKUPS)
+        self._lookups: set[asyncio.Task[str | None]] = set()
+
+    async def __call__(self, request_id: str) -> str | None:
+        """Text for the client; ``None`` if the request was not rejected or the engine does not answer."""
+        # Not cancelled on timeout: the engine has the call and will answer it.
+        task = asyncio.ensure_future(self._ask(request_id))
+        self._lookups.add(task)
+        task.add_done_callback(self._lookups.discard)
+        done, _ = await asyncio.wait({task}, timeout=ASK_TIMEOUT_S)
+        return task.result() if done else None
+
+    async def _ask(self, request_id: str) -> str | None:
+        try:
+            async with self._slots:
+                found = await self._engine.call(
+                    "refusal", response_merging.encode_json({"request_id": request_id})
+                )
+            for answer in found:
+                if (refusal := response_merging.decode_json(answer)) is not None:
+                    return refusal_message(refusal["waited_s"])
+        except EngineError as error:
+            logger.debug("the reason of a failed request is unknown: %s", error)
+        except Exception:
+            logger.exception("the lookup of a failed request's reason failed")
+        return None
+
+
+class RefusalMiddleware:
+    """ASGI middleware; it must be closer to the routes than middleware that reads their answers."""
+
+    def __init__(self, app: ASGIApp, *, engine: EngineRpc, request_id: RequestId) -> None:
+        self._app = app
+        self._why = RefusalLookup(engine)
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # The routes need a state; some servers begin a request without one.
+        scope.setdefault("state", {})
+
+        async def why() -> _RefusalInfo | None:
+            request_id = self._request_id(scope)
+            if request_id is None or (text := await self._why(request_id)) is None:
+                return None
+            return _RefusalInfo(text, retry_after_s(request_id))
+
+        answer = _ResponseFilter(why, send)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            if not await answer.end_broken_stream():
+                raise
+
+
+class _RefusalInfo(NamedTuple):
+    """Error text and ``Retry-After`` of a rejected request."""
+
+    message: str
+    retry_after_s: int
+
+
+class _ResponseFilter:
+    """One response on its way out."""
+
+    def __init__(self, why: Callable[[], Awaitable[_RefusalInfo | None]], send: Send) -> None:
+        self._why = why
+        self._send = send
+        self._failure: Message | None = None
+        """Start of a failure that is held back until its body is complete."""
+        self._body = bytearray()
+        self._streams = False
+        """The response is a stream of events without an error so far."""
+        self._events = 0
+        self._is_responses_stream = False
+        """The response is an unfinished stream of the responses route."""
+
+    async def send(self, message: Message) -> None:
+        if self._failure is not None:
+            await self._hold(message, self._failure)
+            return
+        if self._streams and message["type"] == _BODY:
+            message = await self._event(message)
+        elif message["type"] == _START:
+            if _is_json_error(message):
+                self._failure = message
+                return
+            self._streams = _content_type(message).startswith(b"text/event-stream")
+        await self._send(message)
+
+    async def _hold(self, message: Message, start: Message) -> None:
+        is_body = message["type"] == _BODY
+        more = is_body and message.get("more_body", False)
+        if is_body:
+            self._body += message.get("body", b"")
+            if more and len(self._body) <= MAX_ERROR_BYTES:
+                return
+        self._failure = None
+        body = bytes(self._body)
+        refused = await self._why() if is_body and not more else None
+        if refused is not None and (new := rewrite_error(body, refused.message)) is not None:
+            await self._send(_refusal_start(start, len(new), refused.retry_after_s))
+            await self._send({"type": _BODY, "body": new})
+            return
+        await self._send(start)
+        if is_body:
+            await self._send({**message, "body": body})
+            return
+        if body:
+            await self._send({"type": _BODY, "body": body, "more_body": True})
+        await self._send(message)
+
+    async def _event(self, message: Message) -> Message:
+        chunk = message.get("body", b"")
+        if type(chunk) is not bytes:
+            return message
+        if self._events == 0:
+            self._is_responses_stream = chunk.startswith(b"event: response.")
+        self._events += 1
+        if not message.get("more_body", False):
+            self._is_responses_stream = False
+        if not chunk.startswith(ERROR_EVENT_PREFIXES):
+            return message
+        self._streams = self._is_responses_stream = False
+        refused = await self._why()
+        new = rewrite_error_event(chunk, refused.message) if refused is not None else None
+        return message if new is None else {**message, "body": new}
+
+    async def end_broken_stream(self) -> bool:
+        """End the stream of a route that raised, if its request was rejected; returns whether it did.
+
+        vLLM 0.32 raises in the responses route, because it cannot write its error as an event of that stream.
+        """
+        if not self._is_responses_stream or (refused := await self._why()) is None:
+            return False
+        logger.debug("a stream ended early, because its request was rejected", exc_info=True)
+        event = responses_error_event(refused.message, self._events)
+        await self._send({"type": _BODY, "body": event, "more_body": False})
+        return True
+
+
+def _is_json_error(start: Message) -> bool:
+    return start["status"] == 500 and _content_type(start).startswith(b"application/json")
+
+
+def _content_type(start: Message) -> bytes:
+    return next((value for name, value in start.get("headers", ()) if name.lower() == b"content-type"), b"")
+
+
+def _refusal_start(start: Message, length: int, retry_after_s: int) -> Message:
+    others = [
+        (name, value)
+        for name, value in start.get("headers", ())
+        if name.lower() not in (b"content-length", b"retry-after")
+    ]
+    headers = [
+        *others,
+        (b"content-length", str(length).encode()),
+        (b"retry-after", str(retry_after_s).encode()),
+    ]
+    return {**start, "status": REFUSAL_STATUS, "headers": headers}

@@ -1,0 +1,95 @@
+"""Merges the answers of several engines behind one server into one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sojourn.wire import EventOutcome, Outcome, OutcomeBatch, decode_outcomes, encode
+
+
+def merge_outcomes(answers: Sequence[str]) -> bytes:
+    """Per event the first outcome that is not ``missing``; it is that of the engine with the program."""
+    if len(answers) == 1:
+        return answers[0].encode("utf-8")
+    batches = [decode_outcomes(answer.encode("utf-8")).outcomes for answer in answers]
+    merged = [_first_outcome(outcomes) for outcomes in zip(*batches, strict=True)]
+    return encode(OutcomeBatch(outcomes=merged))
+
+
+def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
+    return next((outcome for outcome in outcomes if outcome.outcome is not Outcome.MISSING), outcomes[0])
+
+
+def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
+    """One list without duplicates; of each program the entry with the most turns."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    best: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for program in answer["programs"]:
+            known = best.get(program["program_id"])
+            if known is None or program.get("turns", 0) > known.get("turns", 0):
+                best[program["program_id"]] = program
+    shown = list(best.values())[:limit]
+    # Programs beyond the engines' limits cannot be deduplicated; the largest count is a safe lower bound.
+    total = max(len(best), *(answer["total"] for answer in answers))
+    forgotten = max(answer.get("forgotten", 0) for answer in answers)
+    return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
+
+
+def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
+    """The answer of the engine that ran most of the program's turns."""
+    known = [answer for answer in answers if answer is not None]
+    return max(known, key=lambda program: program.get("turns", 0)) if known else None
+
+
+def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
+    """Like ``merge_program``, without the field ``turns``."""
+    best = merge_program(answers)
+    return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
+
+
+def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
+    """One list without duplicates; each engine gets every report and may have forgotten some."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    known: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for graph in answer["graphs"]:
+            known.setdefault(graph["graph_hash"], graph)
+    return {
+        "graphs": list(known.values()),
+        "total": len(known),
+        "bytes": max(answer["bytes"] for answer in answers),
+        "forgotten": max(answer["forgotten"] for answer in answers),
+    }
+
+
+def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
+    """Capabilities of the first engine, because all have the same options, with any turned-off tiers."""
+    all_tiers = [answer.get("tiers") for answer in answers]
+    off = next((tiers for tiers in all_tiers if isinstance(tiers, dict) and not tiers.get("on", True)), None)
+    return {**answers[0], **({"tiers": off} if off is not None else {})}
+
+
+def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, Any]:
+    """Statistics of one engine, or of several side by side under ``engines``.
+
+    They are not added up, because a sum of means, sizes or limits has no meaning.
+    """
+    if len(answers) == 1:
+        return dict(answers[0])
+    return {"engines": dict(zip(engine_ids, answers, strict=True))}
+
+
+def decode_json(answer: str) -> Any:
+    """Data of an engine's JSON text."""
+    return msgspec.json.decode(answer)
+
+
+def encode_json(document: Any) -> str:
+    """JSON text of ``document``."""
+    return json.dumps(document, separators=(",", ":"))

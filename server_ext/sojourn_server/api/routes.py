@@ -1,0 +1,235 @@
+"""Routes under ``/sojourn/v1``: events in, state of programs and the engine out.
+
+An engine is any ``EngineRpc``. Answers are the engine's JSON: ids, names, numbers and reasons, without the
+text of prompts, tool arguments or tool outputs. Answers of polled routes may be half a second old.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .api_errors import RETRY_AFTER_S, ApiError
+from .api_keys import ApiKeys
+from .engine_query_limiter import PERSIST_OPERATION, EngineQueryLimiter
+from .engine_rpc import EngineRpc, EngineUnavailableError, StockEngineError
+from .request_body import read_body
+from .response_merging import (
+    decode_json,
+    encode_json,
+    merge_capabilities,
+    merge_graphs,
+    merge_outcomes,
+    merge_persisted,
+    merge_program,
+    merge_programs,
+    merge_stats,
+)
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/sojourn/v1"
+EVENTS_TIMEOUT_S = 5.0
+QUERY_TIMEOUT_S = 15.0
+MAX_PROGRAMS = 1000
+MAX_DECISIONS = 5000
+NDJSON = "application/x-ndjson"
+
+Status = Literal["reasoning", "acting", "gated", "ended", "expired"]
+
+
+def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
+    """All routes, each behind the key check."""
+    router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
+    ask = EngineQueryLimiter(engine)
+
+    async def query(op: str, **parameters: Any) -> list[Any]:
+        found = await ask(op, encode_json(parameters), QUERY_TIMEOUT_S)
+        return [decode_json(answer) for answer in found]
+
+    async def query_id(op: str, **name: str) -> list[Any]:
+        (text,) = name.values()
+        fits = 0 < len(text.encode("utf-8", "replace")) <= MAX_ID_BYTES
+        return await query(op, **name) if fits else []
+
+    @router.post("/events")
+    async def post_events(request: Request) -> Response:
+        """Report events of programs and their tools; the answer has an outcome per event."""
+        body = await read_body(request, MAX_BATCH_BYTES)
+        try:
+            decode_batch(body)
+            text = body.decode("utf-8")
+        except (WireError, UnicodeDecodeError) as error:
+            reason = str(error) if isinstance(error, WireError) else "not UTF-8"
+            raise ApiError(
+                400,
+                reason,
+                f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
+                f"{PREFIX}/capabilities lists what is understood",
+            ) from None
+        outcomes = await ask("events", text, EVENTS_TIMEOUT_S)
+        return Response(merge_outcomes(outcomes), media_type="application/json")
+
+    @router.get("/capabilities")
+    async def get_capabilities() -> JSONResponse:
+        """Wire versions, events, policy, limits and tiers of this server."""
+        found = await query("capabilities")
+        return JSONResponse({**merge_capabilities(found), "engines": len(engine.engine_ids())})
+
+    @router.get("/programs")
+    async def get_programs(
+        limit: int = Query(100, ge=1, le=MAX_PROGRAMS), status: Status | None = None
+    ) -> JSONResponse:
+        """Programs that the engine knows; ``shown`` of ``total``."""
+        found = await query("programs", limit=limit, status=status)
+        return JSONResponse(merge_programs(found, limit))
+
+    @router.get("/programs/{program_id:path}")
+    async def get_program(program_id: str) -> JSONResponse:
+        """One program: status, turns, lease, blocks, running tools, and its turn ledger."""
+        return JSONResponse(_require_program(merge_program(await query_id("program", program_id=program_id))))
+
+    # POST only: an id may itself end in /persist, and GET must still find it.
+    @router.post("/programs/{program_id:path}/persist")
+    async def post_persist(program_id: str) -> JSONResponse:
+        """Write the KV of a program's last turn to the engine's disk; the answer has the progress."""
+        return JSONResponse(
+            _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
+        )
+
+    @router.get("/graphs")
+    async def get_graphs() -> JSONResponse:
+        """Declared graphs, most recently used first: hash, agent types and size of each."""
+        found = await query("graphs")
+        return JSONResponse(merge_graphs(found))
+
+    @router.get("/graphs/{graph_hash}")
+    async def get_graph(graph_hash: str) -> JSONResponse:
+        """One graph with its nodes and edges; ``graph_hash`` is that of ``/programs/{id}``."""
+        found = await query_id("graph", graph_hash=graph_hash)
+        graph = next((known for known in found if known is not None), None)
+        if graph is None:
+            raise ApiError(
+                404,
+                "no graph has this hash",
+                f"GET {PREFIX}/graphs lists the known ones; the least recently used ones are forgotten, and "
+                "a restart forgets all",
+            )
+        return JSONResponse(graph)
+
+    @router.get("/stats")
+    async def get_stats() -> JSONResponse:
+        """Current counters and gauges of the engine; for history scrape ``/metrics``."""
+        found = await query("stats")
+        return JSONResponse(merge_stats(found, engine.engine_ids()))
+
+    @router.get("/decisions")
+    async def get_decisions(
+        request: Request,
+        since: int = Query(0, ge=0, le=2**63 - 1),
+        limit: int = Query(1000, ge=1, le=MAX_DECISIONS),
+        engine_id: str | None = Query(None, alias="engine"),
+        form: Literal["json", "ndjson"] | None = Query(None, alias="format"),
+    ) -> Response:
+        """The decision log of one engine from number ``since`` on; ``next`` is the following ``since``.
+
+        ``format=ndjson`` or ``Accept: application/x-ndjson`` gives one decision per line
+        and ``next`` in the header ``X-Sojourn-Next``.
+        """
+        # Each engine numbers its own decisions, so a cursor belongs to one log.
+        ids = list(engine.engine_ids())
+        index = _engine_index(engine_id, ids)
+        document = (await query("decisions", since=since, limit=limit))[index]
+        if form == "ndjson" or (form is None and NDJSON in request.headers.get("accept", "")):
+            lines = "".join(f"{encode_json(decision)}\n" for decision in document["decisions"])
+            return Response(lines, media_type=NDJSON, headers={"X-Sojourn-Next": str(document["next"])})
+        return JSONResponse({**document, "engine": ids[index], "engines": ids})
+
+    return router
+
+
+def _require_program(program: dict[str, Any] | None) -> dict[str, Any]:
+    if program is None:
+        raise ApiError(
+            404,
+            "no program has this id",
+            f"GET {PREFIX}/programs lists the known ones; ended programs are forgotten later, and a restart "
+            "forgets all",
+        )
+    return program
+
+
+def _engine_index(engine_id: str | None, ids: list[str]) -> int:
+    if engine_id is None:
+        return 0
+    if engine_id not in ids:
+        raise ApiError(404, f"no engine {engine_id!r}", f"use one of {', '.join(ids)}")
+    return ids.index(engine_id)
+
+
+def _authenticated_route_class(keys: ApiKeys) -> type[APIRoute]:
+    """A route class that checks the key before it reads the request; every error becomes an ``ApiError``."""
+
+    class AuthenticatedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_authenticated(request: Request) -> Response:
+                if not keys.allow(request.headers.get("authorization")):
+                    return _unauthorised().response()
+                try:
+                    return await handle(request)
+                except HTTPException:
+                    raise
+                except Exception as error:
+                    return _to_api_error(error).response()
+
+            return handle_authenticated
+
+    return AuthenticatedRoute
+
+
+def _to_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        # Position and problem without the rejected input, which FastAPI's own answer would repeat.
+        problems = "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors())
+        return ApiError(400, problems, "correct the query parameters; they are described under /docs")
+    if isinstance(error, EngineUnavailableError):
+        logger.warning("engine unavailable: %s", error)
+        return ApiError(
+            503,
+            "the engine did not answer",
+            "try again; requests work without events, but less KV is kept",
+            {"Retry-After": str(RETRY_AFTER_S)},
+        )
+    if isinstance(error, StockEngineError):
+        return ApiError(
+            501,
+            "this server runs vLLM's own scheduler, so it has no program state",
+            "start it with `sojourn serve MODEL --policy continuum`; "
+            "until then it ignores events, and clients lose nothing by sending them",
+        )
+    logger.error("route failed", exc_info=error)
+    return ApiError(500, "the server failed to answer", "see the server's log, and report it as a bug")
+
+
+def _unauthorised() -> ApiError:
+    return ApiError(
+        401,
+        "missing or wrong API key",
+        "send `Authorization: Bearer KEY` with a key the server was started with",
+        {"WWW-Authenticate": "Bearer"},
+    )

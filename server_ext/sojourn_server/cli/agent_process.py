@@ -1,0 +1,202 @@
+"""How ``sojourn run`` becomes an agent's process. Needs the SDK and the standard library alone.
+
+The command replaces this process, so its exit code, signals and terminal are its own. It finds
+``SOJOURN_URL`` and, first on ``PYTHONPATH``, a folder whose ``sitecustomize`` instruments mini-swe-agent
+and openai clients when they are imported. Every Python below inherits both, but only the agent itself is
+instrumented, not the Pythons that its tools start, unless ``--children`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from .cli_error import CliError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+OPENAI_BASE_URL = "OPENAI_BASE_URL"
+"""Where agents send their requests; the server there need not be a sojourn server."""
+NOT_FOUND = 127
+"""Exit code of a shell for a command that does not exist."""
+PROBE_TIMEOUT_S = 1.0
+MAX_ANSWER_BYTES = 64 * 1024
+
+AGENT = "SOJOURN_RUN_AGENT"
+CHILDREN = "SOJOURN_RUN_CHILDREN"
+"""Read by the ``sitecustomize``, which explains them; it runs where this package may be missing."""
+
+Note = Callable[[str], None]
+"""Shows one line to the user."""
+
+
+def become(command: Sequence[str], url: str | None, *, children: bool, note: Note) -> NoReturn:
+    """Replace this process by ``command``. Raises ``CliError`` where there is no such command."""
+    program = find_command(command[0])
+    if url is None:
+        url = openai_base_url_root(os.environ, note) or DEFAULT_URL
+    _note_unless_served(url, note)
+    environment = child_environment(os.environ, url, children=children)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(program, list(command), environment)
+    except OSError as error:
+        raise CliError(
+            f"{command[0]} cannot be run: {error.strerror}",
+            "name an executable, e.g. `sojourn run -- python agent.py` for a script",
+            exit_code=126,
+        ) from error
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Parse the arguments of ``sojourn run`` and run it, where the extra ``server`` is not installed."""
+    parser = argparse.ArgumentParser(
+        prog="sojourn run", description="Run an agent's own command with its programs reported to a server."
+    )
+    parser.add_argument("--url", default=os.environ.get("SOJOURN_URL"), help="root of the sojourn server")
+    parser.add_argument(
+        "--children", action="store_true", help="instrument every Python below, not only the agent"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("the command is missing, e.g. sojourn run -- python agent.py")
+    try:
+        become(command, options.url, children=options.children, note=_note_plainly)
+    except CliError as error:
+        print(f"error: {error.message}\nnext: {error.next_step}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _note_plainly(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def find_command(name: str) -> str:
+    """Return the path of the executable ``name``. Raises ``CliError`` with the likely remedy."""
+    found = shutil.which(name)
+    if found:
+        return found
+    if Path(name).suffix == ".py" and Path(name).is_file():
+        remedy = f"run it with Python: sojourn run -- python {name} …"
+    elif name in ("mini", "mini-extra", "mini-swe-agent"):
+        remedy = "install it into this environment: pip install '.[mini-swe-agent]' in a checkout of sojourn"
+    else:
+        remedy = "check the spelling and PATH; the command comes after `--`, e.g. sojourn run -- mini -t '…'"
+    raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
+
+
+def child_environment(environment: Mapping[str, str], url: str, *, children: bool = False) -> dict[str, str]:
+    """Return ``environment`` with the server's URL, and our folder first on ``PYTHONPATH``."""
+    folder = autostart_directory()
+    given = environment.get("PYTHONPATH")
+    # An empty entry means the current directory, but an empty variable means none.
+    entries = [entry for entry in given.split(os.pathsep) if entry != folder] if given else []
+    fresh = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN)}
+    if children:
+        fresh[CHILDREN] = "1"
+    return {**fresh, "SOJOURN_URL": url, "PYTHONPATH": os.pathsep.join([folder, *entries])}
+
+
+def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
+    """Return the root of ``OPENAI_BASE_URL`` where a sojourn server answers there, else ``None`` and a note.
+
+    The variable may name any provider's server. The probe carries no key, and a server that does not answer
+    as a sojourn server receives nothing about programs. A sojourn server with a key needs ``--url``.
+    """
+    named = environment.get(OPENAI_BASE_URL, "").strip()
+    if not named:
+        return None
+    root = named.rstrip("/").removesuffix("/v1")
+    try:
+        status, body = get_capabilities(root)
+        document = json.loads(body) if status == 200 else None
+    except (OSError, http.client.HTTPException) as error:
+        problem = type(error).__name__
+    except InvalidUrlError:
+        problem = "not an HTTP URL"
+    except (ValueError, RecursionError):
+        problem = "no JSON"
+    else:
+        if isinstance(document, dict) and document.get("name") == "sojourn":
+            return root
+        problem = f"HTTP {status}"
+    if root != DEFAULT_URL:
+        note(
+            f"{OPENAI_BASE_URL} is not taken: no sojourn server answers there without a key ({problem}); "
+            "where there is one, name it with --url"
+        )
+    return None
+
+
+def autostart_directory() -> str:
+    """Return the folder whose ``sitecustomize`` instruments a child. Raises ``CliError`` without one."""
+    spec = importlib.util.find_spec("sojourn_integrations")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        folder = Path(place) / "autostart"
+        if (folder / "sitecustomize.py").is_file():
+            return str(folder)
+    remedy = "reinstall the package: pip install --force-reinstall sojourn"
+    raise CliError("the integrations are not installed", remedy)
+
+
+class InvalidUrlError(Exception):
+    """The text is not the URL of an HTTP server."""
+
+
+def get_capabilities(root: str) -> tuple[int, bytes]:
+    """Return status and body of a server's capabilities page, asked without proxy and key.
+
+    Raises ``InvalidUrlError``, ``OSError`` or ``http.client.HTTPException``.
+    """
+    from sojourn.http_transport import tls_context
+    from sojourn.wire import CAPABILITIES_PATH
+
+    try:
+        parts = urlsplit(root)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidUrlError(str(error)) from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise http.client.UnknownProtocol(parts.scheme)
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=PROBE_TIMEOUT_S, context=tls_context())
+        if parts.scheme == "https"
+        else http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+    )
+    try:
+        connection.request("GET", parts.path + CAPABILITIES_PATH)
+        response = connection.getresponse()
+        return response.status, response.read(MAX_ANSWER_BYTES)
+    except (ValueError, http.client.InvalidURL) as error:  # characters that no URL has
+        raise InvalidUrlError(str(error)) from None
+    finally:
+        connection.close()
+
+
+def _note_unless_served(url: str, note: Note) -> None:
+    """Show a note where no sojourn server answers; the agent runs all the same."""
+    try:
+        status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
+    except InvalidUrlError as error:
+        raise CliError(
+            f"{url!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        problem = type(error).__name__
+    else:
+        # A server with an API key answers 401 here, which shows that it is one.
+        if status in (200, 401, 403):
+            return
+        problem = f"HTTP {status}"
+    note(f"no sojourn server answers at {url} ({problem}); the command runs without it")

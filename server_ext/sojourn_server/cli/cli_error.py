@@ -1,0 +1,13 @@
+"""The error that every sub-command raises for a failure that the user can act on."""
+
+from __future__ import annotations
+
+
+class CliError(Exception):
+    """A failure the user can act on: what was wrong, and what to do next."""
+
+    def __init__(self, message: str, next_step: str, *, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+        self.exit_code = exit_code

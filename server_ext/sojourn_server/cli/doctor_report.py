@@ -1,0 +1,72 @@
+"""Lines of ``sojourn doctor``'s report, and parsers of a server's answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+GATEWAY_HEADER = "X-Sojourn-Gateway"
+"""Header of answers that a gateway makes itself, its list of models included (docs/gateway.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. ``ok`` is ``None`` if the check found neither a fault nor a proof."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    next_step: str = ""
+
+
+def get(client: httpx.Client, path: str) -> httpx.Response | str:
+    """The server's answer, or the error's text."""
+    try:
+        return client.get(path)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def json_object(answer: httpx.Response) -> dict[str, Any]:
+    """JSON object of an answer; empty if the body is anything else."""
+    try:
+        document = answer.json()
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def error_summary(answer: httpx.Response | str) -> str:
+    """Short text of an error answer."""
+    if isinstance(answer, str):
+        return answer
+    error = json_object(answer).get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"{answer.status_code} {message or answer.reason_phrase}"
+
+
+def is_gateway_answer(answer: httpx.Response | str) -> bool:
+    """Whether a gateway made this answer itself."""
+    return not isinstance(answer, str) and GATEWAY_HEADER in answer.headers
+
+
+def as_list(value: object) -> list[Any]:
+    """``value`` if it is a list, else an empty list."""
+    return value if isinstance(value, list) else []
+
+
+def as_text_mapping(value: object) -> dict[str, str]:
+    """``value`` with keys and values as texts if it is an object, else an empty one."""
+    return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
+
+
+def as_text_list(value: object) -> list[str]:
+    """Elements of ``value`` as texts if it is a list, else an empty list."""
+    return [str(one) for one in as_list(value)]
+
+
+def count_roles(counts: dict[str, Any]) -> str:
+    """Text of the number of engines per role, prefill first."""
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True)) or "none"

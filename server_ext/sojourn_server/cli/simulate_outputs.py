@@ -1,0 +1,136 @@
+"""Outputs of ``sojourn simulate``: files, tables and explanations."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .console import CliError, console, write_json
+
+if TYPE_CHECKING:
+    from sojourn_server.simulator.report.results_file import Provenance
+    from sojourn_server.simulator.report.sweep_results import SweepRuns
+    from sojourn_server.simulator.run_log import RunLog
+    from sojourn_server.simulator.simulation_suite import SuiteResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOutputs:
+    """Output options of the command."""
+
+    json: str | None
+    """A file, or ``-`` for stdout."""
+    plot: Path | None
+    """A folder."""
+    save: Path | None
+    explain: str | None
+    """A program's name."""
+
+    def check(self) -> None:
+        """Raise ``CliError`` for an output that cannot be written, before minutes of simulation."""
+        from sojourn_server.simulator.report.saved_runs import SUFFIXES
+
+        json = Path(self.json) if self.json not in (None, "-") else None
+        plot, save = self.plot, self.save
+        if save is not None and not save.name.endswith(SUFFIXES):
+            raise CliError(
+                f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.msgpack.gz"
+            )
+        if plot is not None and plot.exists() and not plot.is_dir():
+            raise CliError(f"--plot {plot} is a file", "name a folder")
+        for path in (json, save):
+            if path is not None and path.is_dir():
+                raise CliError(f"{path} is a folder", "name a file")
+        for path in (json and json.parent, plot, save and save.parent):
+            if path is not None:
+                _check_folder(path)
+        if plot is not None and find_spec("matplotlib") is None:
+            raise CliError("--plot needs matplotlib", 'pip install "sojourn[demo]"')
+
+    def show(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> None:
+        """Print the table, write the files, and explain the program of ``--explain``.
+
+        Raises ``CliError`` if a file cannot be written or a policy failed during a run.
+        """
+        from sojourn_server.simulator.report.results_table import render
+        from sojourn_server.simulator.report.sweep_table import render_sweep
+
+        console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
+        try:
+            for path in self._write(result, made, swept):
+                console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+        except OSError as error:
+            where = error.filename2 or error.filename or "the output"
+            raise CliError(
+                f"{where}: {error.strerror or error}",
+                "make room or name another place, and run it again",
+                exit_code=1,
+            ) from None
+        # Last: an unknown program must not keep the files from being written.
+        if self.explain is not None:
+            _explain(result, self.explain)
+        _check_figures(result)
+
+    def _write(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> list[str | Path]:
+        """Write all files; returns their paths."""
+        from sojourn_server.simulator.report.plot_files import write_plots, write_sweep_plot
+        from sojourn_server.simulator.report.results_file import document
+        from sojourn_server.simulator.report.saved_runs import save_runs
+
+        written: list[str | Path] = []
+        if self.json is not None:
+            write_json(document(result.rows, made, swept), self.json)
+            written += [self.json] if self.json != "-" else []
+        if self.save is not None:
+            save_runs(self.save, result.logs, made, result.rows)
+            written.append(self.save)
+        if self.plot is not None:
+            if swept is None:
+                written += write_plots(result.logs, self.plot, rows=result.rows)
+            else:
+                written += write_sweep_plot(swept, result.rows, self.plot)
+        return written
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ``CliError`` if ``folder`` can be neither used nor made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
+
+
+def _check_figures(result: SuiteResult) -> None:
+    if failed := sorted({log.policy for log in result.logs if log.hook_failures}):
+        raise CliError(
+            f"calls of {', '.join(failed)} failed, so these figures are wrong",
+            "see the errors above, fix the policy and run it again",
+            exit_code=1,
+        )
+
+
+def _explain(result: SuiteResult, program_id: str) -> None:
+    from sojourn_server.simulator.report.program_explanation import UnknownProgramError, explain_program
+
+    unknown: UnknownProgramError | None = None
+    shown = False
+    for log in result.logs:
+        try:
+            console.print(explain_program(log, _first_instance(log, program_id)))
+            shown = True
+        except UnknownProgramError as error:
+            unknown = error
+    if not shown and unknown is not None:
+        raise CliError(str(unknown), "name one of these with --explain", exit_code=1)
+
+
+def _first_instance(log: RunLog, name: str) -> str:
+    """Id of the first run of the trace's program ``name``; ``name`` itself if it is the id of a run."""
+    known = [program.program_id for program in log.programs]
+    if name in known:
+        return name
+    return next((p.program_id for p in log.programs if p.trace_id == name), name)

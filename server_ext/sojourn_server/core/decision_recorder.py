@@ -1,0 +1,103 @@
+"""The journal: what became of requests, programs and blocks, in the decision log and the counters.
+
+Leases have theirs with the keeper, and turns with their records.
+"""
+
+from __future__ import annotations
+
+from sojourn.ids import ProgramId
+from sojourn.wire import Outcome
+
+from ..metrics.decision_log import DecisionLog
+from ..metrics.metrics_recorder import MetricsRecorder
+from ..metrics.preemption_cascades import PreemptionCascades
+from ..metrics.turn_ledger import LossCause
+from ..policies.placement.placement_policy import MoveTiming, TierMove
+from ..policies.policy_protocols import DecisionReason
+from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..programs.program_state import ProgramState
+from .scheduler_state import KVPoolConfig, RequestState
+
+
+class DecisionRecorder:
+    """Writes for one engine. Times are seconds on its monotonic clock."""
+
+    def __init__(self, decisions: DecisionLog, recorder: MetricsRecorder, pool: KVPoolConfig) -> None:
+        self._decisions = decisions
+        self._recorder = recorder
+        self._pool = pool
+        self._cascades = PreemptionCascades()
+
+    def hint(self, outcome: Outcome) -> None:
+        """A request came with a hint."""
+        self._recorder.count("sojourn_hints_total", outcome=outcome.value)
+
+    def preempted(
+        self, request_state: RequestState | None, now: float, recovery: RecoveryMethod, tokens: int, step: int
+    ) -> None:
+        """A running request lost its blocks in engine step ``step``, with ``tokens`` tokens of KV; ``None``:
+        one that nobody knows, which is only counted."""
+        self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
+        self._cascade(self._cascades.preempted(step))
+        if request_state is not None:
+            self._decisions.add(
+                now,
+                "preempt",
+                _program_id_of(request_state),
+                recovery.value,
+                tokens=tokens,
+                times=request_state.preemptions,
+                in_cascade=self._cascades.length,
+            )
+
+    def step(self, step: int) -> None:
+        """Engine step ``step`` is over."""
+        if self._cascades.length:
+            self._cascade(self._cascades.over(step))
+
+    def _cascade(self, length: int) -> None:
+        if length:
+            self._recorder.observe("sojourn_preemption_cascade_length", length)
+
+    def refused(self, request_state: RequestState, now: float) -> None:
+        """A request was kept out for too long."""
+        self._recorder.count("sojourn_gate_timeouts_total")
+        self._decisions.add(now, "refuse", _program_id_of(request_state), DecisionReason.PLACED.value)
+
+    def evicted(self, cause: LossCause) -> None:
+        """A cached block was reused."""
+        self._recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
+        self._recorder.count(
+            "sojourn_evicted_bytes_total", self._pool.block_bytes, tier="device", cause=cause.value
+        )
+
+    def over(self, program: ProgramState, outcome: str, now: float) -> None:
+        """A program has ended, or was given up."""
+        self._recorder.count("sojourn_programs_finished_total", outcome=outcome)
+        self._recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
+
+    def moved(self, program_id: ProgramId, move: TierMove, now: float) -> None:
+        """A program was moved to another queue, or told to leave after its turn."""
+        kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
+        self._decisions.add(now, kind, program_id, move.reason.value)
+        self._recorder.count(
+            "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
+        )
+
+    def prefetched(
+        self, program_id: ProgramId, now: float, *, missing_blocks: int, coming_blocks: int, lost_blocks: int
+    ) -> None:
+        """A program's prefix is brought back: of ``missing_blocks`` that were not on the device,
+        ``coming_blocks`` are read from disk and ``lost_blocks`` are in no tier."""
+        if coming_blocks:
+            reason = DecisionReason.FROM_DISK
+        elif not missing_blocks:
+            reason = DecisionReason.IN_PLACE
+        else:
+            reason = DecisionReason.NO_TIER if lost_blocks == missing_blocks else DecisionReason.IN_HOST
+        self._decisions.add(now, "prefetch", program_id, reason.value, blocks=missing_blocks)
+        self._recorder.count("sojourn_prefetches_total", outcome=reason.value)
+
+
+def _program_id_of(request_state: RequestState) -> ProgramId | None:
+    return request_state.program.id if request_state.program is not None else None

@@ -1,0 +1,365 @@
+"""What the HTTP side may ask of an engine: one call with an operation and JSON, JSON back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import msgspec
+from sojourn.ids import ProgramId
+from sojourn.wire import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    MAX_CONTEXT_BYTES,
+    MAX_GRAPH_BYTES,
+    WIRE_VERSION,
+    WireError,
+    encode,
+)
+
+from ..metrics.link_metrics import LinkMetrics
+from ..programs.execution_graphs import KnownGraph
+from ..programs.program_state import ProgramState
+from ..programs.program_status import ProgramStatus
+from .client_event_handler import EVENT_TYPES, ClientEventHandler, EventDoor
+from .engine_refusals import EngineRefusals
+from .program_scheduler import ProgramScheduler
+
+MAX_PROGRAMS_SHOWN = 1000
+MAX_DECISIONS_SHOWN = 5000
+MAX_TOOLS_SHOWN = 256
+"""Of one program, those that run longest; ``tools_running`` counts them all."""
+
+_arguments = msgspec.json.Decoder(dict[str, Any] | None)
+
+GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class KVTransferStatus(Protocol):
+    """An engine's half of a pair: what capabilities and stats have under ``paths``."""
+
+    def capabilities(self) -> dict[str, Any] | None: ...
+
+    def stats(self) -> dict[str, Any] | None: ...
+
+
+class UnknownOperation(ValueError):
+    """The HTTP side asked for something this engine does not offer."""
+
+
+class EngineService:
+    """Answers ``events, capabilities, programs, program, persist, graphs, graph, stats, decisions,
+    drain_metrics``.
+
+    And ``incompatibility_reason``: how long a request that was refused had waited, once.
+    ``pool_state`` is asked for blocks by state (running, leased, cached, free);
+    ``engine`` describes the engine in capabilities. ``tier_state`` returns, for each tier below the
+    device, its ``used`` and ``free`` blocks, the results of copies (``moves``) and the traffic
+    (``traffic``): bytes moved, seconds, and seconds waited. ``offload_description`` is the part of
+    capabilities on the tiers (``docs/wire.md``), ``None`` without tiers. ``persist`` writes a chain of
+    block hashes to disk and answers ``stored_blocks``, ``pending_blocks``, ``pending_bytes`` and
+    ``shared``, or only the ``reason`` why it cannot. ``paths`` describes an engine
+    of a pair.
+    """
+
+    def __init__(
+        self,
+        program_scheduler: ProgramScheduler,
+        *,
+        engine: dict[str, str],
+        pool_state: Callable[[], dict[str, int]],
+        handle: EventDoor | None = None,
+        tier_state: Callable[[], dict[str, Any]] = dict,
+        below_device: Callable[[], dict[str, Any] | None] = lambda: None,
+        network_state: Callable[[], dict[str, Any] | None] = lambda: None,
+        persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
+        paths: KVTransferStatus | None = None,
+    ) -> None:
+        self._program_scheduler = program_scheduler
+        self._tier_state = tier_state
+        self._below_device = below_device
+        self._network_state = network_state
+        self._persist_blocks = persist
+        self._paths = paths
+        self._links = LinkMetrics(program_scheduler.recorder)
+        self._counted: dict[tuple[str, str], float] = {}
+        """Of totals of the tiers what metrics have had already, by metric and label."""
+        self.client_event_handler = ClientEventHandler(
+            handle or program_scheduler.handle, program_scheduler.recorder
+        )
+        """Reads client events, those attached to requests included."""
+        self.refusals = EngineRefusals()
+        """To be told of each request that is refused."""
+        self._engine = engine
+        self._pool_state = pool_state
+        self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
+            "capabilities": self._capabilities,
+            "programs": self._programs,
+            "program": self._program,
+            "persist": self._persist,
+            "graphs": self._graphs,
+            "graph": self._graph,
+            "stats": self._stats,
+            "decisions": self._decisions,
+            "refusal": self._refusal,
+            "drain_metrics": self._drain_metrics,
+        }
+
+    def call(self, operation: str, payload: str, now: float) -> str:
+        """Carry out one operation. Raises ``UnknownOperation`` or ``WireError``."""
+        if operation == "events":
+            return encode(self.client_event_handler.batch(payload.encode("utf-8", "replace"), now)).decode()
+        handler = self._operations.get(operation)
+        if handler is None:
+            expected = ", ".join(["events", *self._operations])
+            raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
+        try:
+            arguments = _arguments.decode(payload) if payload else None
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise WireError(f"{operation}: arguments are not a JSON object: {error}") from error
+        return encode(handler(arguments or {}, now)).decode()
+
+    def _capabilities(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        return {
+            "name": "sojourn",
+            "version": version("sojourn"),
+            "wire": [WIRE_VERSION],
+            "policy": self._program_scheduler.preset.name,
+            "events": list(EVENT_TYPES),
+            "limits": {
+                "batch_bytes": MAX_BATCH_BYTES,
+                "batch_events": MAX_BATCH_EVENTS,
+                "context_bytes": MAX_CONTEXT_BYTES,
+                "programs": self._program_scheduler.limits.max_programs,
+                "graphs": self._program_scheduler.limits.max_graphs,
+                "graph_bytes": MAX_GRAPH_BYTES,
+                "hinted_ttl_s": self._program_scheduler.limits.max_hinted_ttl_s,
+            },
+            "engine": self._engine,
+            "tiers": self._below_device(),
+            "paths": self._paths.capabilities() if self._paths is not None else None,
+        }
+
+    def _programs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        limit = _int_argument(arguments, "limit", 100, 1, MAX_PROGRAMS_SHOWN)
+        status = arguments.get("status")
+        table = self._program_scheduler.table
+        chosen = [p for p in table if status is None or p.status.value == status]
+        chosen.sort(key=lambda program: program.rank, reverse=True)
+        shown = [self._summary(program, now) for program in chosen[:limit]]
+        return {"programs": shown, "shown": len(shown), "total": len(chosen), "forgotten": table.forgotten}
+
+    def _program(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        program = self._program_scheduler.table.get(ProgramId(str(arguments.get("program_id"))))
+        if program is None:
+            return None
+        turns = self._program_scheduler.ledger.of_program(program.id)
+        longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
+        tools = [
+            {
+                "call_id": call_id,
+                "tool": tool.name,
+                "tool_class": tool.tool_class,
+                "elapsed_s": round(max(0.0, now - tool.started_s), 3),
+                "expected_s": tool.expected_s,
+            }
+            for call_id, tool in longest[:MAX_TOOLS_SHOWN]
+        ]
+        return {
+            **self._summary(program, now),
+            "tenant": program.tenant,
+            "graph_hash": program.graph_hash,
+            "expected_steps_left": program.expected_steps_left,
+            "goes_on": program.goes_on,
+            "tier": program.tier,
+            "p_reuse": program.p_reuse,
+            "tools": tools,
+            "ledger": [turn.as_dict() for turn in turns],
+        }
+
+    def _persist(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        program = self._program_scheduler.table.get(ProgramId(str(arguments.get("program_id"))))
+        if program is None:
+            return None
+        told = self._persist_blocks(self._program_scheduler.contexts.get(program.id) or ())
+        pending, block_size = told.get("pending_blocks", 0), self._program_scheduler.pool.block_size
+        state = "unsupported" if "reason" in told else "writing" if pending else "done"
+        return {
+            "program_id": program.id,
+            "state": state,
+            "reason": told.get("reason"),
+            "shared": told.get("shared", False),
+            "turns": program.turns,
+            "context_tokens": program.context_tokens,
+            "stored_tokens": told.get("stored_blocks", 0) * block_size,
+            "pending_tokens": pending * block_size,
+            "bytes": told.get("pending_bytes", 0),
+        }
+
+    def _graphs(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        graphs = self._program_scheduler.graphs
+        types = graphs.types()
+        shown = [_graph_summary(known, types) for known in reversed(list(graphs))]
+        return {"graphs": shown, "total": len(shown), "bytes": graphs.bytes, "forgotten": graphs.forgotten}
+
+    def _graph(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        known = self._program_scheduler.graphs.get(str(arguments.get("graph_hash")))
+        if known is None:
+            return None
+        graph = known.aeg.wire()
+        return {
+            **_graph_summary(known, self._program_scheduler.graphs.types()),
+            "nodes": [{"id": node.id, "tools": node.tools} for node in graph.nodes],
+            "edges": [
+                {"source": edge.source, "target": edge.target, "probability": edge.probability}
+                for edge in graph.edges
+            ],
+        }
+
+    def _stats(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        program_scheduler = self._program_scheduler
+        return {
+            "policy": program_scheduler.preset.name,
+            "programs": {status.value: program_scheduler.table.counts[status] for status in ProgramStatus},
+            "requests": len(program_scheduler.request_states),
+            "leases": {
+                "count": len(program_scheduler.leases),
+                "blocks": program_scheduler.leases.blocks,
+                "budget_blocks": program_scheduler.leases.budget_blocks,
+            },
+            "pool": {"block_size": program_scheduler.pool.block_size, **self._pool_state()},
+            "tiers": self._tier_state(),
+            "paths": self._paths.stats() if self._paths is not None else None,
+            "placed": {tier.value: count for tier, count in program_scheduler.tier_manager.counts().items()},
+            "ledger": msgspec.to_builtins(program_scheduler.ledger.totals),
+            "output_lengths": {
+                **program_scheduler.demand_forecaster.known(),
+                "network": self._network_state(),
+            },
+            "tombstones": len(program_scheduler.lease_manager.eviction_log),
+            "history": {
+                "tool_calls": program_scheduler.histories.tools.count(),
+                "programs": program_scheduler.histories.turns.count(),
+                "memoryfulness": program_scheduler.histories.turns.memoryfulness(),
+                "mean_evicted_wait_s": program_scheduler.histories.evicted_waits.mean(),
+            },
+        }
+
+    def _decisions(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)
+        since = _int_argument(arguments, "since", 0, 0, sys.maxsize)
+        chosen, following = self._program_scheduler.decisions.since(since, limit)
+        return {"decisions": [decision.as_dict() for decision in chosen], "next": following}
+
+    def _refusal(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
+        waited_s = self.refusals.take(str(arguments.get("request_id")))
+        return None if waited_s is None else {"waited_s": waited_s}
+
+    def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
+        program_scheduler = self._program_scheduler
+        state = self._pool_state()
+        parts = {name: blocks for name, blocks in state.items() if name != "total"}
+        gauges: GaugeValues = {
+            "sojourn_programs": [
+                ({"state": status.value}, program_scheduler.table.counts[status]) for status in ProgramStatus
+            ],
+            "sojourn_leases": [({}, len(program_scheduler.leases))],
+            "sojourn_placed_programs": [
+                ({"tier": tier.value}, count)
+                for tier, count in program_scheduler.tier_manager.counts().items()
+            ],
+            "sojourn_build_info": [
+                (
+                    {
+                        "version": version("sojourn"),
+                        "vllm": self._engine.get("vllm", "unknown"),
+                        "preset": program_scheduler.preset.name,
+                        "adapter": "active",
+                    },
+                    1,
+                )
+            ],
+            "sojourn_kv_blocks": [
+                ({"tier": "device", "state": name}, blocks) for name, blocks in parts.items()
+            ],
+            "sojourn_kv_bytes": [
+                ({"tier": "device", "state": name}, blocks * program_scheduler.pool.block_bytes)
+                for name, blocks in parts.items()
+            ],
+        }
+        tiers = self._tier_state()
+        traffic = tiers.pop("traffic", {})
+        self._count("sojourn_tier_moves_total", "what", tiers.pop("moves", {}))
+        self._count("sojourn_tier_bytes_total", "lane", traffic.get("moved_bytes", {}))
+        self._count("sojourn_tier_seconds_total", "lane", traffic.get("seconds", {}))
+        if traffic:
+            self._count("sojourn_tier_wait_seconds_total", "", {"": traffic["waited_s"]})
+            gauges["sojourn_tier_jobs"] = [({}, traffic["jobs"])]
+        gauges["sojourn_tier_blocks"] = [
+            ({"tier": tier, "state": state}, blocks)
+            for tier, states in tiers.items()
+            for state, blocks in states.items()
+        ]
+        gauges |= self._links.take(self._paths.stats() if self._paths is not None else None)
+        return program_scheduler.recorder.drain(gauges)
+
+    def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
+        """Add to a counter by what its totals have grown since the last time."""
+        for name, total in totals.items():
+            grown = total - self._counted.get((metric, name), 0)
+            self._counted[metric, name] = total
+            if grown > 0:
+                self._program_scheduler.recorder.count(metric, grown, **({label: name} if label else {}))
+
+    def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
+        lease = self._program_scheduler.leases.get(program.id)
+        placed = self._program_scheduler.tier_manager.placed(program.id)
+        return {
+            "program_id": program.id,
+            "status": program.status.value,
+            "name": program.name,
+            "agent_type": program.agent_type,
+            "parent_program_id": program.parent_id,
+            "root_program_id": program.root_id,
+            "node": program.node,
+            "turns": program.turns,
+            "context_tokens": program.context_tokens,
+            "requests": len(program.live_requests),
+            "placed": placed.value if placed is not None else None,
+            "tool": program.tool_now(),
+            "tools_running": len(program.tools),
+            "age_s": round(now - program.arrived_s, 3),
+            "silent_s": round(now - program.last_contact_s, 3),
+            "lease": None
+            if lease is None
+            else {
+                "blocks": lease.blocks,
+                "ttl_s": round(lease.ttl_s, 3),
+                "left_s": round(lease.deadline_s() - now, 3),
+                "reason": lease.reason.value,
+                "waiting": lease.waiting,
+            },
+        }
+
+
+def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
+    return {
+        "graph_hash": known.aeg.hash,
+        "agent_types": types.get(known.aeg.hash, []),
+        "complete": known.aeg.complete,
+        "node_count": len(known.aeg.nodes),
+        "edge_count": len(known.aeg.edges),
+        "bytes": known.size_bytes,
+    }
+
+
+def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+    """The argument, clipped to ``least``..``most``; ``default`` where it is absent. Raises ``WireError``."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WireError(f"{name} is {value!r}; expected a whole number")
+    return max(least, min(value, most))

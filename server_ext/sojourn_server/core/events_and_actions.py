@@ -1,0 +1,341 @@
+"""Events that an engine reports to ``ProgramScheduler.handle``, and the actions it gets back.
+
+Events are frozen structs with a tag; the tags are also the record names of a recording. Actions
+are plain tuples. Both are the same for every engine and the simulator. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+from sojourn.events import AnyEvent
+from sojourn.ids import ProgramId
+from sojourn.wire import EventOutcome
+
+from ..policies.placement.placement_views import Tier
+from ..policies.policy_protocols import DecisionReason
+from ..policies.policy_views import ReclaimRequest, RunningRequestView
+from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..programs.output_lengths import MAX_OUTPUT_TOKENS
+from ..programs.tool_call_parsers import ParsedToolCall
+from .lease_table import Lease
+from .request_identity import RequestIdentity
+
+
+class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Base of all events. ``gc=False``: an event refers to nothing that refers to it."""
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+class RequestArrived(_Event, tag="arrive", frozen=True):
+    """A request has reached the engine. It ends the tool calls of its program."""
+
+    request_id: str
+    identity: RequestIdentity
+    prompt_tokens: int
+
+
+class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):
+    """A request arrived whose hook failed. It belongs to no program and is ordered by its arrival."""
+
+    request_id: str
+
+
+class RequestAdmitted(_Event, tag="admit", frozen=True):
+    """A request got its blocks and runs from this step on."""
+
+    request_id: str
+    cached_tokens: int
+    """Tokens found on the device or in a lower tier."""
+    tokens: int
+    """Prompt tokens, plus those generated before a preemption."""
+    block_hashes: Sequence[Any]
+    """Chained hashes of the request's full blocks."""
+    resumed: bool
+    """The request had been preempted."""
+    host_tokens: int = 0
+    """Cached tokens that were loaded from host memory."""
+    most_tokens: int = 0
+    """Tokens that it may still write; 0: unknown."""
+
+
+class FirstToken(_Event, tag="token", frozen=True):
+    """A request's first output token exists."""
+
+    request_id: str
+
+
+class RequestPreempted(_Event, tag="preempt", frozen=True):
+    """A running request lost its blocks and waits again. Answered by ``RecoveryChosen``."""
+
+    request_id: str
+    tokens: int = 0
+    """Tokens whose KV it lost."""
+    copied_tokens: int = 0
+    """Tokens whose KV is in host memory already."""
+    offload_s_per_token: float | None = None
+    """Measured copy time to host memory; None before the first copy."""
+    load_back_s_per_token: float | None = None
+    queued_s: float = 0.0
+    """Seconds that queued copies will still take."""
+
+
+class TurnFinishReason(str, Enum):
+    """How a request ended."""
+
+    STOPPED = "stopped"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+class TurnFinished(_Event, tag="end", frozen=True):
+    """A request has left the engine. Answered by ``LeaseGranted`` if its blocks are to be held."""
+
+    request_id: str
+    outcome: TurnFinishReason
+    tool_calls: tuple[ParsedToolCall, ...]
+    prompt_tokens: int
+    output_tokens: int
+    cached_blocks: int
+    """Full blocks that it can leave in the prefix cache."""
+    block_hashes: Sequence[Any]
+    held_blocks: int | None = None
+    """Distinct blocks that leases hold now; None: the sum of what they were granted."""
+    unheld_blocks: int | None = None
+    """Blocks of ``cached_blocks`` that no lease holds yet; None: all."""
+    used_blocks: int | None = None
+    """Blocks that requests use or leases hold now, its own included; None: unknown."""
+
+
+class UntrackedRequestLeft(_Event, tag="left", frozen=True):
+    """A request of no program has left the engine."""
+
+    request_id: str
+
+
+# --- clients and time ----------------------------------------------------------------------------
+
+
+class ClientEventReceived(_Event, tag="event", frozen=True):
+    """A client reported an event. Answered by ``EventAnswered``."""
+
+    emitter: str
+    event: AnyEvent
+
+
+class Tick(_Event, tag="tick", frozen=True):
+    """Time has passed: end what is due. Reported once an engine step and before every HTTP operation."""
+
+
+class StepCompleted(_Event, tag="step", frozen=True):
+    """An engine step took ``seconds`` for ``tokens`` tokens of ``requests`` requests."""
+
+    tokens: int
+    seconds: float
+    requests: int
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class AdmissionRequested(_Event, tag="enter", frozen=True):
+    """A waiting request that is subject to admission would run next.
+
+    Answered by ``RequestLetIn``, or nothing: it waits.
+    """
+
+    request_id: str
+    need_blocks: int
+    """Blocks that its context needs."""
+    free_blocks: int
+    """Blocks that the pool has."""
+    anything_running: bool
+    output_tokens: int = 0
+    """Tokens that it has written."""
+    most_tokens: int = 0
+    """Tokens that it may still write."""
+    preempted: bool | None = None
+    """What the engine calls it now; None: as this package last knew."""
+
+
+class BlocksNeeded(_Event, tag="room", frozen=True):
+    """An allocation failed. Leases that give way follow as ``RELEASE`` actions."""
+
+    need: ReclaimRequest
+    freed_blocks: Mapping[ProgramId, int] | None = None
+    """Blocks that the end of each program's lease would free; None: as many as the lease holds."""
+
+
+class VictimNeeded(_Event, tag="victim", frozen=True):
+    """A running request must be preempted. Answered by ``RequestChosen``, or nothing: the engine's choice."""
+
+    short_blocks: int
+    running: Sequence[RunningRequestView]
+    used_blocks: int = 0
+    """Blocks in use or held."""
+
+
+class DemandSampled(_Event, tag="look", frozen=True):
+    """All running requests, every few steps. Answered by ``RequestChosen`` if one of them is to be copied
+    to host memory now because it will probably be preempted soon."""
+
+    used_blocks: int
+    running: Sequence[RunningRequestView]
+    offload_s_per_token: float | None = None
+    """Measured copy time to host memory; None before the first copy."""
+    load_back_s_per_token: float | None = None
+    queued_s: float = 0.0
+    """Seconds that queued copies will still take."""
+
+
+class OutputLengthPredicted(_Event, tag="guess", frozen=True):
+    """A network predicts how many tokens a request still writes."""
+
+    request_id: str
+    at_tokens: int
+    """Tokens written when its hidden states were read."""
+    remaining: tuple[float, ...]
+    """Remaining tokens: equally likely values, ascending."""
+    most_tokens: int = MAX_OUTPUT_TOKENS
+    """Tokens that it was allowed to write from there on."""
+
+
+class BlockEvicted(_Event, tag="evict", frozen=True):
+    """A cached block was reused for another request."""
+
+    block_hash: Any
+    owner: ProgramId | None
+    """The program that owned it; None: several did."""
+    taker_request_id: str | None = None
+    """The request that takes it, where known."""
+    score: tuple[float, ...] | None = None
+    """The owner's place in the eviction order by which it was chosen; None: no such order."""
+
+
+class CachedBlocksFound(_Event, tag="pin", frozen=True):
+    """After ``PIN_CACHED``: blocks that are still cached. Answered by ``LeaseGranted`` to hold them."""
+
+    program_id: ProgramId
+    blocks: int
+    held_blocks: int | None = None
+    """Distinct blocks that leases hold now."""
+    unheld_blocks: int | None = None
+    """Blocks of the program that no lease holds."""
+    used_blocks: int | None = None
+    """Blocks that requests use or leases hold now."""
+
+
+class PrefetchStarted(_Event, tag="prefetch", frozen=True):
+    """After ``PREFETCH``: how much of the program's prefix was not on the device."""
+
+    program_id: ProgramId
+    missing_blocks: int
+    coming_blocks: int = 0
+    """Missing blocks that are read from disk."""
+    lost_blocks: int | None = None
+    """Missing blocks that are in no tier; None: all."""
+
+
+class CacheReset(_Event, tag="reset", frozen=True):
+    """The engine's prefix cache is about to be cleared."""
+
+
+Event = (
+    RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | TurnFinished
+    | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested | BlocksNeeded
+    | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
+    | PrefetchStarted | CacheReset
+)  # fmt: skip
+
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+class EngineActionKind(str, Enum):
+    """What the engine is to do with a program's KV."""
+
+    RELEASE = "release"
+    """Give back the blocks held for the program; they stay cached until reused."""
+    DROP = "drop"
+    """Release, and forget cached blocks that no other program owns."""
+    PIN_CACHED = "pin_cached"
+    """Hold what is still cached of the program's last turn, then report ``CachedBlocksFound``."""
+    PREFETCH = "prefetch"
+    """Bring back what is no longer on the device of its last turn, then report ``PrefetchStarted``."""
+    PLACE = "place"
+    """Its KV belongs in ``tier`` from now on, and its waiting requests may be parked there or let go."""
+
+
+class EngineAction(NamedTuple):
+    """One order to the engine."""
+
+    kind: EngineActionKind
+    program_id: ProgramId
+    reason: DecisionReason
+    tier: Tier | None = None
+    """Where to, of a PLACE."""
+
+
+class RequestRefused(NamedTuple):
+    """The engine ends this request with an error: placement kept it out for ``gate_timeout_s``."""
+
+    request_id: str
+
+
+class LeaseGranted(NamedTuple):
+    """The engine holds the reported blocks until the lease is released."""
+
+    lease: Lease
+
+
+class RecoveryChosen(NamedTuple):
+    """How the preempted request gets its KV back."""
+
+    method: RecoveryMethod
+
+
+class RequestLetIn(NamedTuple):
+    """The waiting request may be admitted."""
+
+    request_id: str
+
+
+class RequestChosen(NamedTuple):
+    """The running request that the event asked for."""
+
+    request_id: str
+
+
+class EventAnswered(NamedTuple):
+    """The outcome of a client's event."""
+
+    outcome: EventOutcome
+
+
+Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | EventAnswered
+"""An action that completes the event just handled. It is always the last one of its list."""
+
+Action = EngineAction | RequestRefused | Answer
+
+
+def granted_lease(actions: Sequence[Action]) -> Lease | None:
+    """The lease that the event was answered with, if any."""
+    answer = actions[-1] if actions else None
+    return answer.lease if isinstance(answer, LeaseGranted) else None
+
+
+def chosen_request(actions: Sequence[Action]) -> str | None:
+    """The request that the event was answered with, if any."""
+    answer = actions[-1] if actions else None
+    return answer.request_id if isinstance(answer, RequestChosen) else None
+
+
+def is_let_in(actions: Sequence[Action]) -> bool:
+    """Whether ``AdmissionRequested`` was answered with yes."""
+    return bool(actions) and isinstance(actions[-1], RequestLetIn)

@@ -1,0 +1,161 @@
+"""Which programs' KV is held, until when, and against what budget. No clock: ``now`` comes with each call."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sojourn.ids import ProgramId
+
+from ..policies.policy_protocols import DecisionReason
+from ..policies.policy_views import LeaseView
+
+SILENCE_INITIAL_S = 20.0
+"""A client that promised heartbeats may be silent this long after a lease was granted."""
+SILENCE_EXTENSION_S = 10.0
+"""And this long after each later sign of life (it sends one every 3 s)."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """KV of one program held between turns. Times are seconds on the engine's monotonic clock."""
+
+    program_id: ProgramId
+    rank: int
+    granted_s: float
+    ttl_s: float
+    expires_s: float
+    silent_s: float | None
+    """When silence ends it; None where the client never promised heartbeats."""
+    blocks: int
+    reload_s: float
+    reason: DecisionReason
+    tool: str | None = None
+    limit_s: float = float("inf")
+    """It ends by then, however often its client asks for more."""
+    anchored: bool = False
+    """Its time already runs from a tool's reported start."""
+    waiting: bool = False
+    """A request of the program has arrived: the lease stays until it is scheduled (Continuum §5.2)."""
+
+    def deadline_s(self) -> float:
+        """The earlier of expiry and silence."""
+        return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
+
+    def view(self) -> LeaseView:
+        """What a policy sees of it."""
+        return LeaseView(self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting)
+
+
+class LeaseTable:
+    """At most one lease a program; ``O(log n)`` for each change."""
+
+    def __init__(self, budget_blocks: int) -> None:
+        self.budget_blocks = budget_blocks
+        self.changes = 0
+        """Grows with every change of which leases there are or who waits; never shrinks."""
+        self.blocks = 0
+        """Blocks held by all leases; a shared block counts for each that holds it."""
+        self._leases: dict[ProgramId, Lease] = {}
+        self._deadlines: list[tuple[float, int, ProgramId]] = []
+        self._version: dict[ProgramId, int] = {}
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def __contains__(self, program_id: object) -> bool:
+        return program_id in self._leases
+
+    def get(self, program_id: ProgramId) -> Lease | None:
+        """The program's lease, if it has one."""
+        return self._leases.get(program_id)
+
+    def grant(self, lease: Lease) -> None:
+        """Book a lease. The program must not hold another."""
+        assert lease.program_id not in self._leases
+        self._leases[lease.program_id] = lease
+        self.changes += 1
+        self.blocks += lease.blocks
+        self._push(lease)
+
+    def heard(self, program_id: ProgramId, now: float) -> None:
+        """The client gave a sign of life: silence ends the lease later."""
+        lease = self._leases.get(program_id)
+        if lease is not None and lease.silent_s is not None:
+            later = now + SILENCE_EXTENSION_S
+            if later > lease.silent_s:
+                lease.silent_s = later
+                self._push(lease)
+
+    def promised(self, program_id: ProgramId, now: float) -> None:
+        """The client began to promise heartbeats: from now on silence ends its lease."""
+        lease = self._leases.get(program_id)
+        if lease is not None and lease.silent_s is None:
+            lease.silent_s = now + SILENCE_INITIAL_S
+            self._push(lease)
+
+    def extend(self, program_id: ProgramId, expires_s: float) -> bool:
+        """Move the expiry later, within the lease's limit; never earlier. True where it moved."""
+        lease = self._leases.get(program_id)
+        if lease is None:
+            return False
+        expires_s = min(expires_s, lease.limit_s)
+        if expires_s <= lease.expires_s:
+            return False
+        lease.expires_s = expires_s
+        self._push(lease)
+        return True
+
+    def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
+        """Note that a request of the program waits (or no longer does). True where there is a lease."""
+        lease = self._leases.get(program_id)
+        if lease is None:
+            return False
+        lease.waiting = waiting
+        if not waiting:
+            self._push(lease)
+        return True
+
+    def end(self, program_id: ProgramId) -> Lease | None:
+        """Strike the lease out."""
+        lease = self._leases.pop(program_id, None)
+        if lease is not None:
+            self.blocks -= lease.blocks
+            self.changes += 1
+            self._version.pop(program_id, None)
+        return lease
+
+    def due(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
+        """Strike out and return leases whose time has come, at most ``limit`` of them.
+
+        Those whose program waits to be scheduled stay (Continuum §5.2).
+        """
+        ended: list[tuple[Lease, DecisionReason]] = []
+        while self._deadlines and self._deadlines[0][0] <= now and len(ended) < limit:
+            _, version, program_id = heapq.heappop(self._deadlines)
+            if self._version.get(program_id) != version:
+                continue
+            lease = self._leases[program_id]
+            if lease.waiting:
+                continue
+            silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
+            self.end(program_id)
+            ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
+        return ended
+
+    def next_deadline_s(self) -> float | None:
+        """When ``due`` has something to do, at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _push(self, lease: Lease) -> None:
+        self._pushes += 1
+        self._version[lease.program_id] = self._pushes
+        heapq.heappush(self._deadlines, (lease.deadline_s(), self._pushes, lease.program_id))
+        if len(self._deadlines) > 4 * len(self._leases) + 64:
+            self._deadlines = [entry for entry in self._deadlines if self._version.get(entry[2]) == entry[1]]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,465 @@
+"""The placer: keeps the queues of placement, asks the policy, and says whose requests wait.
+
+Theory of operation
+-------------------
+Every program with a request in the engine, or with KV somewhere, has a *place*: the tier in
+whose queue it stands. Facts about requests come from the steward as they happen and only
+change what the policy will see; it is asked in ``tick``, once an engine step, where
+something has happened since or its time has come. So a burst of tool ends is one question,
+and an answer never changes what a step is just planning.
+
+A request waits, *parked*, while its program is not on the device, or while it came after its
+program was told to leave. It holds no blocks then, and nobody asks about it again before its
+program is moved. Programs that the placer does not know, and all of them after an error of
+the policy, are not parked: what fails here gives the engine's own order back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from sojourn.ids import ProgramId
+
+from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
+from ..policies.placement.placement_policy import (
+    MoveReason,
+    MoveTiming,
+    PlacementPolicy,
+    TierMove,
+    WaitingKey,
+)
+from ..policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
+from ..policies.policy_views import ProgramGrowthView
+from ..programs.idleness import IdlenessTracker
+from ..programs.program_state import ProgramState
+from .scheduler_state import Histories, KVPoolConfig, RequestState
+
+_WaitingEntry = tuple[float, int, str, ProgramId]
+"""A request that waits: since when, its number, its id, its program's."""
+
+MAX_LONGEST_WAITING_IN_VIEW = 16
+"""Of the programs that have waited longest a policy is shown so many."""
+
+MAX_WAITING_IN_VIEW = 256
+"""Of the Waiting queue a policy is shown so many, the first ones."""
+
+ENGINE_PAUSE_S = 120.0
+"""An engine that says nothing for so long stood still: a machine was suspended, weights were loaded."""
+UNTHROTTLED_PROGRAMS = 200
+MIN_INTERVAL_S_PER_PROGRAM = 50e-6
+"""Seconds between two questions for each program in a tier, beyond the first few: a question takes about 1 µs
+a program, so all of them take 2 % of the time, however many programs come and go."""
+
+MoveListener = Callable[[ProgramState, TierMove, float], None]
+"""What is told of each move: the program, the move and ``now``."""
+
+
+@dataclass(slots=True, eq=False)
+class _PlacedState:
+    """One program's place."""
+
+    program: ProgramState
+    clock: IdlenessTracker
+    arrived_s: float
+    tier: Tier = Tier.WAITING
+    waiting: dict[str, RequestState] = field(default_factory=dict)
+    """Its requests that have no blocks yet, oldest first."""
+    running: dict[str, RequestState] = field(default_factory=dict)
+    """Its requests that have blocks, or had them before they were preempted."""
+    context_blocks: int = 0
+    last_active_s: float = 0.0
+    returning: bool = False
+    leaves_after: int | None = None
+    """It was told to leave when so many requests had arrived: later ones wait. ``None``: it was not."""
+    seen: ProgramTierView | None = None
+    """As the policy sees it since the last fact about it."""
+    filed: tuple[WaitingKey, ProgramId] | None = None
+    """Its entry in the Waiting queue."""
+
+    @property
+    def activity(self) -> ProgramActivity:
+        if self.running or self.turn_goes_on:
+            return ProgramActivity.REASONING
+        return ProgramActivity.READY if self.waiting else ProgramActivity.ACTING
+
+    @property
+    def turn_goes_on(self) -> bool:
+        """It leaves after its turn, and a request that came before it was told so has yet to run."""
+        before = self.leaves_after
+        return before is not None and any(
+            request_state.arrival <= before for request_state in self.waiting.values()
+        )
+
+
+class TierManager:
+    """The queues of one engine. Times are seconds on its monotonic clock."""
+
+    def __init__(
+        self, policy: PlacementPolicy, pool: KVPoolConfig, *, histories: Histories, moved: MoveListener
+    ) -> None:
+        """``moved`` is told of each move right after it was made."""
+        self._policy = policy
+        self._pool = pool
+        self._histories = histories
+        self._moved = moved
+        self.places = policy.places
+        """Whether anybody is placed at all; no more after the policy has failed."""
+        self._by_id: dict[ProgramId, _PlacedState] = {}
+        self._in: dict[Tier, dict[ProgramId, _PlacedState]] = {tier: {} for tier in Tier}
+        self._line: list[tuple[WaitingKey, ProgramId]] = []
+        """The Waiting queue: programs with a request, ascending."""
+        self._oldest: OrderedDict[int, _WaitingEntry] = OrderedDict()
+        """Requests that wait, by number and in the order of their arrival, but those once told as parked for
+        too long."""
+        self._arrivals = 0
+        """Number of the newest request."""
+        self._others: dict[str, int] = {}
+        """Prompt tokens of running requests of nobody who has a place."""
+        self._last_tick_s = -math.inf
+        """When it was last told that time passes."""
+        self._why: PlacementTrigger | None = None
+        """What has happened since the policy was asked."""
+        self._last_overdue_admission_s = -math.inf
+        """When the policy last let one in since it had waited for too long."""
+        self._asked_s = self._ask_at_s = -math.inf
+        """When it was asked, and when it is asked next where nothing happens."""
+        self._failed: Exception | None = None
+        """Its error at a fact: the next tick raises it, since whoever tells a fact must not be stopped."""
+
+    # -- facts ----------------------------------------------------------------
+
+    def arrived(self, request_state: RequestState, now: float) -> None:
+        """A request of a program has reached the engine."""
+        program = request_state.program
+        if not self.places or program is None:
+            return
+        place = self._by_id.get(program.id)
+        if place is None:
+            place = _PlacedState(program, IdlenessTracker(self._policy.k), now, last_active_s=now)
+            place.returning = program.turns > 0
+            self._by_id[program.id] = self._in[Tier.WAITING][program.id] = place
+        self._arrivals = request_state.arrival
+        place.clock.arrived(request_state.request_id, now)
+        place.waiting[request_state.request_id] = request_state
+        self._oldest[request_state.arrival] = (
+            now,
+            request_state.arrival,
+            request_state.request_id,
+            program.id,
+        )
+        self._note(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
+
+    def admitted(self, request_state: RequestState, now: float) -> None:
+        """A request has got its blocks."""
+        if not self.places:
+            return
+        place = self._place_of(request_state)
+        if place is None:
+            self._others[request_state.request_id] = request_state.prompt_tokens
+            return
+        self._others.pop(request_state.request_id, None)
+        place.clock.admitted(request_state.request_id, now)
+        place.waiting.pop(request_state.request_id, None)
+        self._oldest.pop(request_state.arrival, None)
+        place.running[request_state.request_id] = request_state
+        place.returning = True
+        if place.tier is not Tier.DEVICE:  # it runs, whoever let it in: that is where it is
+            self._file(place, Tier.DEVICE)
+            self._note(place, now, PlacementTrigger.CAPACITY)
+            # Others of its requests may be parked, and who is ready on the device is not moved any more.
+            move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
+            self._moved(place.program, move, now)
+        else:
+            self._note(place, now, None)
+
+    def preempted(self, request_state: RequestState, now: float) -> None:
+        """A running request has lost its blocks and will run again."""
+        place = self._place_of(request_state) if self.places else None
+        if place is not None:
+            place.clock.preempted(request_state.request_id, now)
+            self._note(place, now, None)
+
+    def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
+        """A request has left the engine. ``failed``: it was broken off, and adds nothing to a context."""
+        if not self.places:
+            return
+        self._oldest.pop(request_state.arrival, None)
+        if self._others.pop(request_state.request_id, None) is not None and self._kept_out():
+            self._why = PlacementTrigger.TURN_ENDED  # its room is for programs to have
+        place = self._place_of(request_state)
+        if place is None:
+            return
+        place.clock.finished(request_state.request_id, now)
+        place.waiting.pop(request_state.request_id, None)
+        if place.running.pop(request_state.request_id, None) is not None:
+            place.last_active_s = now
+        self._note(place, now, PlacementTrigger.TURN_ENDED)
+        if failed and not (place.waiting or place.running or place.context_blocks):
+            self.forget(place.program.id, now)  # a place for nothing would be taken from others
+
+    def turn_finished(self, program: ProgramState, cached_blocks: int, now: float) -> None:
+        """A program's turn has ended well and left so many blocks."""
+        place = self._by_id.get(program.id)
+        if place is not None:
+            place.context_blocks = cached_blocks
+            self._note(place, now, PlacementTrigger.TURN_ENDED)
+
+    def forget(self, program_id: ProgramId, now: float) -> None:
+        """The program has ended, or is known no more: nobody holds a place for it."""
+        place = self._by_id.pop(program_id, None)
+        if place is not None:
+            self._dequeue(place)
+            del self._in[place.tier][program_id]
+            for request_state in place.waiting.values():
+                self._oldest.pop(request_state.arrival, None)
+            for request_state in place.running.values():
+                self._others[request_state.request_id] = request_state.prompt_tokens
+            self._why = PlacementTrigger.TURN_ENDED
+            # Its requests are kept out by nobody any more, and what lies below is of no more worth.
+            self._moved(
+                place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
+            )
+
+    def cache_reset(self, now: float) -> None:
+        """All that was computed is gone, but for what runs."""
+        for place in list(self._by_id.values()):
+            place.context_blocks = 0
+            if place.tier in (Tier.HOST, Tier.DISK):
+                self._file(place, Tier.WAITING)
+            self._note(place, now, PlacementTrigger.CAPACITY)
+            if not self.places:
+                return
+
+    # -- questions --------------------------------------------------------------
+
+    def tier(self, program_id: ProgramId) -> Tier:
+        """In whose queue the program stands; DEVICE where nobody is placed."""
+        if not self.places:
+            return Tier.DEVICE
+        place = self._by_id.get(program_id)
+        return place.tier if place is not None else Tier.WAITING
+
+    def placed(self, program_id: ProgramId) -> Tier | None:
+        """The same, ``None`` where it stands in no queue: it has ended, has asked for nothing yet, or nobody
+        is placed."""
+        place = self._by_id.get(program_id)
+        return place.tier if place is not None else None
+
+    def parked(self, request_state: RequestState) -> bool:
+        """Whether a waiting request has to wait on: its program is not on the device, or about to leave."""
+        if not self.places or request_state.program is None:
+            return False
+        place = self._by_id.get(request_state.program.id)
+        if place is None or request_state.request_id not in place.waiting:
+            return False
+        if place.tier is not Tier.DEVICE:
+            return True
+        return place.leaves_after is not None and request_state.arrival > place.leaves_after
+
+    def parked_for(self, limit_s: float, now: float) -> Iterator[RequestState]:
+        """Requests that have been parked for longer, each once."""
+        paused_s = now - self._last_tick_s
+        self._last_tick_s = now
+        if self._oldest and not 0 <= paused_s < ENGINE_PAUSE_S:
+            # The engine stood still, or its clock was set: nobody was kept out meanwhile. Later than now is
+            # nobody's arrival.
+            shift_s = paused_s if 0 < paused_s < math.inf else 0.0
+            for arrival, entry in self._oldest.items():
+                self._oldest[arrival] = (min(entry[0] + shift_s, now), *entry[1:])
+        while self._oldest and now - next(iter(self._oldest.values()))[0] >= limit_s:
+            _, entry = self._oldest.popitem(last=False)
+            place = self._waits(entry)
+            if place is not None and self.parked(request_state := place.waiting[entry[2]]):
+                yield request_state
+
+    def counts(self) -> dict[Tier, int]:
+        """Programs by queue."""
+        return {tier: len(places) for tier, places in self._in.items()}
+
+    # -- asking -------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Ask the policy if there is reason to. Raises what it raises; nobody is placed any more then."""
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
+        # A clock that was put back must not put off the next question for as long.
+        if not self.places or (self._why is None and self._asked_s <= now < self._ask_at_s):
+            return
+        shown = len(self._by_id) - len(self._in[Tier.WAITING])
+        if 0 <= now - self._asked_s < (shown - UNTHROTTLED_PROGRAMS) * MIN_INTERVAL_S_PER_PROGRAM:
+            return
+        try:
+            self._ask(now)
+        except Exception:
+            self._give_up(now)
+            raise
+
+    def _ask(self, now: float) -> None:
+        why, self._why = self._why or PlacementTrigger.TICK, None
+        for move in self._policy.moves(self._view(why), now):
+            self._apply(move, now)
+        nothing_runs = not any(place.running for place in self._in[Tier.DEVICE].values())
+        wait_s = self._policy.idle_tick_s if nothing_runs and self._kept_out() else self._policy.tick_s
+        self._asked_s, self._ask_at_s = now, now + wait_s
+
+    def _kept_out(self) -> bool:
+        below = (self._in[tier] for tier in (Tier.HOST, Tier.DISK))
+        return bool(self._line) or any(place.waiting for places in below for place in places.values())
+
+    def _view(self, why: PlacementTrigger) -> PlacementView:
+        def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
+            return tuple(place.seen for place in self._in[tier].values() if place.seen is not None)
+
+        pool, others_tokens = self._pool, sum(self._others.values())
+        first = (self._by_id[program_id].seen for _, program_id in islice(self._line, MAX_WAITING_IN_VIEW))
+        return PlacementView(
+            why=why,
+            device=TierCapacity(
+                capacity_blocks=pool.blocks, untracked_blocks=-(-others_tokens // pool.block_size)
+            ),
+            host=TierCapacity(capacity_blocks=pool.host_blocks),
+            disk=TierCapacity(capacity_blocks=pool.disk_blocks),
+            on_device=seen(Tier.DEVICE),
+            on_host=seen(Tier.HOST),
+            on_disk=seen(Tier.DISK),
+            waiting=tuple(place for place in first if place is not None),
+            last_overdue_promotion_s=self._last_overdue_admission_s,
+            waiting_sorted=True,
+            longest_waiting=self._longest_waiting(),
+        )
+
+    def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
+        found: dict[ProgramId, ProgramTierView] = {}
+        for entry in self._oldest.values():
+            place = self._waits(entry)
+            if place is not None and place.tier is not Tier.DEVICE and place.seen is not None:
+                found.setdefault(place.program.id, place.seen)
+                if len(found) == MAX_LONGEST_WAITING_IN_VIEW:
+                    break
+        return tuple(found.values())
+
+    def _waits(self, entry: _WaitingEntry) -> _PlacedState | None:
+        """Whose request this is, if it waits still: its id may be another request's by now."""
+        _, arrival, request_id, program_id = entry
+        place = self._by_id.get(program_id)
+        request_state = place.waiting.get(request_id) if place is not None else None
+        return place if request_state is not None and request_state.arrival == arrival else None
+
+    def _apply(self, move: TierMove, now: float) -> None:
+        place = self._by_id[move.program_id]
+        if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
+            self._last_overdue_admission_s = now
+        if move.when is MoveTiming.AFTER_TURN:
+            place.leaves_after = self._arrivals
+        else:
+            place.leaves_after = None
+            if move.to is not place.tier:
+                self._file(place, move.to)
+        self._look(place, now, None)
+        self._moved(place.program, move, now)
+
+    def _give_up(self, now: float) -> None:
+        """Let everybody in, in the engine's own order."""
+        self.places = False
+        waiting = [place.program for place in self._by_id.values() if place.waiting]
+        self._by_id.clear()
+        for places in self._in.values():
+            places.clear()
+        self._line.clear()
+        self._oldest.clear()
+        for program in waiting:
+            with contextlib.suppress(Exception):  # the others are to be told, whatever happens to one
+                self._moved(
+                    program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
+                )
+
+    # -- keeping order --------------------------------------------------------------
+
+    def _place_of(self, request_state: RequestState) -> _PlacedState | None:
+        return self._by_id.get(request_state.program.id) if request_state.program is not None else None
+
+    def _file(self, place: _PlacedState, tier: Tier) -> None:
+        self._dequeue(place)
+        del self._in[place.tier][place.program.id]
+        place.tier = tier
+        self._in[tier][place.program.id] = place
+
+    def _note(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
+        """As ``_look``, for a fact: an error of the policy ends placement, and the next tick tells of it."""
+        try:
+            self._look(place, now, why)
+        except Exception as error:
+            self._give_up(now)
+            self._failed = error
+
+    def _look(self, place: _PlacedState, now: float, why: PlacementTrigger | None) -> None:
+        """Something has happened to a program: see it anew. ``why``: reason to ask the policy."""
+        place.seen = self._seen(place)
+        if place.tier is Tier.WAITING and place.waiting:
+            self._enqueue(place, now)
+        else:
+            self._dequeue(place)
+        if why is not None:
+            self._why = why
+
+    def _enqueue(self, place: _PlacedState, now: float) -> None:
+        self._dequeue(place)
+        if place.seen is None:
+            return
+        place.filed = (self._policy.waiting_key(place.seen, now), place.program.id)
+        bisect.insort(self._line, place.filed)
+
+    def _dequeue(self, place: _PlacedState) -> None:
+        if place.filed is not None:
+            del self._line[bisect.bisect_left(self._line, place.filed)]
+            place.filed = None
+
+    def _seen(self, place: _PlacedState) -> ProgramTierView:
+        program, block_size = place.program, self._pool.block_size
+        wants_tokens = max(
+            (request_state.prompt_tokens for request_state in place.waiting.values()), default=0
+        )
+        runs_tokens = [request_state.prompt_tokens for request_state in place.running.values()]
+        context_tokens = max(
+            [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
+        )
+        oldest = next(iter(place.waiting.values()), None)
+        first_tokens = program.first_prompt_tokens or context_tokens
+        growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
+        known, longest = self._growth_stats(), self._pool.max_context_tokens
+        to_the_end = expected_growth_tokens(growing, known, longest)
+        this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
+        return ProgramTierView(
+            program_id=program.id,
+            tier=place.tier,
+            activity=place.activity,
+            idleness=place.clock.reading(),
+            context_blocks=place.context_blocks,
+            required_blocks=-(-wants_tokens // block_size),
+            resident_blocks=sum(-(-tokens // block_size) for tokens in runs_tokens),
+            turn_blocks=math.ceil((context_tokens + this_turn) / block_size),
+            peak_blocks=math.ceil((context_tokens + to_the_end) / block_size),
+            arrived_s=place.arrived_s,
+            waiting_since_s=oldest.arrived_s if oldest is not None else 0.0,
+            last_active_s=place.last_active_s,
+            returning=place.returning,
+            pending=place.leaves_after is not None,
+        )
+
+    def _growth_stats(self) -> GrowthStatistics:
+        growth, turns = self._histories.growth_tokens, self._histories.turns
+        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean_turns())

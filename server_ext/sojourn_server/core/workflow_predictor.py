@@ -1,0 +1,221 @@
+"""The foreseer: notes what programs do, asks the foresight policy what they will do, and plans prefetches.
+
+Without a foresight policy nothing here is noted or asked. ``changed`` collects the
+programs whose place in the eviction order may be another one now; an engine with
+an order by program takes them before each step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from sojourn.ids import ProgramId
+
+from ..policies.policy_views import (
+    AbandonedBranch,
+    EvictionCandidateView,
+    EvictionScoreScale,
+    PrefetchView,
+    WorkflowStepView,
+)
+from ..policies.preset import Preset
+from ..policies.workflow.workflow_prediction import hinted_continuation_probability
+from ..programs.execution_graphs import GraphStore
+from ..programs.program_state import ProgramState
+from ..programs.program_status import OVER_STATUSES
+from ..programs.program_table import ProgramTable
+from ..programs.workflow_history import agent_type_name, prompt_type
+from .scheduler_state import Histories, KVPoolConfig, RequestState
+
+REUSED_SHARE_WEIGHT = 0.5
+"""Of the newest turn in the share of its context that a program keeps."""
+PREFETCH_HORIZON_S = 300.0
+"""No prefetch is planned for later: nobody's lease lasts longer either."""
+
+
+class WorkflowPredictor:
+    """What each program of one engine is expected to do next."""
+
+    def __init__(
+        self,
+        preset: Preset,
+        pool: KVPoolConfig,
+        *,
+        histories: Histories,
+        graphs: GraphStore,
+        table: ProgramTable,
+    ) -> None:
+        self._preset = preset
+        self._pool = pool
+        self._known = histories.workflows
+        self._tools = histories.tools
+        self._graphs = graphs
+        self._table = table
+        self._looks = preset.foresight.looks
+        self._ordered = preset.eviction.by_program
+        self.changed: dict[ProgramId, None] = {}
+        """Programs whose score may have changed, oldest news first; whoever takes them clears it."""
+        self.begun: dict[ProgramId, float] = {}
+        """Programs whose turn has got its blocks, and when they last used what they had; whoever takes them
+        clears it."""
+        self._plans: list[tuple[float, ProgramId]] = []
+        """A heap of when to begin, for whom. What a program's own ``prefetch_at_s`` does not say is stale."""
+
+    @property
+    def scale_changes(self) -> int:
+        """Grows whenever ``scale`` has moved, and the scores of all programs with it."""
+        return self._known.gaps_s.changes + self._known.context_blocks.changes
+
+    # -- what happens -----------------------------------------------------------
+
+    def touched(self, program: ProgramState) -> None:
+        """Something happened that an eviction order may look at."""
+        if self._ordered:
+            self.changed[program.id] = None
+
+    def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
+        """The first request after a turn has arrived."""
+        program.prefetch_at_s = None
+        if self._looks:
+            self._known.came_back(program, tool, gap_s, prompt_tokens)
+
+    def admitted(
+        self,
+        program: ProgramState,
+        block_hashes: Sequence[Any],
+        before_blocks: int,
+        shared_blocks: int | None,
+    ) -> None:
+        """A request got its blocks; so many of the last turn's are the first of its prompt."""
+        # Of several requests at a time it is not known which branch is whose: none leaves anything behind.
+        if self._ordered and len(program.live_requests) == 1:
+            self.begun[program.id] = (
+                program.last_turn_s if program.last_turn_s is not None else program.arrived_s
+            )
+        if not self._looks:
+            return
+        if program.prompt_type is None and not program.turns:
+            program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
+        if shared_blocks is not None and before_blocks:
+            share = shared_blocks / before_blocks
+            program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
+
+    def turn_finished(
+        self, program: ProgramState, request_state: RequestState, blocks: int, now: float
+    ) -> None:
+        """All of the program's requests have ended, ``ticket``'s the last: what follows?"""
+        program.last_turn_s = now
+        program.cached_blocks = blocks
+        self.touched(program)
+        if not self._looks:
+            return
+        program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
+        program.turn_final = request_state.final
+        self._known.context_blocks.observe(float(blocks))
+        self._predict(program, now)
+
+    def tool_reported(self, program: ProgramState, now: float) -> None:
+        """A client says which tool its last turn called: the output had shown none, or another one."""
+        if self._looks and program.gap_started_s is not None:
+            self._predict(program, now)
+
+    def over(self, program: ProgramState, *, ended: bool) -> None:
+        """The program is over. ``ended``: this is where it would have ended; it was not broken off."""
+        program.prefetch_at_s = None
+        if self._looks:
+            self._known.over(program, ended=ended, turn_open=program.gap_started_s is not None)
+
+    def idle(self, now: float) -> None:
+        """Time passes: whoever has been idle for longest says how long that can be."""
+        if self._looks:
+            idle_s = self._table.longest_idle_s(now)
+            if idle_s > self._known.gaps_s.value:
+                self._known.gaps_s.observe(idle_s)
+
+    # -- what is asked ------------------------------------------------------------
+
+    def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
+        """What the eviction order sees of a program, or of what its newest turn left behind."""
+        view = EvictionCandidateView(
+            program.rank,
+            program.status in OVER_STATUSES,
+            program.last_turn_s if program.last_turn_s is not None else program.arrived_s,
+            blocks=program.cached_blocks,
+            wanted=bool(program.live_requests),
+            p_reuse=program.p_reuse,
+        )
+        if left is None:
+            return view
+        return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
+
+    def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
+        """What scores are measured in; ``branch_reuse`` is seen by whoever has the blocks."""
+        return EvictionScoreScale(self._known.gaps_s.value, self._known.context_blocks.value, branch_reuse)
+
+    def due(self, now: float) -> ProgramState | None:
+        """A program whose prefix is to be brought back from now on, if there is one; each is told once."""
+        while self._plans and self._plans[0][0] <= now:
+            at_s, program_id = heapq.heappop(self._plans)
+            program = self._table.get(program_id)
+            if program is not None and program.prefetch_at_s == at_s and program.status not in OVER_STATUSES:
+                program.prefetch_at_s = None
+                return program
+        return None
+
+    # -- inside -------------------------------------------------------------------
+
+    def _predict(self, program: ProgramState, now: float) -> None:
+        step = WorkflowStepView(
+            final=program.turn_final,
+            steps_left=program.turn_steps_left,
+            declared=self._declared(program),
+            hints_reliable=self._known.hints_reliable(program),
+            inferred=self._known.successors(program),
+            tasks=self._known.tasks(program),
+            calls_tool=program.pending_tool is not None,
+        )
+        expected = self._preset.foresight.expect(step, now)
+        declared = hinted_continuation_probability(step)
+        program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
+        program.tier = expected.tier.value
+        program.goes_on = expected.goes_on
+        program.p_reuse = None
+        if expected.goes_on is not None:
+            program.p_reuse = expected.goes_on * self._known.overlap(program)
+        self.touched(program)
+        program.prefetch_at_s = None
+        if (
+            self._preset.prefetch.plans
+            and expected.successor is not None
+            and program.pending_tool is not None
+        ):
+            self._plan(program, expected.successor, now)
+
+    def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
+        if program.graph_hash is None or program.turn_node is None:
+            return ()
+        graph = self._graphs.use(program.graph_hash)
+        return graph.following(program.turn_node) if graph is not None else ()
+
+    def _plan(self, program: ProgramState, successor: str, now: float) -> None:
+        plan = self._preset.prefetch.plan(
+            PrefetchView(
+                successor=successor,
+                goes_on=program.goes_on or 0.0,
+                tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
+                reload_s=(self._pool.host_s_per_token or 0.0) * program.context_tokens,
+            ),
+            now,
+        )
+        if plan is None or plan.at_s > now + PREFETCH_HORIZON_S:
+            return
+        program.prefetch_at_s = plan.at_s
+        heapq.heappush(self._plans, (plan.at_s, program.id))
+        if len(self._plans) > 4 * len(self._table) + 64:
+            self._plans = sorted(
+                (at_s, program_id)
+                for at_s, program_id in set(self._plans)
+                if (known := self._table.get(program_id)) is not None and known.prefetch_at_s == at_s
+            )

@@ -1,0 +1,231 @@
+"""One agent of the demo: mini's own loop and shell, and a model with forced tokens.
+
+The query of every turn carries ``vllm_xargs.replay_ids``, and the answer must equal the script. A script
+that ends too early, or another answer of the engine, ends the run with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .demo_tasks import DemoTask, shell_environment
+from .scripted_tokens import Tokenizer
+
+# mini and litellm read these on import: no banner, no set-up dialogue, no download of a price list.
+SETTINGS = {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+SYSTEM = "You are a software engineer. You work in a shell, one command at a time."
+INSTANCE = """Please solve this issue: {{task}}
+
+You are in the root of the repository. Every response has a short thought and one call of the bash tool.
+Work step by step:
+
+1. Read the files that matter.
+2. Run the tests to see the failure.
+3. Edit the source, never the tests.
+4. Run the tests again.
+5. Finish with `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`, alone in its command. You cannot go on after it.
+
+Every command runs in a new subshell; a change of directory or of variables does not last."""
+
+REQUEST_TIMEOUT_S = 900.0
+COMMAND_TIMEOUT_S = 60
+
+
+class ScriptDeviationError(RuntimeError):
+    """The agent left its script, or the engine did not emit the forced tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoTurnRecord:
+    """One LLM request and the command it led to. Times are seconds since the arm began."""
+
+    start_s: float
+    first_tool_s: float
+    """When the answer had arrived and its command began."""
+    end_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoProgramRecord:
+    """One agent's run."""
+
+    task: str
+    arrived_s: float
+    ended_s: float
+    turns: tuple[DemoTurnRecord, ...]
+    error: str | None = None
+    fixed: bool = False
+    """Set by the arm after all programs have ended, so that tests do not slow the turns of other programs."""
+
+    @property
+    def completion_s(self) -> float:
+        """Seconds from the arrival to the agent's end."""
+        return self.ended_s - self.arrived_s
+
+
+TurnCallback = Callable[[str, int, str], None]
+"""Called with ``thinking``, ``tool``, ``done`` or ``failed``, the turn's number from 1 and a text."""
+
+
+def prepare_environment() -> None:
+    """Set the variables that mini reads on import; call this before mini is imported."""
+    for name, value in SETTINGS.items():
+        os.environ[name] = value
+
+
+def connection(base_url: str) -> dict[str, Any]:
+    """litellm's settings for the server; there are no retries, because a retry would hide a fault."""
+    return {
+        "api_base": base_url,
+        "api_key": os.environ.get("VLLM_API_KEY", "none"),
+        "timeout": REQUEST_TIMEOUT_S,
+        "max_retries": 0,
+        "temperature": 0.0,
+    }
+
+
+def make_agent(
+    task: DemoTask, repository: Path, base_url: str, model: str, tokenizer: Tokenizer, *, watch: TurnCallback
+) -> Any:
+    """mini's ``DefaultAgent`` in ``repository``, with the scripted model; ``base_url`` ends in ``/v1``."""
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+
+    return DefaultAgent(
+        scripted_model(task, tokenizer, watch)(
+            model_name=f"openai/{model}", model_kwargs=connection(base_url)
+        ),
+        LocalEnvironment(cwd=str(repository), timeout=COMMAND_TIMEOUT_S, env=shell_environment()),
+        system_template=SYSTEM,
+        instance_template=INSTANCE,
+        cost_limit=0.0,
+        step_limit=len(task.turns) + 1,
+    )
+
+
+def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) -> Any:
+    """A subclass of mini's ``LitellmModel`` that follows ``task``'s script."""
+    import litellm
+    from minisweagent.models.litellm_model import LitellmModel
+
+    litellm.suppress_debug_info = True  # errors are in the record; litellm's prints would break the live view
+
+    class ScriptedModel(LitellmModel):
+        """Forces each answer, checks it, and records its costs."""
+
+        abort_exceptions = [*LitellmModel.abort_exceptions, Exception]  # noqa: RUF012
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.notes: list[dict[str, Any]] = []
+
+        def _query(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            number = len(self.notes)
+            if number >= len(task.turns):
+                raise ScriptDeviationError(
+                    f"{task.name}: the agent asks for turn {number + 1}; the script has {number}"
+                )
+            turn = task.turns[number]
+            ids = tokenizer.forced_ids(turn)
+            body = dict(kwargs.pop("extra_body", None) or {})
+            body["vllm_xargs"] = {**body.get("vllm_xargs", {}), "replay_ids": ids}
+            watch("thinking", number + 1, turn.thought)
+            start_s = time.monotonic()
+            response = super()._query(messages, extra_body=body, max_tokens=len(ids), **kwargs)
+            end_s = time.monotonic()
+            said = response.choices[0].message.tool_calls or []
+            commands = [json.loads(call.function.arguments).get("command") for call in said]
+            if commands != [turn.command]:
+                raise ScriptDeviationError(
+                    f"{task.name}, turn {number + 1}: forced {turn.command!r}, got {commands!r}"
+                )
+            usage = response.usage
+            details = getattr(usage, "prompt_tokens_details", None)
+            self.notes.append(
+                {
+                    "start_s": start_s,
+                    "first_tool_s": end_s,
+                    "prompt_tokens": usage.prompt_tokens,
+                    "cached_tokens": getattr(details, "cached_tokens", None) or 0,
+                    "output_tokens": usage.completion_tokens,
+                    "command": turn.command,
+                }
+            )
+            watch("tool", number + 1, turn.command)
+            return response
+
+    return ScriptedModel
+
+
+def run_program(
+    task: DemoTask,
+    repository: Path,
+    base_url: str,
+    model: str,
+    tokenizer: Tokenizer,
+    *,
+    origin_s: float,
+    prepare: Callable[[Any], Any],
+    watch: TurnCallback,
+) -> DemoProgramRecord:
+    """Record of one agent's run in ``repository``; never raises. Times are seconds after ``origin_s``.
+
+    ``prepare`` gets the agent before it runs; there the arm attaches the integration or does nothing.
+    """
+    agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
+    arrived_s = time.monotonic() - origin_s
+    error: str | None = None
+    try:
+        status = agent.run(task.issue).get("exit_status")
+        if status != "Submitted":
+            error = f"the agent ended with {status}"
+        elif len(agent.model.notes) != len(task.turns):
+            error = f"the agent ended after {len(agent.model.notes)} of {len(task.turns)} turns"
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    ended_s = time.monotonic() - origin_s
+    if error is None:
+        watch("done", len(agent.model.notes), "submitted")
+    else:
+        watch("failed", len(agent.model.notes), error)
+    return DemoProgramRecord(
+        task=task.name,
+        arrived_s=arrived_s,
+        ended_s=ended_s,
+        turns=_turns(agent.model.notes, origin_s, ended_s),
+        error=error,
+    )
+
+
+def _turns(notes: list[dict[str, Any]], origin_s: float, ended_s: float) -> tuple[DemoTurnRecord, ...]:
+    """Turns of one program; the command of a turn ends when the next request begins."""
+    starts = [note["start_s"] - origin_s for note in notes]
+    ends = [*starts[1:], ended_s]
+    return tuple(
+        DemoTurnRecord(
+            **{
+                **note,
+                "start_s": start_s,
+                "first_tool_s": note["first_tool_s"] - origin_s,
+                "end_s": end_s,
+            }
+        )
+        for note, start_s, end_s in zip(notes, starts, ends, strict=True)
+    )

@@ -1,0 +1,230 @@
+"""One arm of the demo: all programs at once against one server, and the measurements.
+
+Arms differ in the server's policy and in whether the SDK is attached. Tasks, arrival times and flags are
+the same; each arm has a fresh server and one request that warms it up and does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..launch.serve_command import FORCED_TOKENS
+from .demo_agent import DemoProgramRecord, connection, run_program
+from .demo_tasks import DemoTask
+from .engine_counters import EngineCounters, read_counts
+from .scripted_tokens import Tokenizer
+
+ARRIVAL_WINDOW_S = 2.0
+MAX_SEQS = 8
+BATCHED_TOKENS = 512
+BLOCK_TOKENS = 32
+KV_BYTES = 1 << 30
+"""More than the pool needs; the number of blocks limits the pool."""
+STOCK = "stock"
+"""The arm of plain vLLM; the other arm is ``sojourn``."""
+
+ProgressCallback = Callable[[int, str, int, str], None]
+"""Called with the program's index, then as ``demo_agent.TurnCallback``."""
+
+
+class DemoInterrupted(BaseException):
+    """A signal ends the demo; what has ended by then is still reported."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"signal {signal_number}")
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRecord:
+    """All measurements of one arm."""
+
+    name: str
+    programs: tuple[DemoProgramRecord, ...]
+    """Programs that ended, failed ones included."""
+    engine: EngineCounters
+    """Counts of the engine during this arm."""
+    wall_s: float
+    """Seconds from the first arrival to the last agent's end."""
+    decisions: Mapping[str, int]
+    """Number of decisions by kind and reason, e.g. ``keep: cold_start``; empty for stock."""
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+    """The server's statistics of the tiers below the device; empty without tiers."""
+    unfinished: int = 0
+    """Programs that an interruption kept from ending."""
+    interrupted: DemoInterrupted | None = None
+
+    def raise_if_interrupted(self) -> None:
+        """Raise the ``DemoInterrupted`` that ended this arm early."""
+        if self.interrupted is not None:
+            raise self.interrupted
+
+
+def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
+    """Flags of the engine, the same in every arm."""
+    return (
+        "--block-size", str(BLOCK_TOKENS),
+        "--num-gpu-blocks-override", str(blocks),
+        # Without this flag the CPU engine reserves most of the machine's memory.
+        "--kv-cache-memory-bytes", str(KV_BYTES),
+        "--max-model-len", str(max_model_len),
+        "--max-num-seqs", str(max_seqs),
+        "--max-num-batched-tokens", str(BATCHED_TOKENS),
+        "--logits-processors", FORCED_TOKENS,
+    )  # fmt: skip
+
+
+def arrivals(count: int, seed: int) -> list[float]:
+    """Start of each program in seconds, ascending within ``ARRIVAL_WINDOW_S``; a function of the seed."""
+    draw = random.Random(seed)
+    return sorted(draw.uniform(0.0, ARRIVAL_WINDOW_S) for _ in range(count))
+
+
+def run_arm(
+    name: str,
+    tasks: Sequence[DemoTask],
+    url: str,
+    model: str,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    directory: Path,
+    headers: dict[str, str] | None = None,
+    watch: ProgressCallback,
+) -> ArmRecord:
+    """Record of all ``tasks`` run against the server at ``url``, with repositories below ``directory``.
+
+    The SDK is attached unless the arm is ``stock``. Failures of single programs are in their records. On
+    ``DemoInterrupted`` while programs run, the record holds the programs that have ended and the exception.
+    Raises ``RuntimeError`` for a repository that is not broken at the start, and ``httpx.HTTPError`` for a
+    server that does not answer the first request.
+    """
+    places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
+    repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
+    if any(_run_tests(tasks, repositories)):
+        raise RuntimeError("the tests of a repository pass before any agent has worked on it")
+    warm_up(url, model, headers)
+    before = read_counts(url, headers)
+    records: list[DemoProgramRecord | None] = [None] * len(tasks)
+    interrupted: DemoInterrupted | None = None
+    with _sdk(name, url) as prepare:
+        origin_s = time.monotonic()
+
+        def one(index: int, task: DemoTask, arrival_s: float) -> None:
+            time.sleep(max(0.0, origin_s + arrival_s - time.monotonic()))
+            records[index] = run_program(
+                task,
+                repositories[index],
+                f"{url}/v1",
+                model,
+                tokenizer,
+                origin_s=origin_s,
+                prepare=prepare,
+                watch=lambda state, turn, text: watch(index, state, turn, text),
+            )
+
+        # Daemons: after an interruption their requests get no answer, because the server is stopped.
+        threads = [
+            threading.Thread(target=one, args=(index, task, arrival_s), name=task.name, daemon=True)
+            for index, (task, arrival_s) in enumerate(zip(tasks, arrivals(len(tasks), seed), strict=True))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except DemoInterrupted as stop:
+            interrupted = stop
+    ended = [(index, record) for index, record in enumerate(records) if record is not None]
+    unfinished = len(tasks) - len(ended)
+    if unfinished and interrupted is None:
+        raise RuntimeError(f"{unfinished} programs ended without a record")
+    made = ArmRecord(
+        name=name,
+        programs=(),
+        engine=EngineCounters(),
+        wall_s=max((record.ended_s for _, record in ended), default=0.0)
+        - min((record.arrived_s for _, record in ended), default=0.0),
+        decisions={},
+        unfinished=unfinished,
+        interrupted=interrupted,
+    )
+    # A server that is ending as well does not answer; the programs' own records are still worth a report.
+    with suppress(httpx.HTTPError) if interrupted else nullcontext():
+        made = replace(made, engine=read_counts(url, headers).since(before))
+        if name != STOCK:
+            tiers = _get_json(url, "stats", headers).get("tiers", {})
+            made = replace(made, decisions=_decisions(url, headers), tiers=tiers)
+    fixed = _run_tests([tasks[index] for index, _ in ended], [repositories[index] for index, _ in ended])
+    programs = tuple(replace(record, fixed=good) for (_, record), good in zip(ended, fixed, strict=True))
+    return replace(made, programs=programs)
+
+
+def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None:
+    """Send one short request with the agents' own client, so that no arm pays for first uses.
+
+    The request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer.
+    """
+    httpx.get(f"{url}/health", headers=headers, timeout=30.0, trust_env=False).raise_for_status()
+    from minisweagent.models.litellm_model import LitellmModel
+
+    settings = {**connection(f"{url}/v1"), "max_tokens": 8}
+    # The output is free and no tool call; only the request matters.
+    LitellmModel(model_name=f"openai/{model}", model_kwargs=settings)._query(
+        [{"role": "user", "content": "0 1 2 3 4 5 6 7 8 9 " * 8}]
+    )
+
+
+def _decisions(url: str, headers: dict[str, str] | None) -> dict[str, int]:
+    taken = _get_json(url, "decisions", headers, limit=5000)["decisions"]
+    counts = Counter(f"{decision['kind']}: {decision['reason']}" for decision in taken)
+    return dict(sorted(counts.items()))
+
+
+def _get_json(url: str, what: str, headers: dict[str, str] | None, **params: int) -> dict[str, Any]:
+    answer = httpx.get(
+        f"{url}/sojourn/v1/{what}", params=params, headers=headers, timeout=30.0, trust_env=False
+    )
+    document: dict[str, Any] = answer.raise_for_status().json()
+    return document
+
+
+def _run_tests(tasks: Sequence[DemoTask], repositories: Sequence[Path]) -> list[bool]:
+    """Whether the tests of each repository pass. They mostly sleep, so they run in parallel."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda pair: pair[0].is_fixed(pair[1]), zip(tasks, repositories, strict=True)))
+
+
+@contextmanager
+def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
+    """A function that prepares each agent before it runs: the identity in the stock arm, else ``attach``."""
+    if name == STOCK:
+        yield lambda agent: agent
+        return
+    import sojourn
+    from sojourn_integrations import mini_swe_agent
+
+    # Without the history of other runs: no arm may know more than another.
+    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0, history=False)
+    try:
+        if sojourn.stats().dialect != "sojourn":
+            raise RuntimeError(
+                f"the server at {url} does not run the sojourn plugin, so this arm would measure stock vLLM"
+            )
+        yield mini_swe_agent.attach
+        sojourn.flush(2.0)
+    finally:
+        sojourn.shutdown()

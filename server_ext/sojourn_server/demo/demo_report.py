@@ -1,0 +1,161 @@
+"""Figures of the demo: one dictionary per arm, their ratios, and a table.
+
+"Again" counts tokens that the engine prefilled although an earlier turn of the program had computed them:
+for each turn after the first, ``max(0, (prompt - cached) - (prompt - previous prompt - previous output))``.
+Only whole blocks are reused, so even perfect reuse leaves up to one block per turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from ..metrics.summary_statistics import summarise
+from .demo_agent import DemoProgramRecord, DemoTurnRecord
+from .demo_arm import STOCK, ArmRecord
+
+RATIOS = {
+    "completion_mean": "completion_mean_s",
+    "completion_p95": "completion_p95_s",
+    "ttft_mean": "ttft_mean_s",
+    "prefill_again": "prefill_again_tokens",
+}
+"""Key of ``ratio`` → key of an arm. A ratio is stock ÷ sojourn: above 1, sojourn needed less."""
+
+
+def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
+    """Prompt tokens of one program that were computed more than once."""
+    total = 0
+    for before, turn in pairwise(turns):
+        computed = turn.prompt_tokens - turn.cached_tokens
+        new = turn.prompt_tokens - before.prompt_tokens - before.output_tokens
+        total += max(0, computed - new)
+    return total
+
+
+def arm_figures(arm: ArmRecord) -> dict[str, Any]:
+    """The JSON of one arm. Seconds and tokens; ``hit_rate`` is cached ÷ prompt tokens."""
+    turns = [turn for program in arm.programs for turn in program.turns]
+    completions = [program.completion_s for program in arm.programs]
+    completion = summarise(completions)
+    prompt = sum(turn.prompt_tokens for turn in turns)
+    cached = sum(turn.cached_tokens for turn in turns)
+    return {
+        "completion_mean_s": _rounded(completion["mean"]),
+        "completion_p50_s": _rounded(completion["p50"]),
+        "completion_p95_s": _rounded(completion["p95"]),
+        "completions_s": [_rounded(seconds) for seconds in completions],
+        "ttft_mean_s": _rounded(arm.engine.ttft_mean_s),
+        "turns": len(turns),
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "output_tokens": sum(turn.output_tokens for turn in turns),
+        "prefill_tokens": prompt - cached,
+        "prefill_again_tokens": sum(recomputed_prompt_tokens(program.turns) for program in arm.programs),
+        "hit_rate": _rounded(cached / prompt if prompt else None),
+        "preemptions": round(arm.engine.preemptions),
+        "programs": len(arm.programs),
+        "programs_unfinished": arm.unfinished,
+        "programs_failed": sum(program.error is not None for program in arm.programs),
+        "repositories_fixed": sum(program.fixed for program in arm.programs),
+        "wall_s": _rounded(arm.wall_s),
+        "decisions": dict(arm.decisions),
+        "tiers": dict(arm.tiers),
+        "details": [_program(program) for program in arm.programs],
+    }
+
+
+def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Stock ÷ the other arm for each of ``RATIOS``; ``None`` if an arm or a divisor is missing."""
+    others = [figures for name, figures in arms.items() if name != STOCK]
+    stock, other = arms.get(STOCK), others[0] if others else None
+    found: dict[str, float | None] = {}
+    for name, key in RATIOS.items():
+        above, below = (stock or {}).get(key), (other or {}).get(key)
+        found[name] = _rounded(above / below) if above is not None and below else None
+    return found
+
+
+def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """The whole JSON: ``arms``, ``ratio``, and the ``facts`` that a reader needs to repeat the run.
+
+    ``partial``: the run was interrupted. Its ratios are ``None``, because its arms hold different programs.
+    """
+    figures = {arm.name: arm_figures(arm) for arm in arms}
+    return {"partial": partial, "arms": figures, "ratio": ratios({} if partial else figures), **facts}
+
+
+def succeeded(arms: Sequence[ArmRecord]) -> bool:
+    """Whether every program of every arm ended without an error and fixed its repository."""
+    return all(program.fixed and program.error is None for arm in arms for program in arm.programs)
+
+
+_ROWS = (
+    ("completion, mean", "completion_mean_s", "completion_mean", "{:.1f} s"),
+    ("completion, P50", "completion_p50_s", None, "{:.1f} s"),
+    ("completion, P95", "completion_p95_s", "completion_p95", "{:.1f} s"),
+    ("time to first token, mean", "ttft_mean_s", "ttft_mean", "{:.2f} s"),
+    ("tokens prefilled", "prefill_tokens", None, "{:,}"),
+    ("  of these again", "prefill_again_tokens", "prefill_again", "{:,}"),
+    ("prefix-cache hit rate", "hit_rate", None, "{:.0%}"),
+    ("preemptions", "preemptions", None, "{:,}"),
+    ("all programs done after", "wall_s", None, "{:.1f} s"),
+)
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Figures of the arms side by side; the last column has the ratios. Needs at least one arm."""
+    arms: Mapping[str, Mapping[str, Any]] = result["arms"]
+    first = next(iter(arms.values()))
+    title = f"{first['programs'] + first['programs_unfinished']} coding agents, {result['pool']}"
+    made = Table(title=f"interrupted: programs that had ended of {title}" if result["partial"] else title)
+    made.add_column("")
+    for name in arms:
+        made.add_column(name, justify="right")
+    with_ratio = len(arms) > 1 and not result["partial"]
+    if with_ratio:
+        made.add_column("stock ÷ sojourn", justify="right")
+    for label, key, ratio, form in _ROWS:
+        cells = [
+            form.format(value) if (value := figures[key]) is not None else "–" for figures in arms.values()
+        ]
+        if with_ratio:
+            value = result["ratio"][ratio] if ratio else None
+            cells.append(f"{value:.2f}" if value is not None else "")
+        made.add_row(label, *cells)
+    fixed = [f"{figures['repositories_fixed']}/{figures['programs']}" for figures in arms.values()]
+    made.add_row("repositories fixed", *fixed)
+    if result["partial"]:
+        made.add_row(
+            "programs unfinished", *(str(figures["programs_unfinished"]) for figures in arms.values())
+        )
+    return made
+
+
+def _program(program: DemoProgramRecord) -> dict[str, Any]:
+    return {
+        "task": program.task,
+        "arrived_s": _rounded(program.arrived_s),
+        "ended_s": _rounded(program.ended_s),
+        "fixed": program.fixed,
+        "error": program.error,
+        "turns": [
+            {
+                "start_s": _rounded(turn.start_s),
+                "first_tool_s": _rounded(turn.first_tool_s),
+                "end_s": _rounded(turn.end_s),
+                "prompt_tokens": turn.prompt_tokens,
+                "cached_tokens": turn.cached_tokens,
+                "output_tokens": turn.output_tokens,
+            }
+            for turn in program.turns
+        ],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -1,0 +1,112 @@
+"""Tasks of the demo: small broken repositories, and the turns in which an agent fixes them.
+
+Each folder under ``tasks/`` holds ``repo/`` and ``task.toml``: the issue, the command that tests the
+repository, and the scripted turns. They need only Python and a POSIX shell.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TASKS_FOLDER = Path(__file__).parent / "tasks"
+TEST_TIMEOUT_S = 60.0
+FINAL_TURNS = 4
+"""The last turns of every task: edit, test, check, submit. All turns before them only read."""
+OPENING_TOKENS = 900
+"""Tokens of a first prompt: mini's instructions, the tool and the issue."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedTurn:
+    """A thought and the command that follows it."""
+
+    thought: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoTask:
+    """One repository to fix."""
+
+    name: str
+    issue: str
+    test: str
+    """Shell command that succeeds once the repository is fixed."""
+    context_tokens: int
+    """Tokens of the whole conversation with SmolLM2's tokenizer, measured once and checked by a test."""
+    turns: tuple[ScriptedTurn, ...]
+
+    def copy_to(self, directory: Path) -> Path:
+        """Path of a fresh broken copy of the repository below ``directory``."""
+        return Path(shutil.copytree(TASKS_FOLDER / self.name / "repo", directory / self.name))
+
+    def shortened(self, turns: int) -> DemoTask:
+        """The same task in ``turns`` turns: the first reading turns and the final ones.
+
+        ``context_tokens`` becomes an estimate that is rather too large. Raises ``ValueError`` if the final
+        turns do not fit.
+        """
+        if not FINAL_TURNS <= turns <= len(self.turns):
+            raise ValueError(f"{turns} turns; expected {FINAL_TURNS} to {len(self.turns)}")
+        grown = (self.context_tokens - OPENING_TOKENS) * turns // len(self.turns)
+        return replace(
+            self,
+            turns=self.turns[: turns - FINAL_TURNS] + self.turns[-FINAL_TURNS:],
+            context_tokens=OPENING_TOKENS + grown,
+        )
+
+    def is_fixed(self, repository: Path) -> bool:
+        """Whether the tests of the original task pass, even if the agent changed its copy of them."""
+        shutil.copytree(TASKS_FOLDER / self.name / "repo" / "tests", repository / "tests", dirs_exist_ok=True)
+        try:
+            result = subprocess.run(
+                ["/bin/sh", "-c", self.test],
+                cwd=repository,
+                env={**os.environ, **shell_environment()},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TEST_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return result.returncode == 0
+
+
+def load_tasks(count: int | None = None) -> list[DemoTask]:
+    """All tasks in a fixed order, or ``count`` of them; after the last task the first one follows.
+
+    Raises ``ValueError`` for a count below 1.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"{count} programs; expected at least 1")
+    tasks = [_load(folder) for folder in sorted(TASKS_FOLDER.iterdir()) if (folder / "task.toml").is_file()]
+    return tasks if count is None else [tasks[index % len(tasks)] for index in range(count)]
+
+
+def shell_environment() -> dict[str, str]:
+    """Environment variables of the agents' commands: this Python first, and constant output."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {
+        "PATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "LC_ALL": "C",
+        "PAGER": "cat",
+        "COLUMNS": "100",
+    }
+
+
+def _load(folder: Path) -> DemoTask:
+    document = tomllib.loads((folder / "task.toml").read_text())
+    turns = tuple(ScriptedTurn(turn["thought"], turn["command"].strip()) for turn in document.pop("turn"))
+    return DemoTask(name=folder.name, turns=turns, **document)

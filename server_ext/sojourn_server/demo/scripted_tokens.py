@@ -1,0 +1,81 @@
+"""Forced tokens of scripted turns, and the KV they need.
+
+The tokens of a turn are the canonical assistant message and the end-of-message token. So the engine
+stops by itself and finds the message in its prefix cache on the next turn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
+from .demo_tasks import ScriptedTurn
+
+RESIDENT_PROGRAMS = 3.0
+"""Default number of final contexts in the KV pool: few enough for eviction, enough for progress."""
+MARGIN_BLOCKS = 8
+"""The engine's null block, and the partly filled last block of each resident program."""
+
+
+class Tokenizer:
+    """Tokenizer and chat template of the served model, read from its directory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self._backend = Backend.from_file(str(Path(directory) / "tokenizer.json"))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; markup such as ``<|im_end|>`` becomes a special token."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, markup included."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def forced_ids(self, turn: ScriptedTurn) -> list[int]:
+        """Tokens that the model must emit for ``turn``: its message and the token that ends it."""
+        return self.encode(assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE)
+
+    def count(self, messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of a conversation as the server renders it."""
+        return len(self.encode(self._template.render(messages=list(messages), tools=list(tools))))
+
+    @cached_property
+    def _template(self) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        # As transformers sets it up for chat templates.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        return environment.from_string(CHAT_TEMPLATE.read_text())
+
+
+def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
+    """Command of the turn as a call of mini's ``bash`` tool."""
+    return {"name": "bash", "arguments": {"command": turn.command}}
+
+
+def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
+    """KV blocks for about ``resident`` of these final contexts; the same in every arm.
+
+    The result is the mean context in whole blocks times ``resident``, plus a small margin, and at least
+    the largest context. Raises ``ValueError`` without contexts or if ``resident`` is not positive.
+    """
+    if not 0 < resident < math.inf:
+        raise ValueError(f"room for {resident} contexts; expected a number > 0")
+    if not context_tokens:
+        raise ValueError("no contexts; expected at least one")
+    blocks = [math.ceil(tokens / block_tokens) for tokens in context_tokens]
+    wanted = math.ceil(resident * sum(blocks) / len(blocks))
+    return max(wanted, max(blocks)) + MARGIN_BLOCKS
+
+
+def model_length(context_tokens: Sequence[int]) -> int:
+    """``--max-model-len``: the largest context plus 256 for outputs that vary, a multiple of 256."""
+    return math.ceil((max(context_tokens) + 256) / 256) * 256

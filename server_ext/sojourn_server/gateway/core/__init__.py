@@ -1,1 +1,0 @@
-"""What a gateway decides, without I/O and without a clock."""

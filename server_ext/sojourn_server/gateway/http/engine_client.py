@@ -1,0 +1,225 @@
+"""Sends one request to one engine, and returns its answer from the first byte on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from aiohttp.connector import Connection
+from multidict import CIMultiDict
+from yarl import URL
+
+from .replica_addresses import ReplicaAddress
+
+CONNECT_TIMEOUT_S = 5.0
+IDLE_CONNECTION_S = 3.0
+"""vLLM closes connections after five idle seconds; writing to one that is closing costs a retry."""
+STALE_CONNECTION_S = 1.0
+"""If a connection breaks after this idle time, its engine probably closed it unread; if earlier, the engine
+read the request and died of it."""
+_ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
+"""Texts of an API server whose engine core is dead, while it still runs for a moment."""
+
+
+class ReplicaRequestError(Exception):
+    """A replica gave no answer; the text is the reason, for the log.
+
+    ``computing``: the request had reached it.
+    """
+
+    def __init__(self, how: str, *, computing: bool) -> None:
+        super().__init__(how)
+        self.computing = computing
+        self.replica_id: str | None = None
+        """The replica that failed, if not the one that was to answer."""
+
+
+@dataclass(slots=True)
+class EngineAnswer:
+    """An engine's answer, from its first byte on."""
+
+    response: aiohttp.ClientResponse
+    first: bytes
+    """The complete answer, or the first part of a stream; ``b""``: there is none."""
+    is_stream: bool
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Connections to engines, without a limit: the core bounds the number of requests."""
+    return aiohttp.ClientSession(
+        connector=_TrackedConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # The engine gets the client's headers, without the library's own.
+        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+        trust_env=False,
+    )
+
+
+@dataclass(slots=True)
+class _SendAttempt:
+    """What is known of an attempt when it fails."""
+
+    idle_s: float = 0.0
+    """Idle time of its connection: after a long one the engine may have just closed it."""
+    answering: bool = False
+    """The head of an answer has arrived."""
+
+
+_current_attempt: ContextVar[_SendAttempt] = ContextVar("trying")
+
+
+class _TrackedConnector(aiohttp.TCPConnector):
+    """Records when each connection became idle."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._released_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
+
+    async def connect(self, *args: Any, **more: Any) -> Connection:
+        """A new or an idle connection."""
+        connection = await super().connect(*args, **more)
+        attempt = _current_attempt.get(None)
+        now = time.monotonic()
+        if attempt is not None:
+            attempt.idle_s = now - self._released_s.get(connection.protocol, now)
+        connection.add_callback(partial(self._released, connection.protocol))
+        return connection
+
+    def _released(self, protocol: object) -> None:
+        self._released_s[protocol] = time.monotonic()
+
+
+async def send_to_engine(
+    session: aiohttp.ClientSession,
+    address: ReplicaAddress,
+    method: str,
+    path: str,
+    headers: CIMultiDict[str],
+    body: bytes | None,
+) -> EngineAnswer:
+    """Send a request and wait for the first byte of its answer. Raises ``ReplicaRequestError``.
+
+    The request is sent a second time only if the engine has not seen it: it could not be written, or its
+    connection had been idle for ``STALE_CONNECTION_S`` and was closed before an answer. The latter is only
+    likely, so a later failure counts as ``computing``.
+    """
+    attempt = _SendAttempt()
+    is_written = True
+    try:
+        return await _send_once(session, address, method, path, headers, body, attempt)
+    except aiohttp.ClientConnectionResetError as error:
+        if attempt.answering:
+            raise ReplicaRequestError(_error_text(error), computing=True) from None
+        is_written = False  # the engine has not read all of it
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        raise ReplicaRequestError(f"connection failed: {_error_text(error)}", computing=False) from None
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        if attempt.answering or attempt.idle_s < STALE_CONNECTION_S or not _is_closed(error):
+            raise ReplicaRequestError(_error_text(error), computing=True) from None
+    # All idle connections may be closed like this one.
+    fresh = CIMultiDict(headers)
+    fresh["Connection"] = "close"
+    try:
+        return await _send_once(session, address, method, path, fresh, body, _SendAttempt())
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        how = f"cannot be connected to: {_error_text(error)}"
+        raise ReplicaRequestError(how, computing=is_written) from None
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise ReplicaRequestError(_error_text(error), computing=True) from None
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether the other end closed the connection."""
+    if isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)):
+        return True
+    return isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
+
+
+async def _send_once(
+    session: aiohttp.ClientSession,
+    address: ReplicaAddress,
+    method: str,
+    path: str,
+    headers: CIMultiDict[str],
+    body: bytes | None,
+    attempt: _SendAttempt,
+) -> EngineAnswer:
+    _current_attempt.set(attempt)
+    response = await session.request(
+        method,
+        _url(address.url + path),
+        data=body,
+        headers=headers,
+        allow_redirects=False,
+    )
+    attempt.answering = True
+    try:
+        is_stream = response.content_type == "text/event-stream"
+        first = await (response.content.readany() if is_stream else response.read())
+    except BaseException:
+        response.close()
+        raise
+    failed = first if response.status == 500 else _error_event(first) if is_stream else None
+    if failed is not None and _is_engine_dead_error(failed):
+        response.close()
+        raise ReplicaRequestError("its engine core is dead", computing=True)
+    return EngineAnswer(response, first, is_stream)
+
+
+def is_engine_failure(answer: EngineAnswer) -> bool:
+    """Whether an engine failed instead of answering. Errors that it finds in a request do not count, nor does
+    501 (not implemented)."""
+    status = answer.response.status
+    if status != 200:
+        return status >= 500 and status != 501
+    event = _error_event(answer.first) if answer.is_stream else None
+    if event is None:
+        return False
+    try:
+        read = msgspec.json.decode(event)
+    except msgspec.DecodeError:
+        return True
+    error = read.get("error", read) if isinstance(read, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return not (isinstance(code, int) and 400 <= code < 500)
+
+
+@lru_cache(maxsize=256)
+def _url(text: str) -> URL:
+    # The path is percent-encoded already.
+    return URL(text, encoded=True)
+
+
+def _error_event(first: bytes) -> bytes | None:
+    """The data of a stream's first event, if it is an error; an answer's text cannot look like one."""
+    if not first.startswith((b'data: {"error"', b"event: error")):
+        return None
+    for line in first.splitlines():
+        if line.startswith(b"data: "):
+            return line[len(b"data: ") :]
+    return None
+
+
+def _is_engine_dead_error(document: bytes) -> bool:
+    """Whether an error's message says so; other text of a document, such as an answer, does not count."""
+    try:
+        read = msgspec.json.decode(document)
+    except msgspec.DecodeError:
+        return False
+    error = read.get("error", read) if isinstance(read, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return isinstance(message, str) and any(sign in message for sign in _ENGINE_DEAD)
+
+
+def _error_text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

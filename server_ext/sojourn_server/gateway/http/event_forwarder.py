@@ -1,0 +1,392 @@
+"""Forwards clients' events to the replica that is their program's home.
+
+An engine knows a program by the events it received. So each program's start, graph and running tools are kept
+here, and sent to every replica that its requests go to and that has not received them: another replica, or a
+new instance. Events before a program's first request wait for that request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from sojourn.events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire import (
+    EVENTS_PATH,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    WireError,
+    decode_event,
+    decode_outcomes,
+    encode,
+)
+
+from ...routing import routing_events
+from .engine_monitor import EngineDescription
+from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
+from .piggybacked_events import PiggybackedEvents
+from .program_event_records import Key, ProgramEventRecords, RecordedEvent, ReplicaInstance
+from .program_id_mapper import ProgramIdMapper
+from .replica_addresses import ReplicaAddresses
+from .routing_backend import RoutingBackend
+
+logger = logging.getLogger(__name__)
+
+REPLAY_WAIT_S = 1.0
+"""A request waits this long for its replica to receive its program's events."""
+REPLAY_RETRY_S = 5.0
+"""Delay before a program's events are sent again to an engine that did not accept them."""
+MAX_GRAPHS_SENT = 1024
+"""Hashes remembered per engine."""
+
+
+class EventForwarder:
+    """Forwards events. Engines that do not answer cost events and nothing else."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        names: ProgramIdMapper | None = None,
+        engine_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``names``: engines' names for programs; ``None``: the clients' ids."""
+        self.names = names or ProgramIdMapper(())
+        self._routing_backend = routing_backend
+        self._replicas = replicas
+        self._session = session
+        self._engine_key = engine_key
+        self._clock = clock
+        self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
+        """Returns the last description of a replica's engine; set by the engine monitor."""
+        self.known = ProgramEventRecords()
+        self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
+        """By address, the engine's instance and the hashes of the graphs that it received in full."""
+        self._emitter = f"gateway-{secrets.token_hex(6)}"
+        self._seq = 0
+        self._senders: dict[str, OrderedSender] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- events from clients -----------------------------------------------------------
+
+    async def came(self, batch: EventBatch, tenant: str, authorization: str | None) -> list[EventOutcome]:
+        """Forward a client's batch; returns one outcome per event, in order."""
+        outcomes: list[EventOutcome | None] = [None] * len(batch.events)
+        onwards: dict[str, _EngineBatch] = {}
+        over: list[tuple[int, ProgramEnd]] = []
+        for place, raw in enumerate(batch.events):
+            try:
+                event = decode_event(raw)
+            except WireError as error:
+                outcomes[place] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
+                continue
+            key = (tenant, event.program_id)
+            home = self._replicas.get(self._routing_backend.home(*key))
+            if isinstance(event, ProgramEnd):
+                over.append((place, event))
+                if home is None and self.known.forget(key):
+                    outcomes[place] = _outcome(event, Outcome.APPLIED)
+                    continue
+            elif home is not None:
+                self._catch_up(key, home.replica_id)
+                self._note(key, event, authorization, home.replica_id)
+            else:
+                self._note(key, event, authorization, None)
+            if home is not None:
+                to = onwards.setdefault(
+                    home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id))
+                )
+                to.add(place, event, self._with_full_graph(tenant, event, raw, to))
+            elif isinstance(event, (ProgramStart, AegReport, ToolStart, ToolStop)):
+                outcomes[place] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
+            else:
+                outcomes[place] = _outcome(event, Outcome.MISSING, "unknown program")
+        await asyncio.gather(
+            *(self._pass_on(url, batch, tenant, to, outcomes, authorization) for url, to in onwards.items())
+        )
+        for place, event in over:
+            outcome = outcomes[place]
+            # The engine would have rejected the same senders.
+            if outcome is None or outcome.outcome is not Outcome.REJECTED:
+                self._end((tenant, event.program_id))
+        return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
+
+    # -- events in requests ------------------------------------------------------------
+
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """An event with the engine's names."""
+        return self.names.event(tenant, raw)
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """The replica that is a program's home."""
+        return self._routing_backend.home(tenant, program_id)
+
+    def piggyback(
+        self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
+    ) -> RecordedEvent | None:
+        """Record an event that travels in a request to its program's replica; returns the record.
+
+        ``own``: it is of the request's own program, which has not ended then, whatever the event says.
+        """
+        key = (tenant, event.program_id)
+        if not isinstance(event, ProgramEnd):
+            return self._note(
+                key, event, authorization, None if own else self._routing_backend.home(*key), piggyback=True
+            )
+        if own:
+            self.known.forget(key)
+        else:
+            self._end(key)
+        return None
+
+    def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
+        """Forward events of a request whose replica is not their program's home."""
+        task = asyncio.ensure_future(self.came(batch, tenant, authorization))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- events of the gateway ---------------------------------------------------------
+
+    async def before(self, key: Key, replica_id: str, riding: PiggybackedEvents | None = None) -> None:
+        """Before a request goes to a replica: send the events that the replica lacks, and wait for a while.
+        ``riding``: events inside the request."""
+        telling = self._catch_up(key, replica_id, riding.kept if riding is not None else ())
+        if telling is not None:
+            await asyncio.wait({telling}, timeout=REPLAY_WAIT_S)
+
+    def settled(self, key: Key, replica_id: str) -> None:
+        """A program got its first home: send it the events so far."""
+        self._catch_up(key, replica_id)
+
+    def moved(self, key: Key, replica_id: str) -> None:
+        """A program has a new home: send it the program's start, graph and running tools."""
+        self._catch_up(key, replica_id)
+
+    def left(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
+        """Tell a program's former replica to release it. ``authorization``: of the program's last request."""
+        event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
+        told = self.known.get((left.tenant, left.program_id))
+        if told is not None:
+            authorization = told.authorization if authorization is None else authorization
+            if told.place is not None and told.place[0] == left.replica_id:
+                told.has_unsent()
+        address = self._replicas.get(left.replica_id)
+        if address is not None:
+            self._sender_for(address.url).say([self._numbered(left.tenant, event)], authorization)
+
+    def forget(self, key: Key) -> None:
+        """A program ended."""
+        self.known.forget(key)
+
+    # -- internals -----------------------------------------------------------------------
+
+    def _end(self, key: Key) -> None:
+        self.known.forget(key)
+        self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
+
+    def _note(
+        self,
+        key: Key,
+        event: AnyEvent,
+        authorization: str | None,
+        home: str | None,
+        *,
+        piggyback: bool = False,
+    ) -> RecordedEvent | None:
+        """``home``: the replica that receives it now; ``None``: none, or unknown yet for a riding event."""
+        is_new = self.known.get(key) is None
+        shown = authorization if self._engine_key is None else None
+        kept = self.known.note(key, event, shown, self._clock(), delivered=piggyback or home is not None)
+        told = self.known.get(key)
+        if is_new and told is not None and home is not None:
+            told.place = self._place(home)
+        return kept
+
+    def _place(self, replica_id: str) -> ReplicaInstance:
+        described = self.description_of(replica_id)
+        return (replica_id, described.instance if described is not None else "")
+
+    def _catch_up(
+        self, key: Key, replica_id: str, riding: Container[RecordedEvent] = ()
+    ) -> asyncio.Future[bool] | None:
+        """Send a replica the events of a program that it lacks; ``None``: there is nothing to wait for."""
+        told = self.known.get(key)
+        address = self._replicas.get(replica_id)
+        if told is None or address is None:
+            return None
+        place = self._place(replica_id)
+        if told.telling is not None and told.telling[0] == place and not told.telling[1].done():
+            return told.telling[1]
+        heard = self._graphs_sent_to(address.url, replica_id)
+        graph = told.graph
+        lacks_graph = (
+            graph is not None and graph in riding and not graph.in_full and not self._has(heard, key, graph)
+        )
+        if told.place == place and not lacks_graph:
+            return None
+        described = self.description_of(replica_id)
+        kept = told.events_to_send(riding) if told.place != place else []
+        if lacks_graph and graph is not None:
+            kept.append(graph)
+        if not kept or (described is not None and not described.speaks_sojourn):
+            told.place = place
+            told.undelivered = []
+            return None
+        if self._clock() < told.again_s:
+            return None
+        said = self._sender_for(address.url).say(
+            [self._aged(key[0], one) for one in kept], told.authorization
+        )
+        told.telling = (place, said)
+        missed = told.missed
+
+        def heard_it(answer: asyncio.Future[bool]) -> None:
+            if answer.cancelled() or not answer.result():
+                told.again_s = self._clock() + REPLAY_RETRY_S
+                return
+            told.undelivered = [one for one in told.undelivered if one not in kept]
+            heard.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
+            if told.missed == missed:
+                told.place = place
+
+        said.add_done_callback(heard_it)
+        return said
+
+    def _has(self, heard: set[str], key: Key, kept: RecordedEvent) -> bool:
+        """Whether an engine knows a graph, or cannot be sent it."""
+        event = kept.event
+        return not isinstance(event, AegReport) or (
+            event.graph_hash in heard or self.known.graph(key[0], event.graph_hash) is None
+        )
+
+    def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
+        instance = self._place(replica_id)[1]
+        life, told = self._graphs_sent.get(url, ("", set()))
+        if url not in self._graphs_sent or life != instance or len(told) >= MAX_GRAPHS_SENT:
+            told = set()
+            self._graphs_sent[url] = (instance, told)
+        return told
+
+    def _with_full_graph(
+        self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
+    ) -> msgspec.Raw:
+        """Clients send a graph in full once, then by hash; each engine needs it in full once."""
+        if not isinstance(event, AegReport):
+            return raw
+        if event.graph_hash in to.heard or event.graph_hash in to.spelt or event.graph is not None:
+            to.spelt.add(event.graph_hash)
+            return raw
+        graph = self.known.graph(tenant, event.graph_hash)
+        if graph is None:
+            return raw
+        to.spelt.add(event.graph_hash)
+        return _with_graph(msgspec.to_builtins(event), graph)
+
+    def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
+        """An event to be sent again: with its current age, and its graph in full."""
+        event: dict[str, Any] = msgspec.to_builtins(kept.event)
+        event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
+        if isinstance(kept.event, AegReport):
+            graph = self.known.graph(tenant, kept.event.graph_hash)
+            return self._numbered(tenant, event if graph is None else {**event, "graph": graph})
+        return self._numbered(tenant, event)
+
+    def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
+        # Sent by the gateway itself: engines drop a number that they have seen from the same emitter.
+        self._seq += 1
+        return self.named(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
+
+    def _sender_for(self, url: str) -> OrderedSender:
+        speaker = self._senders.get(url)
+        if speaker is None:
+            self._senders = {known: one for known, one in self._senders.items() if not one.idle}
+            speaker = self._senders[url] = OrderedSender(url, self._emitter, self._post, self._clock)
+        return speaker
+
+    async def _pass_on(
+        self,
+        url: str,
+        batch: EventBatch,
+        tenant: str,
+        to: _EngineBatch,
+        outcomes: list[EventOutcome | None],
+        authorization: str | None,
+    ) -> None:
+        speaker = self._senders.get(url)
+        if speaker is not None:
+            await speaker.silence()  # earlier events of these programs arrive first
+        events = [self.named(tenant, raw) for _, _, raw in to.events]
+        onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
+        answered = await post_all(self._post, url, onwards, authorization)
+        for (place, event, _), outcome in zip(to.events, answered, strict=True):
+            if outcome is None:
+                outcomes[place] = EventOutcome(outcome=Outcome.MISSING, reason="its replica did not answer")
+                told = self.known.get((tenant, event.program_id))
+                if told is not None and not isinstance(event, ToolStop):
+                    told.has_unsent()
+                continue
+            if self.names.apart and outcome.program_id is not None:
+                outcome = msgspec.structs.replace(outcome, program_id=event.program_id)
+            outcomes[place] = outcome
+            if isinstance(event, AegReport) and event.graph_hash in to.spelt:
+                if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
+                    to.heard.add(event.graph_hash)
+                elif outcome.outcome is Outcome.MISSING:
+                    to.heard.discard(event.graph_hash)  # the engine has forgotten it
+
+    async def _post(
+        self, url: str, batch: EventBatch, authorization: str | None
+    ) -> Sequence[EventOutcome] | None:
+        headers = {"Content-Type": "application/json"}
+        shown = f"Bearer {self._engine_key}" if self._engine_key is not None else authorization
+        if shown is not None:
+            headers["Authorization"] = shown
+        try:
+            async with self._session().post(
+                url + EVENTS_PATH,
+                data=encode(batch),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S),
+            ) as answer:
+                body = await answer.read()
+                if answer.status in (401, 403):
+                    refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
+                    return [refused] * len(batch.events)
+                return decode_outcomes(body).outcomes if answer.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, WireError, ValueError) as error:
+            logger.debug("events for %s are lost: %s", url, error)
+            return None
+
+
+class _EngineBatch:
+    """Events of one client batch for one engine."""
+
+    def __init__(self, heard: set[str]) -> None:
+        self.heard = heard
+        """Hashes of the graphs that it received in full."""
+        self.spelt: set[str] = set()
+        """Of those, the ones in this batch."""
+        self.events: list[tuple[int, AnyEvent, msgspec.Raw]] = []
+        """Events with their positions in the client's batch."""
+
+    def add(self, place: int, event: AnyEvent, raw: msgspec.Raw) -> None:
+        """Append an event."""
+        self.events.append((place, event, raw))
+
+
+def _with_graph(event: dict[str, Any], graph: msgspec.Raw) -> msgspec.Raw:
+    return msgspec.Raw(encode({**event, "graph": graph}))
+
+
+def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:
+    return EventOutcome(outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq)

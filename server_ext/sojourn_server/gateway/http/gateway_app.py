@@ -1,0 +1,476 @@
+"""The gateway: its routes, and its background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from sojourn.wire import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...api.api_errors import ApiError
+from ...api.request_body import read_body
+from ...routing import routing_events
+from ...routing.routing_events import PairRole
+from ...routing.routing_status import PairEngineStatus, ReplicaStatus
+from .any_engine_routes import AnyEngineRoutes
+from .client_apis import ClientApi, error_body
+from .engine_client import open_session
+from .engine_monitor import EngineMonitorProtocol
+from .engine_queries import EngineQueries
+from .error_responses import GATEWAY_FAILED, INVALID_KEY
+from .event_forwarder import EventForwarder
+from .gateway_asgi import AsgiEndpoint, GatewayApplication, internal_error_response, unknown_route_response
+from .gateway_metrics import GatewayMetrics
+from .generation_routes import GenerationRoutes
+from .program_id_mapper import ProgramIdMapper
+from .program_migrator import ProgramMigrator
+from .proxy_headers import GATEWAY, REPLICA
+from .proxy_request import ProxyContext
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .request_bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyBudget
+from .routing_backend import ControlAction, RoutingBackend
+from .tenant_keys import TenantKeys
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/sojourn/v1"
+MAX_LISTED_PROGRAMS = 1000
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """What an operator chooses."""
+
+    policy: str
+    engine_key: str | None = None
+    """Sent to engines instead of a client's own key."""
+    admin_key: str | None = None
+    """Allows to drain replicas and to see all tenants' programs; without one replicas cannot be drained."""
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_held_bytes: int = MAX_HELD_BYTES
+    reads_prefixes: bool = False
+    in_pairs: bool = False
+    """Engines prefill or decode, and a request needs both."""
+    read_side: str | None = None
+    """With pairs: the policy for the engine that reads KV from storage."""
+
+    def __post_init__(self) -> None:
+        for name in ("engine_key", "admin_key"):
+            key = getattr(self, name)
+            if key is not None and not key.strip():
+                raise ValueError(f"{name} is empty; expected a key, or None")
+
+
+class Gateway:
+    """Everything between the clients' connections and the engines', in one process."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        tenants: TenantKeys,
+        options: GatewayOptions,
+        metrics: GatewayMetrics,
+    ) -> None:
+        """Raises ``TenantKeysError`` if the admin key is a tenant's key."""
+        self.routing_backend = routing_backend
+        self.replicas = replicas
+        self.metrics = metrics
+        self.options = options
+        self.monitor: EngineMonitorProtocol | None = None
+        tenants.check_admin(options.admin_key)
+        self._tenants = tenants
+        self._open: aiohttp.ClientSession | None = None
+        names = ProgramIdMapper(tenants.names)
+        self.forwarder = EventForwarder(
+            routing_backend, replicas, self.session, names=names, engine_key=options.engine_key
+        )
+        self._migrator = ProgramMigrator(
+            self.forwarder, replicas, self._description_of, self.session, metrics
+        )
+        self._overview = EngineQueries(replicas, self.session, engine_key=options.engine_key)
+        shared = ProxyContext(
+            routing_backend,
+            replicas,
+            self.session,
+            self.forwarder,
+            self._migrator,
+            metrics,
+            engine_key=options.engine_key,
+        )
+        bodies = BodyBudget(
+            options.max_body_bytes, options.max_held_bytes, several_tenants=len(tenants.names) > 1
+        )
+        self.generation = GenerationRoutes(shared, tenants, bodies, reads_prefixes=options.reads_prefixes)
+        self._any = AnyEngineRoutes(shared, bodies)
+        routing_backend.on_control_action = self._told
+
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to engines; they belong to the running event loop."""
+        if self._open is None:
+            self._open = open_session()
+        return self._open
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        if self._open is not None:
+            await self._open.close()
+            self._open = None
+
+    def app(
+        self,
+        beside: Callable[[], list[Awaitable[Any]]],
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> Starlette:
+        """The ASGI application. ``beside``: its background tasks; ``before``: awaited before it starts."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            if before is not None:
+                await before()
+            tasks = [asyncio.ensure_future(one) for one in beside()]
+            for task in tasks:
+                task.add_done_callback(_log_task_failure)
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self.close()
+
+        generating = {api.value: AsgiEndpoint(self.generation.route(api)) for api in ClientApi}
+        # Also in the router: it answers other methods and knows its mount point.
+        relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
+        return GatewayApplication(
+            generating,
+            routes=[*relayed, *self._routes()],
+            lifespan=lifespan,
+            exception_handlers={HTTPException: unknown_route_response, Exception: internal_error_response},
+        )
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._guard(self._models, _openai_error)),
+            Route("/tokenize", self._guard(self._anywhere, _openai_error), methods=["POST"]),
+            Route("/detokenize", self._guard(self._anywhere, _openai_error), methods=["POST"]),
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/metrics", self._metrics),
+            Route(f"{PREFIX}/events", self._guard(self._events), methods=["POST"]),
+            Route(f"{PREFIX}/capabilities", self._guard(self._capabilities)),
+            Route(f"{PREFIX}/programs", self._guard(self._programs)),
+            Route(f"{PREFIX}/programs/{{program_id:path}}", self._guard(self._program)),
+            Route(f"{PREFIX}/graphs", self._guard(self._graphs)),
+            Route(f"{PREFIX}/graphs/{{graph_hash}}", self._guard(self._graph)),
+            Route(f"{PREFIX}/stats", self._guard(self._stats)),
+            Route(f"{PREFIX}/decisions", self._guard(self._decisions)),
+            Route(f"{PREFIX}/moves", self._guard(self._moves)),
+            Route(f"{PREFIX}/replicas", self._guard(self._replica_list)),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/drain", self._guard(self._drain), methods=["POST"]),
+            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", self._guard(self._stay), methods=["POST"]),
+        ]
+
+    # -- access -------------------------------------------------------------------
+
+    def _guard(self, handle: Handler, words: Callable[[ApiError], Response] = ApiError.response) -> Handler:
+        """Check the key before the body is read, and format errors."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                if self._is_admin(request):
+                    request.state.tenant = None
+                else:
+                    request.state.tenant = self._tenants.of(
+                        request.headers.get("authorization"), request.headers.get("x-api-key")
+                    )
+                    if request.state.tenant is None:
+                        challenge = {"WWW-Authenticate": "Bearer"}
+                        next_step = "send one of the gateway's keys"
+                        self.metrics.refused(INVALID_KEY)
+                        raise ApiError(401, "missing or unknown API key", next_step, challenge)
+                response = await handle(request)
+            except ApiError as failure:
+                response = words(failure)
+            except Exception:
+                self.metrics.refused(GATEWAY_FAILED)
+                raise
+            response.headers.setdefault(GATEWAY, "1")
+            return response
+
+        return guarded
+
+    def _is_admin(self, request: Request) -> bool:
+        key = self.options.admin_key
+        scheme, _, shown = (request.headers.get("authorization") or "").partition(" ")
+        return (
+            key is not None
+            and scheme.lower() == "bearer"
+            and hmac.compare_digest(shown.encode(), key.encode())
+        )
+
+    def _only_admin(self, request: Request) -> None:
+        if request.state.tenant is not None and (self._tenants.checks or self.options.admin_key is not None):
+            raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
+
+    def _tenant(self, request: Request) -> str:
+        tenant: str | None = request.state.tenant
+        return tenant if tenant is not None else "admin"
+
+    def _shown(self, request: Request) -> str | None:
+        """The client's key as sent to engines; an operator's key is for the gateway alone."""
+        return request.headers.get("authorization") if request.state.tenant is not None else None
+
+    # -- routes of engines ------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        found = await self._overview.first("/v1/models", self._shown(request))
+        if found is None:
+            raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+        return Response(found.body, media_type="application/json")
+
+    async def _anywhere(self, request: Request) -> Response:
+        """Routes that any engine can answer."""
+        keeps_key = request.state.tenant is not None
+        return await self._any.answer(request, self._tenant(request), keeps_key=keeps_key)
+
+    async def _health(self, request: Request) -> Response:
+        """200 if some replica is healthy; with pairs, if each role has an engine that takes requests."""
+        states = await self.routing_backend.replicas()
+        up = sum(state.health != "suspect" for state in states)
+        roles = self._roles(states)
+        told = {"replicas": len(states), "up": up, "waiting": self.metrics.waiting, **(roles or {})}
+        return _json(told, 200 if up and (roles is None or all(roles.values())) else 503)
+
+    def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
+        """Engines that take requests, by role; ``None``: engines have no roles."""
+        engines = [state for state in states if isinstance(state, PairEngineStatus)]
+        if not engines and not self.options.in_pairs:
+            return None
+        return {
+            role.value: sum(state.role == role.value and state.health == "up" for state in engines)
+            for role in PairRole
+        }
+
+    async def _metrics(self, request: Request) -> Response:
+        states = await self.routing_backend.replicas()
+        return Response(
+            self.metrics.exposition(states, self.routing_backend.shares_used()),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    # -- routes of the gateway -----------------------------------------------------
+
+    async def _events(self, request: Request) -> Response:
+        body = await read_body(request, MAX_BATCH_BYTES)
+        try:
+            batch = decode_batch(body)
+        except WireError as error:
+            raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
+        outcomes = await self.forwarder.came(batch, self._tenant(request), self._shown(request))
+        return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
+
+    async def _capabilities(self, request: Request) -> Response:
+        found = await self._overview.capabilities(self._shown(request))
+        if not found:
+            raise ApiError(
+                503, "no engine answers that speaks sojourn", "try again soon", {"Retry-After": "2"}
+            )
+        return _json({**found, "cluster_policy": self.options.policy})
+
+    async def _programs(self, request: Request) -> Response:
+        limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
+        status = request.query_params.get("status")
+        if status is not None:
+            raise ApiError(
+                400,
+                f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
+                f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
+            )
+        known = [
+            place
+            for place in await self.routing_backend.programs()
+            if request.state.tenant in (None, place.tenant)
+        ]
+        return _json({"programs": known[:limit], "shown": min(limit, len(known)), "total": len(known)})
+
+    async def _program(self, request: Request) -> Response:
+        program_id = request.path_params["program_id"]
+        for place in await self.routing_backend.programs():
+            if place.program_id != program_id or request.state.tenant not in (None, place.tenant):
+                continue
+            told = None
+            replica = place.replica or self.routing_backend.answered_by(place.tenant, program_id)
+            if replica is not None:
+                path = f"{PREFIX}/programs/{_quoted(self.forwarder.names.of(place.tenant, program_id))}"
+                told = await self._overview.one(replica, path, self._shown(request))
+            engine = told.document if told is not None else None
+            if engine is not None:
+                shows_all = request.state.tenant is None
+                engine = self.forwarder.names.answer(place.tenant, engine, shows_all=shows_all)
+            return _json({**msgspec.to_builtins(place), "engine": engine})
+        raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+
+    async def _graphs(self, request: Request) -> Response:
+        self._only_admin(request)
+        return _json(await self._overview.graphs(self._shown(request)))
+
+    async def _graph(self, request: Request) -> Response:
+        self._only_admin(request)
+        path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
+        found = await self._overview.first(path, self._shown(request))
+        if found is None:
+            raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
+        return Response(found.body, media_type=found.media_type)
+
+    async def _stats(self, request: Request) -> Response:
+        self._only_admin(request)
+        told = await self._overview.ask(f"{PREFIX}/stats", self._shown(request))
+        return _json(
+            {
+                "replicas": await self.routing_backend.replicas(),
+                "engines": told.documents,
+                "stock": told.stock,
+                "silent": told.silent,
+            }
+        )
+
+    async def _decisions(self, request: Request) -> Response:
+        self._only_admin(request)
+        name = request.query_params.get("replica")
+        if name is None and len(self.replicas.engines()) > 1:
+            known = ", ".join(one.replica_id for one in self.replicas)
+            raise ApiError(
+                400,
+                "each replica has its own decisions, and none is named",
+                f"add replica=NAME to the query; replicas are: {known}",
+            )
+        replica = self._replica(name)
+        query = "&".join(
+            f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
+        )
+        path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
+        accept = request.headers.get("accept")
+        found = await self._overview.one(
+            replica.replica_id,
+            path,
+            self._shown(request),
+            headers={"Accept": accept} if accept is not None else None,
+        )
+        if found is None:
+            raise ApiError(503, "this replica does not answer", "try again soon", {"Retry-After": "2"})
+        told_by = {REPLICA: replica.replica_id}
+        return Response(found.body, found.status, told_by, media_type=found.media_type)
+
+    async def _moves(self, request: Request) -> Response:
+        since = _number(request, "since", 0, 0, 2**63 - 1)
+        limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
+        moves, following = self.metrics.moves(since, limit, request.state.tenant)
+        return _json({"moves": moves, "next": following})
+
+    async def _replica_list(self, request: Request) -> Response:
+        states = await self.routing_backend.replicas()
+        missing = self.monitor.missing() if self.monitor is not None else []
+        refused = self.monitor.refused() if self.monitor is not None else {}
+        told: dict[str, Any] = {"policy": self.options.policy, "replicas": states, "missing": missing}
+        roles = self._roles(states)
+        if roles is not None:
+            told["pairs"] = roles
+        if self.options.read_side is not None:
+            told["read_side"] = self.options.read_side
+        return _json({**told, "refused": refused} if refused else told)
+
+    async def _drain(self, request: Request) -> Response:
+        return await self._say_of(request, routing_events.ReplicaDrainStarted)
+
+    async def _stay(self, request: Request) -> Response:
+        """Cancel a drain."""
+        return await self._say_of(request, routing_events.ReplicaDrainCancelled)
+
+    async def _say_of(
+        self,
+        request: Request,
+        event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
+    ) -> Response:
+        if self.options.admin_key is None:
+            raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
+        if request.state.tenant is not None:
+            raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
+        replica = self._replica(request.path_params["replica"])
+        self.routing_backend.tell(event(replica.replica_id))
+        logger.info("%s: %s", replica.replica_id, event.__name__)
+        states = await self.routing_backend.replicas()
+        if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
+            logger.warning("every replica is drained or gone: requests wait until one is available")
+        return _json(_state_of(states, replica.replica_id))
+
+    def _replica(self, name: str | None) -> ReplicaAddress:
+        address = self.replicas.get(name) if name is not None else next(iter(self.replicas), None)
+        if address is None:
+            known = ", ".join(one.replica_id for one in self.replicas) or "none yet"
+            raise ApiError(404, "no such replica here", f"replicas are: {known}")
+        return address
+
+    # -- internals ----------------------------------------------------------------
+
+    def _told(self, told: ControlAction) -> None:
+        if isinstance(told, routing_events.ReleaseProgramKv):
+            self._migrator.left(told)
+        elif self.monitor is not None:
+            self.monitor.probe(told)
+
+    def _description_of(self, replica_id: str) -> Any:
+        return self.monitor.description_of(replica_id) if self.monitor is not None else None
+
+
+def _openai_error(failure: ApiError) -> Response:
+    """Format an error of an engine's route as engines do."""
+    text = f"{failure.message}; {failure.next_step}"
+    code = INVALID_KEY if failure.status == 401 else "gateway_refused"
+    body = error_body(None, failure.status, code, text)
+    return Response(body, failure.status, failure.headers, media_type="application/json")
+
+
+def _log_task_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("a background task of the gateway failed; restart it", exc_info=task.exception())
+
+
+def _json(document: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(document), status, media_type="application/json")
+
+
+def _state_of(states: Any, replica_id: str) -> ReplicaStatus | None:
+    return next((state for state in states if state.replica == replica_id), None)
+
+
+def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise ApiError(400, f"{name} is {text[:40]!r}", f"expected a whole number from {least} to {most}")
+    return value
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")

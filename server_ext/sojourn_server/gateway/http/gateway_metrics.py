@@ -1,0 +1,211 @@
+"""The gateway's Prometheus metrics, and a log of recent moves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from ...routing import routing_events
+from ...routing.routing_status import PairEngineStatus, ReplicaStatus
+from .error_responses import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
+
+MAX_LOGGED_MOVES = 10_000
+_WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_HEALTH_LABELS = ("up", "draining", "suspect")
+
+
+class ProgramMove(msgspec.Struct, frozen=True):
+    """A program moved to another replica."""
+
+    number: int
+    unix_s: float
+    program_id: str
+    tenant: str
+    moved_from: str
+    moved_to: str
+    reason: str
+    kv: str
+    """Fate of its KV: ``shared`` (the new replica finds it on the shared disk) or ``recomputed``."""
+    waited_s: float
+    """Seconds that its request waited for KV to be written."""
+    left_because: str = ""
+    """Why it had to leave, ``drain`` or ``failed``; empty: it could have stayed, see ``reason``."""
+
+
+class GatewayMetrics:
+    """Metrics of one gateway. Names and labels as in ``docs/metrics.md``; ids are never labels."""
+
+    def __init__(self, reasons: Iterable[str] = (), clock: Callable[[], float] = time.time) -> None:
+        """``reasons``: all known reasons of a ``SendRequest``; their counters start at 0, so that ``rate()``
+        sees the first increment."""
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
+        self._number = 0
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
+
+        self._requests = counter(
+            "requests", "Requests sent to a replica, by the reason for which one.", "reason"
+        )
+        self._refused = counter(
+            "refused", "Requests answered by the gateway with an error, by its code.", "code"
+        )
+        self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
+        self._recalled = counter("recalls", "Requests taken back from a replica for somebody more urgent.")
+        self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
+        for reason in reasons:
+            self._requests.labels(reason)
+            self._moved.labels(reason)
+        for code in {*routing_events.REJECTION_CODES, *GATEWAY_ERROR_CODES, *LATE_ERROR_CODES}:
+            self._refused.labels(code)
+        self._waits = Histogram(
+            "sojourn_gateway_wait_seconds",
+            "Time that requests waited at the gateway before they were sent.",
+            buckets=_WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.waiting = 0
+        """Requests that are at no replica; the only sign of requests without room or without a replica."""
+        self._waiting = gauge("waiting", "Requests that wait at the gateway, for one replica or for any.")
+        self._waiting.set_function(lambda: self.waiting)
+        self._load = gauge("replica_load", "Share of a replica that requests in flight use.", "replica")
+        self._in_flight = gauge(
+            "replica_in_flight", "Requests sent to a replica and not answered.", "replica"
+        )
+        self._queued = gauge("replica_queued", "Requests that wait at the gateway for a replica.", "replica")
+        self._homed = gauge("replica_programs", "Programs at home at a replica.", "replica")
+        self._room = gauge(
+            "replica_room_tokens", "KV that the programs at home leave of all tiers of a replica.", "replica"
+        )
+        self._health = gauge("replica_health", "1 for what is believed of a replica.", "replica", "health")
+        self._role = gauge(
+            "replica_role",
+            "1 for what a replica does of requests that are prefilled and decoded apart, and where it is.",
+            "replica", "role", "node",
+        )  # fmt: skip
+        self._link = gauge(
+            "link_queued_seconds",
+            "What waits for a link of a replica's, as it told last, in seconds.",
+            "replica", "link",
+        )  # fmt: skip
+        self._balance = gauge("load_spread", "Load of the most loaded replica less that of the least loaded.")
+        self._use = gauge(
+            "tenant_use_ratio", "What a tenant's requests in flight use of its share.", "tenant"
+        )
+        self._shown: set[str] = set()
+        self._shown_pairs: set[tuple[Gauge, tuple[str, ...]]] = set()
+        """Label sets of roles and links."""
+        self._users: set[str] = set()
+
+    # -- events ---------------------------------------------------------------------
+
+    def sent(self, reason: str, waited_s: float) -> None:
+        """A replica answers a request."""
+        self._requests.labels(reason).inc()
+        self._waits.observe(waited_s)
+
+    def refused(self, code: str) -> None:
+        """The gateway rejected a request by itself."""
+        self._refused.labels(code).inc()
+
+    def decided(self, action: routing_events.AnyRoutingAction) -> None:
+        """Count an action of the core."""
+        if isinstance(action, routing_events.RejectRequest):
+            self._refused.labels(action.code).inc()
+        elif isinstance(action, routing_events.RecallRequest):
+            self._recalled.inc()
+
+    def moved(
+        self,
+        tenant: str,
+        program_id: str,
+        moved_from: str,
+        moved_to: str,
+        reason: str,
+        kv: str,
+        waited_s: float,
+        left_because: str = "",
+    ) -> None:
+        """Record a move, when the first request at the new home is sent."""
+        self._moved.labels(reason).inc()
+        self._moves.append(
+            ProgramMove(
+                self._number, self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
+                round(waited_s, 4), left_because,
+            )
+        )  # fmt: skip
+        self._number += 1
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """Count a request as waiting for a decision."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+    def cut(self) -> None:
+        """An answer was cut off."""
+        self._cut.inc()
+
+    # -- queries --------------------------------------------------------------------
+
+    def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
+        """Moves from number ``since`` on, and the next number; with a tenant, only its own."""
+        found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
+            :limit
+        ]
+        return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
+
+    def exposition(self, replicas: Sequence[ReplicaStatus], uses: dict[str, float]) -> bytes:
+        """All metrics in Prometheus' text format. ``uses``: by tenant, usage ÷ share."""
+        for state in replicas:
+            self._load.labels(state.replica).set(state.load)
+            self._in_flight.labels(state.replica).set(state.in_flight)
+            self._queued.labels(state.replica).set(state.queued)
+            self._homed.labels(state.replica).set(state.programs)
+            self._room.labels(state.replica).set(state.room_tokens)
+            for health in _HEALTH_LABELS:
+                self._health.labels(state.replica, health).set(float(health == state.health))
+        self._show_pairs([state for state in replicas if isinstance(state, PairEngineStatus)])
+        loads = [state.load for state in replicas]
+        self._balance.set(max(loads) - min(loads) if loads else 0.0)
+        names = {state.replica for state in replicas}
+        for gone in self._shown - names:
+            for gauge in (self._load, self._in_flight, self._queued, self._homed, self._room):
+                gauge.remove(gone)
+            for health in _HEALTH_LABELS:
+                self._health.remove(gone, health)
+        self._shown = names
+        for tenant in self._users - uses.keys():
+            self._use.labels(tenant).set(0.0)
+        self._users |= uses.keys()
+        for tenant, use in uses.items():
+            self._use.labels(tenant).set(use)
+        return generate_latest(self.registry)
+
+    def _show_pairs(self, replicas: Sequence[PairEngineStatus]) -> None:
+        shown: dict[tuple[Gauge, tuple[str, ...]], float] = {
+            (self._role, (state.replica, state.role, state.node)): 1.0 for state in replicas
+        }
+        for state in replicas:
+            for name, link in state.links.items():
+                if link.queued_s is not None:
+                    shown[self._link, (state.replica, name)] = link.queued_s
+        for gauge, labels in self._shown_pairs - shown.keys():
+            gauge.remove(*labels)
+        for (gauge, labels), value in shown.items():
+            gauge.labels(*labels).set(value)
+        self._shown_pairs = {*shown}

@@ -1,0 +1,234 @@
+"""The parts of a generation request that routing needs: its program, its length, whether it streams.
+
+The body goes on to the engine byte for byte. Only the members below are read, and none of them decides which
+tenant is charged.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import msgspec
+from sojourn.hints import AgenticContext
+from sojourn.wire import Outcome
+
+from ...core.request_hint import clipped
+from ...core.request_identity import CONTEXT_KEY, read_identity
+from .client_apis import ClientApi
+
+MAX_TOKENS = 2**31
+PREFIX_PIECE_BYTES = 1024
+"""About 16 of vLLM's blocks."""
+SESSION_KEY = "session_id"
+"""Member of a body, or of its ``vllm_xargs``, that names a program without a hint."""
+
+
+class InvalidGenerationRequest(ValueError):
+    """The body is not a request of this API; the text says what was wrong and what was expected."""
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+    model: str | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    session_id: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    previous_response_id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """A parsed request."""
+
+    stream: bool
+    model: str | None
+    program_id: str | None
+    context: AgenticContext | None
+    prompt: tuple[msgspec.Raw, ...]
+    """The parts of the body that form the prompt, roughly in order."""
+    prompt_tokens: int | None
+    """Count of a prompt given as token ids; ``None``: only the engine knows."""
+    output_tokens: int
+    """Maximum or expected length of the answer; 0: not given."""
+    previous_response_id: str | None = None
+    has_bad_hint: bool = False
+    """Its hint cannot be read."""
+    names_session: bool = False
+    """The body names its program outside the hint."""
+    is_batch: bool = False
+    """Several prompts; ``prompt_tokens`` is their sum."""
+
+    @property
+    def is_exact(self) -> bool:
+        """``prompt_tokens`` have to fit into one context."""
+        return self.prompt_tokens is not None and not self.is_batch
+
+    def of(self, body: bytes) -> GenerationRequest:
+        """This request with another body that has the same prompt. It references that body instead of the
+        earlier one."""
+        return msgspec.structs.replace(self, prompt=_prompt(_decoder.decode(body)))
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Length of the prompt as JSON."""
+        return sum(len(bytes(part)) for part in self.prompt)
+
+    def prefix(self) -> tuple[int, ...]:
+        """Rolling hashes of the prompt's pieces; a shorter last piece is left out.
+
+        Two prompts may have equal hashes: they only estimate what an engine has.
+        """
+        text = b"".join(bytes(part) for part in self.prompt)
+        chain, found = 0, []
+        for start in range(0, len(text) - PREFIX_PIECE_BYTES + 1, PREFIX_PIECE_BYTES):
+            chain = zlib.crc32(text[start : start + PREFIX_PIECE_BYTES], chain)
+            found.append(chain)
+        return tuple(found)
+
+    @property
+    def parent_id(self) -> str | None:
+        """The program that started this one."""
+        return self.context.parent_program_id if self.context is not None else None
+
+    @property
+    def agent_type(self) -> str | None:
+        """The program's agent type."""
+        own = self.context.sojourn if self.context is not None else None
+        return clipped(own.agent_type) if own is not None else None
+
+    @property
+    def is_last(self) -> bool:
+        """The client declares this to be the program's last turn."""
+        own = self.context.sojourn if self.context is not None else None
+        return own is not None and own.final
+
+
+def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
+    """``session``: the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
+
+    If several names of the program are given, the engine's order applies: hint, body, header, ``vllm_xargs``
+    (vLLM, ``_get_session_id``).
+    """
+    try:
+        read = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
+    # vLLM neither reads nor forwards this member of a messages request.
+    own = read.session_id if api is not ClientApi.MESSAGES else None
+    beside = read.vllm_xargs.get(SESSION_KEY) if read.vllm_xargs else None
+    named = next((name for name in (own, session, beside) if isinstance(name, str) and name), None)
+    identity = read_identity(named, read.vllm_xargs)
+    expected = identity.context.expected_output_length if identity.context is not None else None
+    told = (expected, read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    return GenerationRequest(
+        read.stream in (True, "true", "True", "1"),
+        read.model,
+        identity.program_id,
+        identity.context,
+        _prompt(read),
+        _count_ids(bytes(read.prompt)) if api is ClientApi.COMPLETIONS else None,
+        # A number that no context holds would only make messages to a coordinator longer.
+        min(MAX_TOKENS, next((count for count in told if _is_count(count)), 0)),
+        read.previous_response_id,
+        identity.outcome is Outcome.REJECTED,
+        read.session_id is not None or beside is not None,
+        _has_repeated_key(bytes(memoryview(read.prompt)[:64])),
+    )
+
+
+def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """The members of a JSON object. Raises ``InvalidGenerationRequest``: names that the parser skipped may be
+    invalid text."""
+    try:
+        return _members.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidGenerationRequest(
+            f"the body has an object whose members cannot be read: {error}"
+        ) from None
+
+
+def without_identity(body: bytes) -> bytes:
+    """A parsed request without its program. All other members stay byte for byte. Raises
+    ``InvalidGenerationRequest``."""
+    document = members_of(body)
+    document.pop(SESSION_KEY, None)
+    xargs = document.get("vllm_xargs")
+    if xargs is not None and bytes(xargs).startswith(b"{"):
+        members = members_of(xargs)
+        if [members.pop(name, None) for name in (CONTEXT_KEY, SESSION_KEY)] != [None, None]:
+            document["vllm_xargs"] = _raw(members)
+    return msgspec.json.encode(document)
+
+
+def with_names(
+    body: bytes, of: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
+) -> bytes:
+    """A parsed request with its sessions mapped by ``of`` and the members of its hint changed by ``change``
+    (``None``: it has no hint). Of a repeated member the last counts. Raises ``InvalidGenerationRequest``.
+    """
+    document = members_of(body)
+    _rename_session(document, of)
+    xargs = document.get("vllm_xargs")
+    if xargs is not None and bytes(xargs).startswith(b"{"):
+        members = members_of(xargs)
+        _rename_session(members, of)
+        hint = members.pop(CONTEXT_KEY, None)
+        if change is not None and hint is not None:
+            members[CONTEXT_KEY] = _changed(hint, change)
+        document["vllm_xargs"] = _raw(members)
+    return msgspec.json.encode(document)
+
+
+def with_hint(body: bytes, change: Callable[[dict[str, msgspec.Raw]], None]) -> bytes:
+    """A parsed request with the members of its hint changed by ``change``. Raises
+    ``InvalidGenerationRequest``."""
+    return with_names(body, str, change)
+
+
+def _changed(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
+    text: str = msgspec.json.decode(hint, type=str)
+    found = members_of(text.encode("utf-8", "replace"))
+    change(found)
+    return _raw(msgspec.json.encode(found).decode())
+
+
+def _rename_session(members: dict[str, msgspec.Raw], of: Callable[[str], str]) -> None:
+    raw = members.get(SESSION_KEY)
+    if raw is not None and bytes(raw).startswith(b'"'):
+        members[SESSION_KEY] = _raw(of(msgspec.json.decode(raw, type=str)))
+
+
+def _has_repeated_key(prompt: bytes) -> bool:
+    return prompt.startswith(b"[") and prompt[1:].lstrip().startswith(b"[")
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _prompt(read: _Body) -> tuple[msgspec.Raw, ...]:
+    return (read.tools, read.system, read.instructions, read.messages, read.input, read.prompt)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _count_ids(prompt: bytes) -> int | None:
+    # The JSON is valid. Reading millions of numbers one by one would block other clients.
+    if not prompt.startswith(b"[") or b'"' in prompt:
+        return None  # one or several texts
+    return prompt.count(b",") + 1 if any(48 <= byte <= 57 for byte in prompt[:64]) else 0

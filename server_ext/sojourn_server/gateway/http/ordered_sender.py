@@ -1,0 +1,122 @@
+"""Sends events to one engine in order, in batches of the size that it accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from sojourn.wire import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    WIRE_VERSION,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    encode,
+)
+
+ANSWER_TIMEOUT_S = 5.0
+MAX_QUEUED_EVENTS = 4096
+"""Queue limit per engine; further events are dropped."""
+STALE_S = 2 * ANSWER_TIMEOUT_S
+"""Events that waited longer are dropped: the engine does not accept any."""
+_ENVELOPE_BYTES = 64
+
+PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
+"""Posts a batch to a URL with an authorization; ``None``: no answer."""
+
+
+def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
+    """Split into batches that an engine accepts. An event that is too long gets a batch of its own."""
+    room_bytes = MAX_BATCH_BYTES - len(encode(batch.emitter)) - _ENVELOPE_BYTES
+    part: list[msgspec.Raw] = []
+    size = 0
+    for raw in batch.events:
+        length = len(bytes(raw)) + 1
+        if part and (size + length > room_bytes or len(part) >= MAX_BATCH_EVENTS):
+            yield msgspec.structs.replace(batch, events=part)
+            part, size = [], 0
+        part.append(raw)
+        size += length
+    if part:
+        yield msgspec.structs.replace(batch, events=part)
+
+
+async def post_all(
+    post: PostEvents, url: str, batch: EventBatch, authorization: str | None
+) -> list[EventOutcome | None]:
+    """One outcome per event, ``None`` if there was no answer; after that nothing more is sent."""
+    outcomes: list[EventOutcome | None] = []
+    for part in split_batch(batch):
+        answered = await post(url, part, authorization)
+        if answered is None or len(answered) != len(part.events):
+            break
+        outcomes += answered
+    return outcomes + [None] * (len(batch.events) - len(outcomes))
+
+
+@dataclass(slots=True)
+class _QueuedEvents:
+    events: list[msgspec.Raw]
+    authorization: str | None
+    at_s: float
+    said: asyncio.Future[bool]
+
+
+class OrderedSender:
+    """Queue of the gateway's own events for one engine."""
+
+    def __init__(
+        self, url: str, emitter: str, post: PostEvents, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._url = url
+        self._emitter = emitter
+        self._post = post
+        self._clock = clock
+        self._words: deque[_QueuedEvents] = deque()
+        self._last: asyncio.Future[bool] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the queue is empty."""
+        return self._task is None
+
+    def say(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
+        """Queue events; the result tells whether the engine accepted them."""
+        said: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if len(self._words) >= MAX_QUEUED_EVENTS:
+            said.set_result(False)
+            return said
+        self._words.append(_QueuedEvents(events, authorization, self._clock(), said))
+        self._last = said
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+        return said
+
+    async def silence(self) -> None:
+        """Wait until all queued events were sent, or the engine does not accept any."""
+        if self._last is not None and not self._last.done():
+            await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)
+
+    async def _run(self) -> None:
+        try:
+            while self._words:
+                word = self._words.popleft()
+                heard = False
+                try:
+                    if self._clock() - word.at_s < STALE_S:
+                        batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=word.events)
+                        outcomes = await post_all(self._post, self._url, batch, word.authorization)
+                        heard = all(
+                            one is not None and one.outcome is not Outcome.REJECTED for one in outcomes
+                        )
+                finally:
+                    if not word.said.done():
+                        word.said.set_result(heard)
+        finally:
+            self._task = None

@@ -1,0 +1,271 @@
+"""Polls prefill and decode engines: their roles, whether they fit each other, their links."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import aiohttp
+from sojourn.wire import CAPABILITIES_PATH
+
+from ...routing import routing_events
+from ...routing.routing_events import PairRole
+from ...routing.routing_status import LinkStats
+from .engine_monitor import POLL_S, EngineDescription, EngineMonitor, MonitoredEngine, parse_json_object
+from .pair_capabilities import (
+    STATS_PATH,
+    InvalidPairEngine,
+    PairCapabilities,
+    parse_link_stats,
+    parse_pair_capabilities,
+)
+from .pair_description import (
+    EngineCompatibility,
+    PairEngineDescription,
+    describe_pair,
+    dominant_compatibility,
+    incompatibility,
+    nic_queue_event,
+    registration_event,
+)
+from .replica_addresses import ReplicaAddresses, rank_addresses
+from .routing_backend import RoutingBackend
+
+logger = logging.getLogger(__name__)
+
+
+class PairMonitor(EngineMonitor):
+    """Registers the prefill and decode engines at given addresses.
+
+    An engine that cannot be in a pair is sent nothing, and the log says so once. The served kind of model and
+    KV is that of most engines at the start. It may change until pairs exist, and afterwards only when all
+    engines of that kind are gone.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, PairRole],
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        engine_key: str | None = None,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """``roles``: the configured role at each address."""
+        super().__init__(roles, routing_backend, replicas, session, engine_key=engine_key, poll_s=poll_s)
+        self._tell = routing_backend.tell
+        self._roles = dict(roles)
+        self._kind: EngineCompatibility | None = None
+        self._had_pair = False
+        """Both roles of that kind were present at once."""
+        self._refused: dict[str, str] = {}
+        self._instances: dict[str, str] = {}
+        """By replica, the last registered instance."""
+        self._links: dict[str, dict[str, LinkStats]] = {}
+        """By address, the last report."""
+        self._said: tuple[int, int] | None = None
+        """Accepted engines of each role in the last log line."""
+        self._looks = 0
+        """Running polls of all engines: until they end, no engine is registered."""
+
+    async def look(self) -> None:
+        """Poll all engines once, then choose the kind that is served."""
+        self._looks += 1
+        try:
+            await super().look()
+        finally:
+            self._looks -= 1
+        if self._looks:
+            return
+        for watched in self._watched.values():
+            self._take(watched)
+        self._log_pairs()
+
+    def _log_pairs(self) -> None:
+        """Log the number of accepted engines, if it changed."""
+        found = Counter(self._roles[url] for url in self._taken())
+        named = Counter(self._roles.values())
+        counts = found[PairRole.PREFILL], found[PairRole.DECODE]
+        if counts == self._said:
+            return
+        self._said = counts
+        logger.info(
+            "pairs: %d of %d prefill and %d of %d decode engines are here",
+            found[PairRole.PREFILL],
+            named[PairRole.PREFILL],
+            found[PairRole.DECODE],
+            named[PairRole.DECODE],
+        )
+
+    def refused(self) -> Mapping[str, str]:
+        """Addresses of engines that answer and are sent nothing, with the reasons."""
+        return dict(self._refused)
+
+    def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
+        """An engine's last report of its links, by name; empty: none."""
+        address = self._replicas.get(replica_id)
+        return self._links.get(address.url, {}) if address is not None else {}
+
+    # -- polling ------------------------------------------------------------------
+
+    def _read(
+        self, capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+    ) -> EngineDescription:
+        return describe_pair(capabilities, metrics, models, life)
+
+    async def _ask_more(self, watched: MonitoredEngine) -> None:
+        known = watched.description
+        if not isinstance(known, PairEngineDescription):
+            return
+        url = watched.url
+        answers = await asyncio.gather(self._text(url + CAPABILITIES_PATH), self._text(url + STATS_PATH))
+        (status, capabilities), (_, stats) = answers
+        if status == 200:
+            try:
+                paths = parse_pair_capabilities(parse_json_object(capabilities))
+            except InvalidPairEngine:
+                paths = None
+            if _same_engine(known.paths, paths):
+                watched.description = dataclasses.replace(known, paths=paths)  # with its current speed
+            else:
+                described = await self._describe(watched)
+                if described is not None:
+                    self._described(watched, described)
+        links = parse_link_stats(parse_json_object(stats))
+        if links is not None:
+            self._links[url] = links
+
+    # -- results ------------------------------------------------------------------
+
+    def _log_engine_up(self, url: str, described: EngineDescription) -> None:
+        """Logged when it is known whether the engine is accepted."""
+
+    def _seen(self, watched: MonitoredEngine) -> None:
+        if not self._looks:
+            self._take(watched)
+            self._log_pairs()
+
+    def _take(self, watched: MonitoredEngine) -> None:
+        told = watched.description
+        if not isinstance(told, PairEngineDescription):
+            return
+        url, paths = watched.url, told.paths
+        why = self._why_not(url, told)
+        if why or paths is None:
+            self._refuse(watched, why)
+            return
+        self._refused.pop(url, None)
+        [address] = watched.places or rank_addresses(url, 1)
+        if self._replicas.get(address.replica_id) is None:
+            logger.info(
+                "%s is up: a %s engine at node %s, KV for %d tokens",
+                url, paths.role.value, paths.node, told.capacity_tokens,
+            )  # fmt: skip
+        watched.places = [address]
+        self._replicas.add(address)
+        self._instances[address.replica_id] = told.instance
+        self._tell(registration_event(address.replica_id, told, paths))
+        self._report_nic_queue(paths.node)
+
+    def _report_nic_queue(self, node: str) -> None:
+        """Engines of a node share its NIC: report the sum of their queues."""
+        event = nic_queue_event(
+            node, [self._links.get(url, {}) for url in self._taken() if self._node(url) == node]
+        )
+        if event is not None:
+            self._tell(event)
+
+    def _why_not(self, url: str, told: PairEngineDescription) -> str:
+        """Why an engine is not accepted; empty: it is."""
+        paths, role = told.paths, self._roles[url]
+        if told.unfit or paths is None:
+            return told.unfit
+        if paths.role is not role:
+            return f"it is a {paths.role.value} engine; expected a {role.value} engine, as which it is named"
+        ours = self._kind
+        alike = [
+            other
+            for other in self._taken()
+            if (kind := self._kind_of(other)) is not None
+            and ours is not None
+            and not incompatibility(kind, ours)
+        ]
+        if len({self._roles[other] for other in alike}) == len(PairRole):
+            self._had_pair = True
+        elif not alike or not self._had_pair:
+            self._kind, self._had_pair = self._most_common(), False
+        if told.kind is None or self._kind is None:
+            return ""
+        return incompatibility(told.kind, self._kind)
+
+    def _most_common(self) -> EngineCompatibility | None:
+        """The dominant kind among suitable engines, in the configured order; ``None``: there are none."""
+        fit = [
+            (kind, role)
+            for url, role in self._roles.items()
+            if (kind := self._kind_of(url)) is not None and self._has_role(url, role)
+        ]
+        return dominant_compatibility(fit, self._kind)
+
+    def _refuse(self, watched: MonitoredEngine, why: str) -> None:
+        for address in watched.places:
+            self._replicas.remove(address.replica_id)
+            instance = self._instances.pop(address.replica_id, None)
+            if instance is not None:  # the engine may have been restarted since
+                self._tell(routing_events.ReplicaGone(address.replica_id, instance, "refused"))
+        watched.places = []
+        if self._refused.get(watched.url) != why:
+            logger.warning("%s is sent nothing: %s", watched.url, why)
+            self._refused[watched.url] = why
+
+    def _gone(self, watched: MonitoredEngine, reason: str) -> None:
+        was_there = watched.description is not None
+        super()._gone(watched, reason)
+        self._refused.pop(watched.url, None)
+        self._links.pop(watched.url, None)
+        if was_there and not self._looks:
+            self._log_pairs()
+
+    def _without(self, watched: MonitoredEngine) -> str:
+        role = self._roles[watched.url]
+        if any(self._roles[url] is role for url in self._taken() if url != watched.url):
+            return f"other {role.value} engines go on"
+        return f"no {role.value} engine is left, requests are refused until one comes"
+
+    # -- other engines ------------------------------------------------------------
+
+    def _taken(self) -> Iterable[str]:
+        """Addresses of accepted engines."""
+        return [
+            url
+            for url, watched in self._watched.items()
+            if any(self._replicas.get(address.replica_id) is not None for address in watched.places)
+        ]
+
+    def _description(self, url: str) -> PairEngineDescription | None:
+        told = self._watched[url].description
+        return told if isinstance(told, PairEngineDescription) and not told.unfit else None
+
+    def _kind_of(self, url: str) -> EngineCompatibility | None:
+        told = self._description(url)
+        return told.kind if told is not None else None
+
+    def _has_role(self, url: str, role: PairRole) -> bool:
+        told = self._description(url)
+        return told is not None and told.paths is not None and told.paths.role is role
+
+    def _node(self, url: str) -> str | None:
+        told = self._description(url)
+        return told.paths.node if told is not None and told.paths is not None else None
+
+
+def _same_engine(known: PairCapabilities | None, told: PairCapabilities | None) -> bool:
+    """Whether two reports describe the same engine, apart from its speed."""
+    if known is None or told is None:
+        return known is told
+    return dataclasses.replace(told, block_s=known.block_s) == known

@@ -1,0 +1,134 @@
+"""Events inside a request's hint: they go to their programs' homes, wherever the request goes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from sojourn.events import AnyEvent
+from sojourn.hints import AgenticContext
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireError, decode_event
+
+from .generation_request import with_hint
+from .program_event_records import RecordedEvent
+
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class PiggybackTarget(Protocol):
+    """Records and forwards the events."""
+
+    def piggyback(
+        self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
+    ) -> RecordedEvent | None:
+        """Record an event that travels in a request to its program's replica; returns the record."""
+        ...
+
+    def named(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """An event with the engine's names."""
+        ...
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """The replica that is a program's home."""
+        ...
+
+    def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
+        """Forward events whose replica is another one."""
+        ...
+
+
+class PiggybackedEvents:
+    """The events of one request, over all its attempts."""
+
+    def __init__(
+        self,
+        forwarder: PiggybackTarget,
+        tenant: str,
+        program_id: str | None,
+        context: AgenticContext,
+        authorization: str | None,
+        *,
+        fits: bool = True,
+    ) -> None:
+        """``context``: the client's hint. ``tenant``, ``authorization``: of the client. ``program_id``: the
+        request's program; ``None``: none, whatever its hint says. ``fits``: the events fit into the hint in
+        the engines' form; otherwise all of them are forwarded."""
+        self._forwarder = forwarder
+        self._tenant = tenant
+        self._authorization = authorization
+        self._program_id = program_id
+        self._implicit = context.program_id if program_id is None else None
+        own = context.sojourn
+        self._emitter = own.emitter if own is not None else None
+        # Engines reject events without an emitter, and batches above this size.
+        counts = (
+            self._emitter is not None and 0 < len(self._emitter.encode("utf-8", "replace")) <= MAX_ID_BYTES
+        )
+        self._events: list[tuple[msgspec.Raw, AnyEvent | None]] = [
+            (raw, _read(raw)) for raw in (own.events if own is not None and counts else ())
+        ][:MAX_BATCH_EVENTS]
+        self._fits = fits
+        self._noted: set[int] = set()
+        self.kept: set[RecordedEvent] = set()
+        """Records of the events: a replica that gets the request need not be sent them again."""
+        for _, event in self._events:
+            if fits and event is not None and event.program_id == program_id:
+                self._note(event)
+
+    def _note(self, event: AnyEvent) -> None:
+        if id(event) in self._noted or event.program_id == self._implicit:
+            return
+        self._noted.add(id(event))
+        own = event.program_id == self._program_id
+        kept = self._forwarder.piggyback(self._tenant, event, self._authorization, own=own)
+        if kept is not None:
+            self.kept.add(kept)
+
+    def towards(self, replica_id: str, body: bytes) -> bytes:
+        """The body for this replica, with the events that may travel there; the others are removed and
+        forwarded. ``body``: the client's, or an earlier result."""
+        staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
+        leaving: list[msgspec.Raw] = []
+        for raw, event in self._events:
+            if self._fits and (event is None or self._belongs_to(event, replica_id)):
+                staying.append((raw, event))
+                if event is not None:
+                    self._note(event)
+            else:
+                leaving.append(raw)
+        if len(staying) == len(self._events):
+            return body
+        self._events = staying
+        if leaving and self._emitter is not None:
+            batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=leaving)
+            self._forwarder.forward(batch, self._tenant, self._authorization)
+        return with_events(body, [self._forwarder.named(self._tenant, raw) for raw, _ in staying])
+
+    def _belongs_to(self, event: AnyEvent, replica_id: str) -> bool:
+        program_id = event.program_id
+        home = self._forwarder.home(self._tenant, program_id)
+        # Events without a home wait for one; a process that is no program will never have one.
+        return (
+            program_id == self._program_id
+            or home == replica_id
+            or (home is None and program_id == self._implicit)
+        )
+
+
+def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
+    """A request with these events in its hint."""
+
+    def change(hint: dict[str, msgspec.Raw]) -> None:
+        own = _members.decode(hint["sojourn"])
+        own["events"] = msgspec.Raw(msgspec.json.encode(events))
+        hint["sojourn"] = msgspec.Raw(msgspec.json.encode(own))
+
+    return with_hint(body, change)
+
+
+def _read(raw: msgspec.Raw) -> AnyEvent | None:
+    try:
+        return decode_event(raw)
+    except WireError:
+        return None  # the engine reports the error

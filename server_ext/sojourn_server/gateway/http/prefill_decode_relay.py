@@ -1,0 +1,133 @@
+"""The bodies of a request's two stages: one engine computes the prompt, another writes the answer.
+
+Each engine gets the client's body with a few members changed. ``kv_transfer_params`` is vLLM's member for
+transfers; the prefill engine's value of it goes unchanged to the decode engine.
+
+Some requests have no first stage. For several prompts, several answers or a beam, vLLM creates several
+requests itself; and what it reports about a prompt it has to compute itself. No single context would serve
+them, so the decode engine computes all of such a request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .client_apis import ClientApi
+from .generation_request import InvalidGenerationRequest, members_of, without_identity
+
+TRANSFER = "kv_transfer_params"
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LENGTH_FIELDS = {
+    ClientApi.CHAT: ("max_completion_tokens", "max_tokens"),
+    ClientApi.COMPLETIONS: ("max_tokens",),
+    ClientApi.RESPONSES: ("max_output_tokens",),
+    ClientApi.MESSAGES: ("max_tokens",),
+}
+"""Members that bound an answer; the first of them is always set."""
+_ANSWER_FIELDS = (
+    "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
+    "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
+)  # fmt: skip
+"""Members that concern only an answer, and could forbid one of a single token."""
+
+
+class _BodyFields(msgspec.Struct):
+    """Members that show that a request has no single context, or that the decode engine computes all."""
+
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
+
+
+_parts = msgspec.json.Decoder(_BodyFields)
+_several = msgspec.json.Decoder(list[msgspec.Raw])
+_ABSENT = (b"", b"null")
+
+
+def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
+    """The body for the decode engine if the request has no first stage; ``None``: it has one.
+
+    ``body`` has been parsed. Raises ``InvalidGenerationRequest``.
+    """
+    if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
+        return None  # these APIs have one prompt and one answer
+    try:
+        parts = _parts.decode(body)
+        several = _has_several_prompts(memoryview(parts.prompt)) if api is ClientApi.COMPLETIONS else False
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
+    # A count of another type, such as a text, is left to the decode engine.
+    divided = (
+        all(count is None or (type(count) is int and count <= 1) for count in (parts.n, parts.best_of))
+        and parts.use_beam_search in (None, False)
+        and parts.prompt_logprobs is None
+        and parts.echo in (None, False)
+        and (api is not ClientApi.COMPLETIONS or bytes(memoryview(parts.prompt_embeds)[:4]) in _ABSENT)
+        and not several
+    )
+    return None if divided else _without_transfer(members_of(body))
+
+
+def _has_several_prompts(prompt: memoryview) -> bool:
+    """Whether a prompt is several texts or lists of token ids."""
+    start = bytes(prompt[:64])
+    inner = start[1:].lstrip() if start.startswith(b"[") else b""
+    return inner[:1] in (b'"', b"[", b"{") and len(_several.decode(prompt)) > 1
+
+
+def prefill_body(
+    api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
+) -> bytes:
+    """The body for the prefill engine: no program, an answer of one token, and the destination of its KV.
+
+    ``transfer``: a unique name. ``peer``: address of the decode engine's traffic manager. ``epoch``: its
+    expected instance; empty: any. ``decode_share``: part of the stored prompt that the decode engine's node
+    reads. ``body`` has been parsed. Raises ``InvalidGenerationRequest``.
+    """
+    document = members_of(without_identity(body))
+    for name in _ANSWER_FIELDS:
+        document.pop(name, None)
+    first, *others = _LENGTH_FIELDS[api]
+    document[first] = _raw(1)
+    for name in others:
+        document.pop(name, None)
+    document["stream"] = _raw(False)
+    if api is ClientApi.RESPONSES:
+        document["store"] = _raw(False)
+    told = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_share": decode_share}
+    document[TRANSFER] = _raw({**told, "epoch": epoch} if epoch else told)
+    return msgspec.json.encode(document)
+
+
+def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
+    """Where the prefill engine says that the KV is; ``None``: nowhere, so it is no prefill engine."""
+    try:
+        found = _members.decode(answer).get(TRANSFER)
+        told = msgspec.json.decode(found) if found is not None else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return told if isinstance(told, dict) and told.get("do_remote_prefill") is True else None
+
+
+def decode_body(body: bytes, told: dict[str, Any]) -> bytes:
+    """The body for the decode engine: the client's, with the place of its KV. A client's own value is
+    removed: it could name memory of others. Raises ``InvalidGenerationRequest``."""
+    return _without_transfer(members_of(body), told)
+
+
+def _without_transfer(document: dict[str, msgspec.Raw], told: dict[str, Any] | None = None) -> bytes:
+    for name in (TRANSFER, "ec_transfer_params"):
+        document.pop(name, None)
+    if told is not None:
+        document[TRANSFER] = _raw(told)
+    return msgspec.json.encode(document)
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

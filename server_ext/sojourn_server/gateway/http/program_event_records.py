@@ -1,0 +1,200 @@
+"""Programs' events that may have to be sent to another engine, bounded in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
+from sojourn.events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
+
+MAX_RECORDED_PROGRAMS = 50_000
+MAX_TOTAL_GRAPH_BYTES = 32 << 20
+"""Limit for graphs as JSON."""
+MAX_UNDELIVERED_EVENTS = 64
+"""Events kept per program that no engine has received."""
+MAX_RUNNING_TOOLS = 64
+EVENTS_PER_PROGRAM = 4
+"""A program with more events counts as several."""
+
+Key = tuple[str, str]
+"""Tenant and program id."""
+ReplicaInstance = tuple[str, str]
+"""A replica and its instance."""
+
+Value = TypeVar("Value")
+
+
+class TenantBoundedCache(Generic[Value]):
+    """Values by tenant and name, of bounded weight: the tenant with most loses its oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: dict[str, OrderedDict[str, tuple[Value, int]]] = {}
+        self._weights: dict[str, int] = {}
+        self._weight = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def get(self, key: Key) -> Value | None:
+        """``None``: not in the cache."""
+        of_tenant = self._of.get(key[0])
+        held = of_tenant.get(key[1]) if of_tenant is not None else None
+        return held[0] if held is not None else None
+
+    def put(self, key: Key, value: Value, weight: int) -> None:
+        """Insert as the tenant's newest."""
+        self.pop(key)
+        self._of.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
+        self._add(key[0], weight)
+        while self._weight > self._most:
+            tenant = max(self._weights, key=lambda one: (self._weights[one], one))
+            self.pop((tenant, next(iter(self._of[tenant]))))
+
+    def pop(self, key: Key) -> Value | None:
+        """Remove a value."""
+        of_tenant = self._of.get(key[0])
+        held = of_tenant.pop(key[1], None) if of_tenant is not None else None
+        if held is None:
+            return None
+        self._add(key[0], -held[1])
+        if not of_tenant:
+            del self._of[key[0]], self._weights[key[0]]
+        return held[0]
+
+    def _add(self, tenant: str, weight: int) -> None:
+        self._weights[tenant] = self._weights.get(tenant, 0) + weight
+        self._weight += weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedEvent:
+    """An event and its time of arrival, without the text of a graph."""
+
+    event: AnyEvent
+    at_s: float
+    in_full: bool = True
+    """False: it had only the hash of its graph."""
+
+
+@dataclass(slots=True, eq=False)
+class ProgramEventRecord:
+    """The events of one program."""
+
+    authorization: str | None
+    start: RecordedEvent | None = None
+    graph: RecordedEvent | None = None
+    tools: dict[str, RecordedEvent] = field(default_factory=dict)
+    """Running tools."""
+    undelivered: list[RecordedEvent] = field(default_factory=list)
+    """Tool events that arrived while it had no home."""
+    place: ReplicaInstance | None = None
+    """The replica that has received all of this; ``None``: none has."""
+    missed: int = 0
+    """Number of changes that its place has not received."""
+    telling: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
+    """The replica that is being sent the events."""
+    again_s: float = 0.0
+    """Not sent again before this time: an engine has just not accepted them."""
+
+    def has_unsent(self, place: ReplicaInstance | None = None) -> None:
+        """Mark the record as incomplete at all engines, or at one."""
+        if place is None or place == self.place:
+            self.place = None
+            self.missed += 1
+
+    def events_to_send(self, riding: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
+        """Events for an engine that has none. ``riding``: events that it receives anyway."""
+        later = set(self.undelivered)
+        tools = [one for one in self.tools.values() if one not in later]
+        every = (self.start, self.graph, *tools, *self.undelivered)
+        return [one for one in every if one is not None and one not in riding]
+
+
+class ProgramEventRecords:
+    """Records of all programs."""
+
+    def __init__(
+        self, *, most_programs: int = MAX_RECORDED_PROGRAMS, most_graphs_bytes: int = MAX_TOTAL_GRAPH_BYTES
+    ) -> None:
+        self._programs: TenantBoundedCache[ProgramEventRecord] = TenantBoundedCache(most_programs)
+        self._graphs: TenantBoundedCache[bytes] = TenantBoundedCache(most_graphs_bytes)
+        """JSON by tenant and hash: programs with the same graph share it."""
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(self, key: Key) -> ProgramEventRecord | None:
+        """``None``: no events, or forgotten."""
+        return self._programs.get(key)
+
+    def forget(self, key: Key) -> bool:
+        """Remove a program that ended; returns whether it was known."""
+        return self._programs.pop(key) is not None
+
+    def graph(self, tenant: str, graph_hash: str) -> msgspec.Raw | None:
+        """A graph's JSON; ``None``: never received in full, or forgotten."""
+        text = self._graphs.get((tenant, graph_hash))
+        return msgspec.Raw(text) if text is not None else None
+
+    def note(
+        self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
+    ) -> RecordedEvent | None:
+        """Record an event; returns the record. ``delivered``: an engine receives it now."""
+        told = self._programs.get(key)
+        if isinstance(event, (Heartbeat, ProgramEnd)):
+            return None
+        if told is None:
+            told = ProgramEventRecord(authorization)
+        told.authorization = authorization
+        kept = RecordedEvent(
+            self._bounded(key[0], event), now_s, not isinstance(event, AegReport) or bool(event.graph)
+        )
+        if isinstance(event, ProgramStart):
+            told.start = kept
+        elif isinstance(event, AegReport):
+            told.graph = kept
+        else:
+            self._note_tool(told, event, kept, delivered)
+        if not delivered:
+            told.has_unsent()
+        weight = 1 + (len(told.tools) + len(told.undelivered)) // EVENTS_PER_PROGRAM
+        self._programs.put(key, told, weight)
+        return kept
+
+    def _note_tool(
+        self, told: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
+    ) -> None:
+        call, starts = event.call_id, isinstance(event, ToolStart)
+        if not starts:
+            told.tools.pop(call, None)
+        elif call in told.tools or len(told.tools) < MAX_RUNNING_TOOLS:
+            told.tools[call] = kept
+        # Repeated, or a start whose stop an engine receives now: sent later, the tool would run for ever.
+        told.undelivered = [
+            one
+            for one in told.undelivered
+            if one.event.call_id != call  # type: ignore[union-attr]
+            or (not delivered and isinstance(one.event, ToolStart) and not starts)
+        ]
+        if not delivered:
+            told.undelivered = [*told.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
+
+    def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
+        if isinstance(event, AegReport) and event.graph is not None:
+            text = encode(event.graph)
+            if len(text) <= MAX_GRAPH_BYTES:  # engines reject longer ones
+                self._graphs.put((tenant, event.graph_hash), text, len(text))
+            return msgspec.structs.replace(event, graph=None)
+        if isinstance(event, AegReport):
+            text = self._graphs.get((tenant, event.graph_hash)) or b""
+            if text:
+                self._graphs.put((tenant, event.graph_hash), text, len(text))  # keep it recent
+        if isinstance(event, ToolStop) and len(event.status) > MAX_EVENT_NAME_BYTES:
+            return msgspec.structs.replace(event, status="error")
+        return event

@@ -1,0 +1,172 @@
+"""Maps clients' program ids to engines' names. An engine has one program per id for all tenants. So with
+several tenants, a program's name there starts with its tenant: ``research/agent-1``.
+
+Clients and the gateway itself use only ids. With one tenant, names and ids are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_CONTEXT_BYTES
+
+from .generation_request import GenerationRequest, members_of, with_names
+from .program_event_records import Key, TenantBoundedCache
+
+MOST_TAG_BYTES = 64
+"""Longest tenant name that is used as it is."""
+PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
+"""Members of hints, events and engines' answers that name programs."""
+FOREIGN_PROGRAM_ID = "another"
+"""Replaces another tenant's program in an engine's answer."""
+MAX_SHORTENED_IDS = 50_000
+"""Remembered ids that are too long for an engine's name."""
+_ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
+_NO_EVENTS = b',"events":[]'
+_HASH_MARK = "#"
+"""Marks a digest of a long id; quoted names do not contain it."""
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class ProgramIdMapper:
+    """Names of the programs of these tenants."""
+
+    def __init__(self, tenants: Collection[str]) -> None:
+        self.apart = len(tenants) > 1
+        """Names contain the tenant."""
+        self._only = next(iter(tenants), "")
+        self._tenants = {_tag(tenant): tenant for tenant in tenants}
+        self._cut: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
+        """Ids by their shortened forms."""
+        self._lock = threading.Lock()
+        """Large requests are renamed in threads."""
+
+    def of(self, tenant: str, program_id: str) -> str:
+        """The engine's name of a program. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays as it is."""
+        if not self.apart or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
+            return program_id
+        tag = _tag(tenant)
+        name = f"{tag}/{program_id}"
+        if len(_bytes(name)) <= MAX_ID_BYTES:
+            return name
+        cut = _HASH_MARK + _digest(program_id)
+        with self._lock:
+            self._cut.put((tenant, cut), program_id, 1)
+        return f"{tag}/{cut}"
+
+    def key(self, name: str) -> Key | None:
+        """Tenant and id of an engine's name; ``None``: of no tenant here. A shortened id that has not been
+        used lately stays shortened."""
+        if not self.apart:
+            return (self._only, name)
+        tag, _, program_id = name.partition("/")
+        tenant = self._tenants.get(tag)
+        if tenant is None or not program_id:
+            return None
+        with self._lock:
+            return (tenant, self._cut.get((tenant, program_id)) or program_id)
+
+    def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
+        """An event in the engines' form; anything else stays as it is."""
+        if not self.apart:
+            return raw
+        try:
+            event = _members.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return raw
+        self._rename(tenant, event)
+        return msgspec.Raw(msgspec.json.encode(event))
+
+    def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
+        """A request's body in the engines' form, and whether the events in its hint still fit; otherwise they
+        are removed. A hint that cannot be read is removed: an engine might read it. Raises
+        ``InvalidGenerationRequest``."""
+        has_hint = question.context is not None
+        if not self.apart or not (has_hint or question.has_bad_hint or question.names_session):
+            return body, True
+        fits = True
+
+        def change(hint: dict[str, msgspec.Raw]) -> None:
+            nonlocal fits
+            self._rename(tenant, hint)
+            own = members_of(hint["sojourn"]) if bytes(hint.get("sojourn", b"")).startswith(b"{") else {}
+            if "events" in own:
+                events = msgspec.json.decode(own["events"], type=list[msgspec.Raw])
+                own["events"] = _raw([self.event(tenant, raw) for raw in events])
+                hint["sojourn"] = _raw(own)
+                if len(msgspec.json.encode(hint)) > MAX_CONTEXT_BYTES:
+                    fits = False
+                    del own["events"]
+                    hint["sojourn"] = _raw(own)
+            _shorten(hint, own, MAX_CONTEXT_BYTES if fits else MAX_CONTEXT_BYTES - len(_NO_EVENTS))
+
+        return with_names(body, lambda name: self.of(tenant, name), change if has_hint else None), fits
+
+    def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
+        """An engine's answer about a tenant's program, with the tenant's own ids.
+
+        Programs of other tenants are anonymous in it, or with ``shows_all`` keep the engine's name.
+        """
+
+        def named(name: str) -> str:
+            key = self.key(name)
+            if key is not None and key[0] == tenant:
+                return key[1]
+            return name if shows_all else FOREIGN_PROGRAM_ID
+
+        def told(value: Any) -> Any:
+            if isinstance(value, list):
+                return [told(one) for one in value]
+            if not isinstance(value, dict):
+                return value
+            return {
+                name: named(one) if name in _ID_FIELDS and isinstance(one, str) else told(one)
+                for name, one in value.items()
+            }
+
+        found: dict[str, Any] = told(document) if self.apart else document
+        return found
+
+    def _rename(self, tenant: str, members: dict[str, msgspec.Raw]) -> None:
+        for name in PROGRAM_ID_FIELDS:
+            raw = members.get(name)
+            if raw is not None and bytes(raw).startswith(b'"'):
+                members[name] = _raw(self.of(tenant, msgspec.json.decode(raw, type=str)))
+
+
+def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
+    """Longer ids may push a hint over its limit, and engines ignore such a hint: remove its longest other
+    members. ``own``: the members of its ``sojourn``."""
+    while len(msgspec.json.encode(hint)) > most_bytes:
+        of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]
+        of_both += [(own, name) for name in own.keys() - {"v"}]
+        if not of_both:
+            return
+        members, name = max(of_both, key=lambda one: (len(bytes(one[0][one[1]])), one[1]))
+        del members[name]
+        if own:
+            hint["sojourn"] = _raw(own)
+
+
+def _tag(tenant: str) -> str:
+    """A unique prefix per tenant, without a slash."""
+    quoted = quote(tenant, safe="", errors="replace")
+    return quoted if len(quoted) <= MOST_TAG_BYTES else _HASH_MARK + _digest(tenant)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(_bytes(text)).hexdigest()[:32]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

@@ -1,0 +1,218 @@
+"""Moves programs to other replicas, with their state, and with their KV if that is cheaper than computing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from ...routing import routing_events
+from .engine_monitor import EngineDescription
+from .event_forwarder import EventForwarder
+from .gateway_metrics import GatewayMetrics
+from .piggybacked_events import PiggybackedEvents
+from .program_event_records import Key
+from .replica_addresses import ReplicaAddresses
+
+LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
+"""Bounds for waiting until KV is written: a few steps of the old engine at least; after the upper bound it is
+computed instead."""
+RELEASE_DELAY_S = 30.0
+"""Delay of the release at an old engine, if no request of the program follows elsewhere."""
+MAX_RELEASE_ATTEMPTS = 4
+"""Such delays for a program whose new home is gone."""
+STORE_POLL_S = 0.02
+COMPUTED_TOKENS_PER_S = 5_000.0
+"""Assumed prefill speed: waiting longer for KV than computing it takes does not pay."""
+_TIMEOUT = aiohttp.ClientTimeout(total=MOST_WAIT_S)
+
+
+class _StoredKv(msgspec.Struct):
+    """A replica's answer about a program's KV that is being written."""
+
+    context_tokens: int = 0
+    stored_tokens: int = 0
+    pending_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _PendingRelease:
+    """A replica that has not been told to release a program."""
+
+    left: routing_events.ReleaseProgramKv
+    timer: asyncio.TimerHandle | None = None
+    times: int = 0
+    """Expired timers."""
+
+
+_decoder = msgspec.json.Decoder(_StoredKv)
+
+
+class ProgramMigrator:
+    """Carries out moves. A move cannot fail: missing KV is computed again."""
+
+    def __init__(
+        self,
+        forwarder: EventForwarder,
+        replicas: ReplicaAddresses,
+        description_of: Callable[[str], EngineDescription | None],
+        session: Callable[[], aiohttp.ClientSession],
+        metrics: GatewayMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._forwarder = forwarder
+        self._replicas = replicas
+        self._description_of = description_of
+        self._session = session
+        self._metrics = metrics
+        self._clock = clock
+        self._leaving: dict[Key, list[_PendingRelease]] = {}
+        """Pending releases, oldest first."""
+        self._waiting: Counter[Key] = Counter()
+        """Requests that wait for a replica."""
+        forwarder.description_of = description_of
+
+    @contextlib.contextmanager
+    def waits(self, key: Key) -> Iterator[None]:
+        """While a request waits for its replica, its program's KV elsewhere is kept."""
+        self._waiting[key] += 1
+        try:
+            yield
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    async def goes(
+        self,
+        key: Key,
+        replica_id: str,
+        moved_from: str | None,
+        reason: str,
+        authorization: str | None,
+        riding: PiggybackedEvents | None = None,
+        *,
+        left_because: str = "",
+    ) -> None:
+        """Prepare a program's next request for a replica. Returns when it may be sent.
+
+        ``moved_from``: its former home, if another. ``authorization``: for requests to engines. ``riding``:
+        events inside the request. ``left_because``: why it could not stay.
+        """
+        self._stay(key, replica_id)
+        # After two moves without a request in between, its KV is still at the first home.
+        leaving = self._leaving.get(key)
+        moved_from = leaving[0].left.replica_id if leaving else moved_from
+        try:
+            telling = self._forwarder.before(key, replica_id, riding)
+            if moved_from is None or moved_from == replica_id:
+                await telling
+            else:
+                moving = self._move(key, moved_from, replica_id, reason, authorization, left_because)
+                await asyncio.gather(telling, moving)
+        finally:
+            self._leave(key, authorization)
+
+    async def _move(
+        self,
+        key: Key,
+        moved_from: str,
+        moved_to: str,
+        reason: str,
+        authorization: str | None,
+        left_because: str,
+    ) -> None:
+        began_s = self._clock()
+        stored = False
+        old, new = self._description_of(moved_from), self._description_of(moved_to)
+        if old is not None and new is not None and old.shares_disk and new.shares_disk:
+            stored = await self._written_out(key, moved_from, authorization)
+        waited_s = self._clock() - began_s
+        kv = "shared" if stored else "recomputed"
+        self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
+
+    def left(self, left: routing_events.ReleaseProgramKv) -> None:
+        """Release a program's KV at a replica, once what moves with it is written."""
+        key = (left.tenant, left.program_id)
+        self._stay(key, left.replica_id)
+        one = _PendingRelease(left)
+        self._leaving.setdefault(key, []).append(one)
+        self._wait_on(key, one)
+
+    def _wait_on(self, key: Key, one: _PendingRelease) -> None:
+        one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._late, key, one)
+
+    def _late(self, key: Key, one: _PendingRelease) -> None:
+        """The timer expired without a request of the program."""
+        one.times += 1
+        # A program without a home may have lost it with a replica, and return to where its KV is.
+        is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
+        if key in self._waiting or is_homeless:
+            self._wait_on(key, one)
+        else:
+            self._say(key, one, None)
+
+    def _leave(self, key: Key, authorization: str | None) -> None:
+        for one in list(self._leaving.get(key, ())):
+            self._say(key, one, authorization)
+
+    def _say(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
+        self._drop(key, one)
+        home_id = self._forwarder.home(*key)
+        if home_id == one.left.replica_id:
+            return
+        old, home = self._replicas.get(one.left.replica_id), self._replicas.get(home_id)
+        if old is not None and home is not None and old.url == home.url:
+            return  # all ranks of an engine get the same message
+        self._forwarder.left(one.left, authorization)
+
+    def _stay(self, key: Key, replica_id: str) -> None:
+        """Cancel a release: the program is back."""
+        for one in list(self._leaving.get(key, ())):
+            if one.left.replica_id == replica_id:
+                self._drop(key, one)
+
+    def _drop(self, key: Key, one: _PendingRelease) -> None:
+        if one.timer is not None:
+            one.timer.cancel()
+        every = self._leaving.get(key, [])
+        if one in every:
+            every.remove(one)
+        if not every:
+            self._leaving.pop(key, None)
+
+    async def _written_out(self, key: Key, moved_from: str, authorization: str | None) -> bool:
+        """Wait, as long as that pays, until most of a program's KV is on the shared disk; True if it is."""
+        address = self._replicas.get(moved_from)
+        if address is None:
+            return False
+        url = f"{address.url}/sojourn/v1/programs/{quote(self._forwarder.names.of(*key), safe='')}/persist"
+        began_s = self._clock()
+        while True:
+            stored = await self._ask(url, authorization)
+            if stored is None or not stored.context_tokens:
+                return False
+            if not stored.pending_tokens:
+                return stored.stored_tokens * 2 >= stored.context_tokens
+            worth_s = stored.context_tokens / COMPUTED_TOKENS_PER_S
+            worth_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, worth_s))
+            if self._clock() - began_s >= worth_s:
+                return False
+            await asyncio.sleep(STORE_POLL_S)
+
+    async def _ask(self, url: str, authorization: str | None) -> _StoredKv | None:
+        headers = {"Authorization": authorization} if authorization is not None else {}
+        try:
+            async with self._session().post(url, headers=headers, timeout=_TIMEOUT) as answer:
+                body = await answer.read()
+                return _decoder.decode(body) if answer.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError):
+            return None

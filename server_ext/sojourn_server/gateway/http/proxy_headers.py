@@ -1,0 +1,93 @@
+"""Headers that are forwarded: all but those of a single connection (RFC 9110 §7.6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from multidict import CIMultiDict
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+SESSION = "X-Session-ID"
+RANK = "X-data-parallel-rank"
+REPLICA = "X-Sojourn-Replica"
+"""In every answer of an engine: the replica that gave it."""
+GATEWAY = "X-Sojourn-Gateway"
+"""In every answer of the gateway itself: a proxy in front of it may answer 404 or 503 too."""
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+_SERVER_HEADERS = frozenset((b"date", b"server"))
+# The gateway reads the body, so it answers length and expectation itself; it chooses the rank; and the coding
+# of an answer is settled between gateway and engine.
+_CONSUMED_HEADERS = frozenset(b"host content-length expect accept-encoding x-data-parallel-rank".split())
+
+
+def engine_request_headers(
+    headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
+) -> CIMultiDict[str]:
+    """Headers for the engine. ``key``: replaces the client's key. ``session``: replaces its program id;
+    ``None``: none is sent."""
+    headers = list(headers)
+    dropped = _HOP_BY_HOP | _CONSUMED_HEADERS | _connection_headers(headers) | {SESSION.lower().encode()}
+    if key is not None:
+        dropped |= {b"authorization", b"x-api-key"}
+    passed: CIMultiDict[str] = CIMultiDict(
+        (name.decode("latin-1"), _utf8_roundtrip(value))
+        for name, value in headers
+        if name.lower() not in dropped
+    )
+    passed["Accept-Encoding"] = "identity"
+    if key is not None:
+        passed["Authorization"] = f"Bearer {key}"
+    if rank is not None:
+        passed[RANK] = str(rank)
+    if session is not None:
+        passed[SESSION] = _utf8_roundtrip(session.encode("latin-1"))
+    return passed
+
+
+def without_credentials(headers: RawHeaders) -> RawHeaders:
+    """Without the key, for an operator's request: that key is for the gateway alone."""
+    return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
+
+
+def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
+    """Headers of an engine's answer, for the client."""
+    headers = list(headers)
+    dropped = _HOP_BY_HOP | _SERVER_HEADERS | _connection_headers(headers)
+    passed = [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
+    passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
+    return passed
+
+
+def _utf8_roundtrip(value: bytes) -> str:
+    """Text that encodes to the same bytes in UTF-8."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def first_value(headers: RawHeaders, name: bytes) -> str | None:
+    """The first value of a lower-case name, one character per byte, as engines read it."""
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def _connection_headers(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Names that the ``Connection`` header restricts to this connection."""
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name.lower() == b"connection":
+            named.update(part.strip().lower() for part in value.split(b","))
+    return frozenset(named)
+
+
+def decoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """In ASGI's form."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,473 @@
+"""One proxied request: submitted, sent, retried elsewhere if needed, and its answer passed back.
+
+A request has one stage, or two where engines prefill or decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+from multidict import CIMultiDict
+
+from ...routing import routing_events
+from ...routing.routing_events import RequestFinished, SendRequestToPair
+from . import proxy_headers
+from .client_apis import ClientApi, error_event
+from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
+from .error_responses import (
+    GATEWAY_FAILED,
+    REPLICA_LOST,
+    AsgiSend,
+    RequestRejected,
+    send_internal_error,
+    send_rejection,
+)
+from .event_forwarder import EventForwarder
+from .gateway_metrics import GatewayMetrics
+from .gateway_request_state import ClientDisconnected, GatewayRequestState
+from .generation_request import GenerationRequest, InvalidGenerationRequest
+from .piggybacked_events import PiggybackedEvents
+from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
+from .program_migrator import ProgramMigrator
+from .prompt_size_estimator import PromptSizeEstimator
+from .proxy_headers import RawHeaders
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .request_bodies import RequestBody
+from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
+from .routing_backend import RoutingBackend
+
+logger = logging.getLogger(__name__)
+BodyT = TypeVar("BodyT")
+
+AsgiScope = MutableMapping[str, Any]
+
+LARGE_BODY_BYTES = 1 << 20
+"""Larger bodies are processed in a thread, so that other answers go on."""
+SILENT_ENGINE_S = 5.0
+"""Silence after which the answer of a replica that counts as dead is given up."""
+MAX_RESPONSE_IDS = 100_000
+"""Remembered answers that a conversation may continue by id."""
+SESSION = proxy_headers.SESSION.lower().encode()
+
+
+class ProxyContext:
+    """What all requests of one gateway share."""
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        session: Callable[[], aiohttp.ClientSession],
+        forwarder: EventForwarder,
+        migrator: ProgramMigrator,
+        metrics: GatewayMetrics,
+        *,
+        engine_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engine_key``: sent to engines instead of the client's own."""
+        self.routing_backend = routing_backend
+        self.replicas = replicas
+        self.session = session
+        self.forwarder = forwarder
+        self.migrator = migrator
+        self.metrics = metrics
+        self.engine_key = engine_key
+        self.clock = clock
+        self.sizes = PromptSizeEstimator()
+        self.conversations: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """Program of an answer of the responses API, by tenant and answer id."""
+
+    async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
+        """Answer with an error of the gateway, and count it."""
+        if not refused.is_counted:
+            self.metrics.refused(refused.code)
+        await send_rejection(send, api, refused)
+
+    async def send_internal_error(self, send: AsgiSend, api: ClientApi) -> None:
+        """To be called in an ``except`` block, before anything was answered."""
+        self.metrics.refused(GATEWAY_FAILED)
+        await send_internal_error(send, api)
+
+
+class ParsedRequest(NamedTuple):
+    """A client's request."""
+
+    body: bytes
+    """In the engines' form."""
+    question: GenerationRequest
+    prefix: tuple[int, ...]
+    events_fit: bool
+    """The events of its hint are in the body."""
+
+
+class ProxyRequest:
+    """One request and its answer."""
+
+    def __init__(
+        self,
+        shared: ProxyContext,
+        api: ClientApi,
+        scope: AsgiScope,
+        send: AsgiSend,
+        tenant: str,
+        read: ParsedRequest,
+        held: RequestBody,
+    ) -> None:
+        self._shared = shared
+        self._api = api
+        self._scope = scope
+        self._to_client = send
+        self._tenant = tenant
+        self._body = read.body
+        self._held = held
+        question = read.question
+        raw: RawHeaders = scope["headers"]
+        session = proxy_headers.first_value(raw, SESSION)
+        program_id = question.program_id
+        if program_id is None and api is ClientApi.RESPONSES:
+            # An unnamed conversation is a program too: its engine has the earlier turns.
+            known = shared.conversations.get((tenant, question.previous_response_id or ""))
+            program_id = known or f"conversation-{secrets.token_hex(8)}"
+        self.question: GenerationRequest = question
+        self._program_id = program_id
+        self._session_header = shared.forwarder.names.of(tenant, session) if session is not None else None
+        self._asked_s = shared.clock()
+        hint = question.context
+        deadline_s = hint.deadline_seconds if hint is not None else None
+        self._piggybacked: PiggybackedEvents | None = None
+        if hint is not None and hint.sojourn is not None:
+            shown = proxy_headers.first_value(raw, b"authorization")
+            self._piggybacked = PiggybackedEvents(
+                shared.forwarder, tenant, program_id, hint, shown, fits=read.events_fit
+            )
+        self._meter = ResponseMeter(stream=question.stream)
+        self._is_given_answer = False
+        """Answered with status 200, completely or in part."""
+        self._is_answered = False
+        """Answered completely."""
+        self.has_begun = False
+        """The client has received something."""
+        self._sent_to: str | None = None
+        self._is_of_pair = False
+        """It was sent to a prefill and a decode engine."""
+        self._prefill_attempts = 0
+        """Attempts of the first stage."""
+        self._prefilled_tokens: int | None = None
+        """Prompt tokens as a prefill engine counted them."""
+        # Last: the core's decision is read by ``run``.
+        self.request_state: GatewayRequestState = shared.routing_backend.open(
+            routing_events.RequestReceived(
+                # Not the client's own id: two clients may use the same.
+                secrets.token_hex(12),
+                tenant,
+                shared.sizes.tokens(question),
+                program_id=program_id,
+                parent_id=question.parent_id,
+                agent_type=question.agent_type,
+                output_tokens=question.output_tokens,
+                deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
+                prefix=read.prefix,
+                exact=question.is_exact,
+            )
+        )
+
+    async def run(self) -> None:
+        """Run until the answer ends, in whatever way."""
+        routing_backend = self._shared.routing_backend
+        try:
+            await self._until_answered()
+        except RequestRejected as refused:
+            await self._shared.refuse(self._to_client, self._api, refused)
+        except InvalidGenerationRequest as error:
+            await self._shared.refuse(
+                self._to_client, self._api, RequestRejected(400, "bad_request", str(error))
+            )
+        except ClientDisconnected:
+            pass
+        except OSError:
+            pass  # the client disconnected: the server raises this on write
+        finally:
+            # After a newer decision the answering replica is not the core's: it ended wherever it is.
+            where = (
+                None if self.request_state.superseded or self.request_state.has_decision else self._sent_to
+            )
+            routing_backend.tell(self._ended(where))
+            routing_backend.close(self.request_state)
+        if self._program_id is not None and self.question.is_last and self._is_answered:
+            self._shared.forwarder.forget((self._tenant, self._program_id))
+            routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
+
+    def _ended(self, where: str | None) -> routing_events.RequestFinished:
+        name, written, answered = (
+            self.request_state.request_id,
+            self._meter.output_tokens,
+            self._is_given_answer,
+        )
+        counted = self._prompt_tokens if self._is_of_pair else None
+        if not counted:
+            return routing_events.RequestFinished(name, written, where, answered)
+        return RequestFinished(name, written, where, answered, counted)
+
+    @property
+    def _prompt_tokens(self) -> int | None:
+        """As an engine counted them; streams report it on demand, prefill engines always."""
+        return self._meter.prompt_tokens or self._prefilled_tokens
+
+    async def _until_answered(self) -> None:
+        while True:
+            with self._shared.metrics.waits(), self._waits():
+                decision = await self.request_state.next()
+            if isinstance(decision, routing_events.RejectRequest):
+                told = (decision.status, decision.code, decision.message, decision.retry_after_s)
+                raise RequestRejected(*told, is_counted=True)
+            if isinstance(decision, routing_events.AbortStream):
+                raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
+            if isinstance(decision, routing_events.RecallRequest):
+                continue  # the next decision follows
+            if await self._at(decision):
+                return
+
+    def _waits(self) -> contextlib.AbstractContextManager[None]:
+        if self._program_id is None:
+            return contextlib.nullcontext()
+        return self._shared.migrator.waits((self._tenant, self._program_id))
+
+    async def _at(self, decision: routing_events.SendRequest) -> bool:
+        """Get the answer from the chosen replica; False: another one will be chosen."""
+        shared = self._shared
+        self._sent_to = decision.replica_id
+        address = shared.replicas.get(decision.replica_id)
+        if address is None:
+            self._lost(decision.replica_id, "its address is not known", computing=False)
+            return False
+        waited_s = shared.clock() - self._asked_s
+        passed = proxy_headers.engine_request_headers(
+            self._scope["headers"], key=shared.engine_key, rank=address.rank, session=self._session_header
+        )
+        if self._program_id is not None:
+            await shared.migrator.goes(
+                (self._tenant, self._program_id),
+                decision.replica_id,
+                decision.moved_from,
+                decision.reason,
+                passed.get("Authorization"),
+                self._piggybacked,
+                left_because=decision.left_because,
+            )
+            if self.request_state.has_decision:
+                return False
+        if self._piggybacked is not None:
+            body = self._piggybacked.towards(decision.replica_id, self._body)
+            if body is not self._body:
+                self._body, self.question = body, self.question.of(body)
+                self._held.becomes(len(body))
+        try:
+            answer = await self.request_state.run_unless_decided(self._ask(decision, address, passed))
+        except ReplicaRequestError as error:
+            lost_id = error.replica_id or decision.replica_id
+            self._lost(lost_id, str(error), computing=error.computing)
+            return False
+        if answer is None:
+            return False
+        await self._pass_back(answer, decision, waited_s)
+        return True
+
+    async def _ask(
+        self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: CIMultiDict[str]
+    ) -> EngineAnswer:
+        if not isinstance(decision, SendRequestToPair):
+            return await self._post(address, passed, self._body)
+        self._is_of_pair = True
+        if self.question.previous_response_id is not None:
+            message = (
+                "previous_response_id: engines keep only their own answers, and each request goes to another "
+                "engine; expected the whole conversation in input"
+            )
+            raise RequestRejected(400, "bad_request", message)
+        body = await self._build_body(lambda: decode_only_body(self._api, self._body))
+        if body is not None:
+            self._shared.routing_backend.tell(
+                routing_events.PrefillFinished(self.request_state.request_id, decision.prefill_id)
+            )
+        else:
+            told = await self._prefill(decision)
+            if isinstance(told, EngineAnswer):
+                # The first engine to see a bad request answers it; nothing is stored.
+                self._sent_to = None
+                return told
+            body = await self._build_body(lambda: decode_body(self._body, told))
+        answer = await self._post(address, passed, body)
+        if is_engine_failure(answer):
+            # Another pair may succeed.
+            answer.response.close()
+            raise ReplicaRequestError(f"it failed, status {answer.response.status}", computing=True)
+        return answer
+
+    async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
+        """The first stage: where the KV is, or the engine's error answer. Raises ``ReplicaRequestError`` with
+        the replica that failed."""
+        shared, prefill_id = self._shared, pair.prefill_id
+        address = shared.replicas.get(prefill_id)
+        passed = proxy_headers.engine_request_headers(
+            self._scope["headers"],
+            key=shared.engine_key,
+            rank=address.rank if address is not None else None,
+            session=None,
+        )
+        self._prefill_attempts += 1
+        # An engine accepts a transfer's name once, and may still hold that of an earlier attempt.
+        transfer = f"{self.request_state.request_id}-{self._prefill_attempts}"
+        to = (transfer, pair.peer, pair.decode_share, pair.epoch)
+        body = await self._build_body(lambda: prefill_body(self._api, self._body, *to))
+        try:
+            if address is None:
+                raise ReplicaRequestError("its address is not known", computing=False)
+            answer = await self._post(address, passed, body)
+            status = answer.response.status
+            if status != 200 and not is_engine_failure(answer):
+                return answer
+            answer.response.close()
+            if status != 200:
+                raise ReplicaRequestError(f"it failed, status {status}", computing=True)
+            told = parse_transfer_params(answer.first)
+            if told is None:
+                raise ReplicaRequestError("it computed a prompt and reports no KV", computing=True)
+        except ReplicaRequestError as error:
+            error.replica_id = prefill_id
+            raise
+        self._prefilled_tokens = parse_prompt_tokens(answer.first)
+        shared.routing_backend.tell(routing_events.PrefillFinished(self.request_state.request_id, prefill_id))
+        return told
+
+    async def _build_body(self, make: Callable[[], BodyT]) -> BodyT:
+        """Build a body; of a large request in a thread."""
+        return make() if len(self._body) < LARGE_BODY_BYTES else await asyncio.to_thread(make)
+
+    async def _post(self, address: ReplicaAddress, passed: CIMultiDict[str], body: bytes) -> EngineAnswer:
+        query = self._scope.get("query_string", b"")
+        target = self._api.value + (f"?{query.decode('latin-1')}" if query else "")
+        with self._held.beside(0 if body is self._body else len(body)):
+            return await send_to_engine(self._shared.session(), address, "POST", target, passed, body)
+
+    def _lost(self, replica_id: str, why: str, *, computing: bool) -> None:
+        logger.warning("replica %s did not answer a request: %s", replica_id, why)
+        self._shared.routing_backend.tell(
+            routing_events.RequestFailed(self.request_state.request_id, replica_id, computing=computing)
+        )
+
+    async def _pass_back(
+        self, answer: EngineAnswer, decision: routing_events.SendRequest, waited_s: float
+    ) -> None:
+        """After the first byte the request cannot go to another replica."""
+        response, replica_id = answer.response, decision.replica_id
+        self.request_state.answered()
+        self.has_begun = True
+        self._is_given_answer = response.status == 200 and not is_engine_failure(answer)
+
+        def note() -> None:
+            self._shared.routing_backend.tell(
+                routing_events.FirstByteSent(self.request_state.request_id, replica_id)
+            )
+            self._shared.metrics.sent(decision.reason, waited_s)
+            self._meter.saw(answer.first)
+
+        # A complete answer goes to its client before it is recorded.
+        if answer.is_stream:
+            note()
+        try:
+            passed_back = proxy_headers.client_response_headers(response.raw_headers, replica_id)
+            await self._to_client(
+                {"type": "http.response.start", "status": response.status, "headers": passed_back}
+            )
+            is_whole = True
+            if answer.is_stream:
+                is_whole = await self._pass_stream(answer, replica_id)
+            else:
+                await self._to_client({"type": "http.response.body", "body": answer.first})
+            self._is_answered = self._is_given_answer and is_whole
+        finally:
+            if not answer.is_stream:
+                note()
+            # A connection with an unread rest cannot be reused; the engine sees it close and stops computing.
+            response.close()
+        self._learn(response.status)
+
+    async def _pass_stream(self, answer: EngineAnswer, replica_id: str) -> bool:
+        """Pass a stream on; True if it ended regularly."""
+        events = SseEventBuffer()
+        request_state, response = self.request_state, answer.response
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        is_writing = False
+
+        def look_again() -> None:
+            # A replica that counts as dead may finish an answer that it still writes. While the client reads
+            # nothing, no bytes are expected.
+            if request_state.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
+                response.close()  # reading fails then, as if the replica had closed it
+            else:
+                loop.call_later(SILENT_ENGINE_S, look_again)
+
+        request_state.on_change = look_again
+        if request_state.client_gone:
+            raise ClientDisconnected  # before ``on_change`` was set
+        if request_state.has_decision:
+            look_again()  # decided before ``on_change`` was set
+        chunk = answer.first
+        ended_well = False
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            while chunk:
+                whole = events.through(chunk)
+                if whole:
+                    is_writing = True
+                    await self._write(whole)
+                    is_writing, heard_s = False, loop.time()
+                chunk = await response.content.readany()
+                heard_s = loop.time()
+                self._meter.saw(chunk)
+            ended_well = response.content.at_eof() and response.content.exception() is None
+        if request_state.client_gone:
+            raise ClientDisconnected
+        if ended_well:
+            await self._to_client({"type": "http.response.body", "body": events.rest()})
+            return True
+        logger.warning("replica %s broke off an answer after its first byte", replica_id)
+        self._shared.metrics.cut()
+        self._shared.routing_backend.tell(
+            routing_events.RequestFailed(self.request_state.request_id, replica_id)
+        )
+        message = "the replica that was answering is gone; send the request again"
+        await self._to_client(
+            {"type": "http.response.body", "body": error_event(self._api, "replica_lost", message)}
+        )
+        return False
+
+    async def _write(self, chunk: bytes) -> None:
+        try:
+            await self._to_client({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ConnectionError:
+            raise ClientDisconnected from None
+
+    def _learn(self, status: int) -> None:
+        """Record the engine's count of the prompt, and the id of the answer."""
+        if status != 200:
+            return
+        told = self._prompt_tokens
+        if told is not None:
+            self._shared.sizes.told(self.question, told)
+        if self._api is ClientApi.RESPONSES and self._program_id is not None:
+            name = self._meter.response_id
+            if name is not None:
+                conversations = self._shared.conversations
+                conversations[self._tenant, name] = self._program_id
+                if len(conversations) > MAX_RESPONSE_IDS:
+                    conversations.popitem(last=False)

@@ -1,0 +1,80 @@
+"""Addresses of replicas: an engine, or one of its data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+
+class InvalidReplicaAddress(ValueError):
+    """An invalid engine address; the text names it and says what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """How to reach a replica."""
+
+    replica_id: str
+    url: str
+    """Of the engine's API, without a trailing slash."""
+    rank: int | None = None
+    """Data-parallel rank; ``None``: the engine has only one."""
+
+
+def parse_engine_url(text: str) -> str:
+    """An engine's address from the command line. Raises ``InvalidReplicaAddress``."""
+    text = text.strip().rstrip("/")
+    parts = urlsplit(text)
+    try:
+        port_fits = parts.port is None or parts.port > 0
+    except ValueError:
+        port_fits = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
+        raise InvalidReplicaAddress(f"{text!r} is not an engine's address; expected http://HOST:PORT")
+    if parts.path.rstrip("/") or parts.query or parts.fragment:
+        raise InvalidReplicaAddress(
+            f"{text!r} has more than an address; expected http://HOST:PORT without a path"
+        )
+    if parts.username is not None:
+        raise InvalidReplicaAddress(
+            "an engine's address has a user in it; expected http://HOST:PORT, and --engine-key"
+        )
+    return text
+
+
+def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
+    """The replicas at one address."""
+    name = urlsplit(url).netloc
+    if ranks <= 1:
+        return [ReplicaAddress(name, url)]
+    return [ReplicaAddress(f"{name}/{rank}", url, rank) for rank in range(ranks)]
+
+
+class ReplicaAddresses:
+    """Addresses by replica."""
+
+    def __init__(self) -> None:
+        self._addresses: dict[str, ReplicaAddress] = {}
+
+    def __iter__(self) -> Iterator[ReplicaAddress]:
+        return iter(self._addresses.values())
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def get(self, replica_id: str | None) -> ReplicaAddress | None:
+        """``None``: unknown."""
+        return self._addresses.get(replica_id) if replica_id is not None else None
+
+    def add(self, address: ReplicaAddress) -> None:
+        """Add or replace an address."""
+        self._addresses[address.replica_id] = address
+
+    def remove(self, replica_id: str) -> None:
+        """Remove an address."""
+        self._addresses.pop(replica_id, None)
+
+    def engines(self) -> list[ReplicaAddress]:
+        """One address per engine: all its ranks get the same messages."""
+        return list({address.url: address for address in reversed(self._addresses.values())}.values())[::-1]

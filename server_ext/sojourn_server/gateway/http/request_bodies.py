@@ -1,0 +1,138 @@
+"""Reads request bodies from clients, with limits per body, per tenant and in total."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+from .cancel_scope import CancelScope
+
+AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+MAX_BODY_BYTES = 64 << 20
+MAX_HELD_BYTES = 2 << 30
+"""Total limit: a body is kept until its answer ends, in case it has to be sent again."""
+MAX_TENANT_SHARE = 0.5
+"""One tenant's limit, as part of the total, if there are several: a flood leaves the other half."""
+BODY_TIMEOUT_S = 60.0
+"""Limit for a pause; and for a whole body, plus its time at the minimum rate."""
+MIN_BYTES_PER_S = 256 << 10
+BUDGET_RETRY_S = 2.0
+
+
+class BodyRejected(Exception):
+    """A body is rejected; the text says why."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class BodyBudget:
+    """All bodies that one gateway holds. Used in one event loop."""
+
+    def __init__(
+        self,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        *,
+        several_tenants: bool = False,
+    ) -> None:
+        """Raises ``ValueError`` for limits that admit no body."""
+        self._max_body_bytes = max_body_bytes
+        self._max_held_bytes = max_held_bytes
+        share = MAX_TENANT_SHARE if several_tenants else 1.0
+        self._max_tenant_bytes = int(max_held_bytes * share)
+        if not 0 < max_body_bytes <= self._max_tenant_bytes:
+            raise ValueError(
+                f"bodies of {max_body_bytes} bytes, of one tenant {self._max_tenant_bytes}; expected 0 < one "
+                "body ≤ a tenant's"
+            )
+        self.held_bytes = 0
+        self._held_of: dict[str, int] = {}
+        """By tenant, without zeros."""
+
+    def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
+        """Start one request's body. ``max_bytes``: a lower limit for it."""
+        return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
+
+    def check(self, tenant: str, more_bytes: int) -> None:
+        """Check for room. Raises ``BodyRejected``."""
+        own_bytes = self._held_of.get(tenant, 0) + more_bytes
+        if own_bytes > self._max_tenant_bytes or self.held_bytes + more_bytes > self._max_held_bytes:
+            message = "the gateway holds too many request bodies; try again"
+            raise BodyRejected(503, "gateway_full", message, BUDGET_RETRY_S)
+
+    def add(self, tenant: str, more_bytes: int) -> None:
+        """Change the number of bytes held."""
+        self.held_bytes += more_bytes
+        left = self._held_of.get(tenant, 0) + more_bytes
+        if left:
+            self._held_of[tenant] = left
+        else:
+            self._held_of.pop(tenant, None)
+
+
+class RequestBody:
+    """One request's body, from its first byte until ``free``."""
+
+    def __init__(self, bodies: BodyBudget, tenant: str, max_bytes: int) -> None:
+        self._bodies = bodies
+        self._tenant = tenant
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+
+    async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
+        """Read the body; ``None``: the client disconnected. ``declared``: its length as declared, if it is.
+        Raises ``BodyRejected``."""
+        if declared is not None and declared.isascii() and declared.isdigit():
+            # Rejected early for clients that wait with the body; what arrives is counted anyway.
+            self._check(int(declared[:20]))
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        first, rest = b"", bytearray()
+        with CancelScope() as leave:
+            while True:
+                left_s = began_s + BODY_TIMEOUT_S + self._held_bytes / MIN_BYTES_PER_S - loop.time()
+                leave.after(min(BODY_TIMEOUT_S, max(0.0, left_s)))
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                part = message.get("body", b"")
+                self._check(len(part))
+                self._bodies.add(self._tenant, len(part))
+                self._held_bytes += len(part)
+                if self._held_bytes == len(part):
+                    first = part
+                else:
+                    rest += part
+                if not message.get("more_body"):
+                    return first + rest if rest else first
+        raise BodyRejected(408, "slow_body", f"after {loop.time() - began_s:.0f} s the body has not come")
+
+    def _check(self, more_bytes: int) -> None:
+        if self._held_bytes + more_bytes > self._max_bytes:
+            raise BodyRejected(413, "body_too_large", f"the body is larger than {self._max_bytes} bytes")
+        self._bodies.check(self._tenant, more_bytes)
+
+    def becomes(self, body_bytes: int) -> None:
+        """Replace the body by one of another size, which is never rejected."""
+        self._bodies.add(self._tenant, body_bytes - self._held_bytes)
+        self._held_bytes = body_bytes
+
+    @contextlib.contextmanager
+    def beside(self, body_bytes: int) -> Iterator[None]:
+        """Hold a second body made from this one for a while, which is never rejected."""
+        self._bodies.add(self._tenant, body_bytes)
+        try:
+            yield
+        finally:
+            self._bodies.add(self._tenant, -body_bytes)
+
+    def free(self) -> None:
+        """Release the body."""
+        self.becomes(0)

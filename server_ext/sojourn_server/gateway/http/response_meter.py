@@ -1,0 +1,86 @@
+"""Reads an answer as it passes: its token counts, its id, and the ends of its events."""
+
+from __future__ import annotations
+
+import re
+
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
+_TAIL_BYTES = 4096
+"""Usage is at the end of an answer."""
+_HEAD_BYTES = 2048
+"""The id is at its beginning."""
+_ENDS = (b"\n\n", b"\r\n\r\n")
+"""Ends of an event."""
+_MOST_HELD_BYTES = 1 << 20
+"""A longer event is passed on in parts."""
+
+
+class ResponseMeter:
+    """Reads the chunks of one answer. Never fails on their content."""
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._tail = b""
+        self._head = b""
+        self._events = 0
+
+    def saw(self, chunk: bytes) -> None:
+        """Process the next chunk."""
+        if self._stream:
+            self._events += chunk.count(b"data:")
+        if len(self._head) < _HEAD_BYTES:
+            self._head += chunk[: _HEAD_BYTES - len(self._head)]
+        self._tail = (self._tail + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The engine's count; ``None``: not reported."""
+        return _last(_PROMPT, self._tail)
+
+    @property
+    def output_tokens(self) -> int:
+        """The engine's count, else one per event of a stream."""
+        told = _last(_OUTPUT, self._tail)
+        return told if told is not None else max(0, self._events - 1)
+
+    @property
+    def response_id(self) -> str | None:
+        """Id of an answer of the responses API."""
+        found = _RESPONSE_ID.search(self._head)
+        return found.group(1).decode("utf-8", "replace") if found else None
+
+
+def parse_prompt_tokens(answer: bytes) -> int | None:
+    """The engine's count in a complete answer; ``None``: not reported."""
+    return _last(_PROMPT, answer)
+
+
+class SseEventBuffer:
+    """Passes a stream on up to its last complete event, so that an error event can follow at any time."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def through(self, chunk: bytes) -> bytes:
+        """The bytes that may be sent now."""
+        if self._held:
+            chunk, self._held = self._held + chunk, b""
+        if chunk.endswith(_ENDS):
+            return chunk
+        end = max((chunk.rfind(mark) + len(mark) for mark in _ENDS if mark in chunk), default=0)
+        if len(chunk) - end > _MOST_HELD_BYTES:
+            return chunk
+        self._held = chunk[end:]
+        return chunk[:end]
+
+    def rest(self) -> bytes:
+        """The rest, after the stream has ended regularly."""
+        held, self._held = self._held, b""
+        return held
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else None

@@ -1,0 +1,104 @@
+"""Builds a gateway on one machine: the core in this process, engines at given addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from ...policies.cluster_preset import ClusterPreset
+from ...routing.routing_core import RoutingCore
+from ...routing.routing_events import PairRole
+from ...routing.routing_from_preset import (
+    PAIR_REASONS,
+    build_pair_core,
+    build_routing_core,
+    routing_reasons,
+)
+from ...routing.routing_limits import RoutingLimits
+from .engine_monitor import POLL_S, EngineMonitor
+from .gateway_app import Gateway, GatewayOptions
+from .gateway_metrics import GatewayMetrics
+from .pair_monitor import PairMonitor
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .residency_tracker import ResidencyTracker
+from .routing_backend import LocalRoutingBackend
+from .routing_state_file import RoutingStateFile
+from .tenant_keys import TenantKeys
+
+
+def build_gateway(
+    urls: Sequence[str],
+    preset: ClusterPreset,
+    tenants: TenantKeys,
+    options: GatewayOptions,
+    *,
+    limits: RoutingLimits | None = None,
+    poll_s: float = POLL_S,
+    state: Path | None = None,
+) -> tuple[Gateway, Starlette]:
+    """A gateway in front of these engines, and its ASGI application. ``state``: file that survives it."""
+    core = build_routing_core(preset, limits)
+    gateway, backend = _build(core, tenants, options, routing_reasons(preset))
+    monitor = EngineMonitor(
+        urls, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
+    )
+    gateway.monitor = monitor
+
+    def speaks_sojourn(address: ReplicaAddress) -> bool:
+        description = monitor.description_of(address.replica_id)
+        return description is not None and description.speaks_sojourn
+
+    residency = ResidencyTracker(
+        backend,
+        gateway.replicas,
+        gateway.forwarder.names,
+        gateway.session,
+        speaks_sojourn,
+        engine_key=options.engine_key,
+    )
+    state_file = RoutingStateFile(state, core) if state is not None else None
+    if state_file is not None:
+        state_file.restore()
+
+    def background() -> list[Awaitable[None]]:
+        tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), residency.run()]
+        return [*tasks, state_file.run()] if state_file is not None else tasks
+
+    return gateway, gateway.app(background, monitor.look)
+
+
+def build_prefill_decode_gateway(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    tenants: TenantKeys,
+    options: GatewayOptions,
+    *,
+    read_side: str = "shorter",
+    limits: RoutingLimits | None = None,
+    poll_s: float = POLL_S,
+) -> tuple[Gateway, Starlette]:
+    """A gateway in front of prefill and decode engines, and its ASGI application. Raises ``ValueError``."""
+    core = build_pair_core(read_side, limits)
+    roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
+    if not prefill or not decode or len(roles) < len(prefill) + len(decode):
+        raise ValueError("expected addresses of prefill engines and of decode engines, each address once")
+    options = dataclasses.replace(options, in_pairs=True, read_side=read_side)
+    gateway, backend = _build(core, tenants, options, PAIR_REASONS)
+    monitor = PairMonitor(
+        roles, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
+    )
+    backend.links_of = monitor.links_of
+    gateway.monitor = monitor
+    return gateway, gateway.app(lambda: [monitor.run(), backend.run()], monitor.look)
+
+
+def _build(
+    core: RoutingCore, tenants: TenantKeys, options: GatewayOptions, reasons: Iterable[str]
+) -> tuple[Gateway, LocalRoutingBackend]:
+    metrics = GatewayMetrics(reasons)
+    backend = LocalRoutingBackend(core)
+    backend.on_request_decision = metrics.decided
+    return Gateway(backend, ReplicaAddresses(), tenants, options, metrics), backend

@@ -1,0 +1,104 @@
+"""API keys and their tenants: the key decides which tenant is charged, never the body."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_TENANT = "default"
+"""The tenant of all requests where keys are not configured."""
+
+
+class TenantKeysError(ValueError):
+    """An invalid tenants file; the text says what was wrong and what was expected."""
+
+
+class TenantKeys:
+    """Keys and their tenants. Without keys all clients are one tenant, and engines check keys."""
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        """``keys``: key → tenant."""
+        self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
+        self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
+
+    @property
+    def checks(self) -> bool:
+        """Whether keys are configured."""
+        return bool(self._digests)
+
+    def check_admin(self, admin_key: str | None) -> None:
+        """The admin key must not be a tenant's. Raises ``TenantKeysError``, which repeats no key."""
+        whose = self.of(None, admin_key) if self.checks and admin_key is not None else None
+        if whose is not None:
+            of = "everybody's" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
+            raise TenantKeysError(f"the admin key is {of} too; expected a key of its own")
+
+    def of(self, authorization: str | None, api_key: str | None = None) -> str | None:
+        """The tenant of ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; ``None``: the key is unknown.
+
+        Takes constant time: all keys are compared.
+        """
+        if not self._digests:
+            return DEFAULT_TENANT
+        scheme, _, token = (authorization or "").partition(" ")
+        shown = _digest(token.strip() if scheme.lower() == "bearer" else api_key or "")
+        found = None
+        for digest, tenant in self._digests:
+            if hmac.compare_digest(shown, digest):
+                found = tenant
+        return found
+
+
+def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) -> TenantKeys:
+    """From TOML: ``[tenants]`` with lines ``NAME = ["KEY", ...]``; ``env:VARIABLE`` stands for its value.
+
+    Raises ``TenantKeysError``, which repeats no key.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TenantKeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise TenantKeysError(f"{path}: not TOML: {error}") from None
+    table = document.get("tenants")
+    if not isinstance(table, dict) or not table:
+        raise TenantKeysError(
+            f'{path}: no tenants; expected a table [tenants] with lines NAME = ["KEY", ...]'
+        )
+    keys: dict[str, str] = {}
+    for tenant, listed in table.items():
+        for key in _keys(path, tenant, [listed] if isinstance(listed, str) else listed, environment):
+            if keys.setdefault(key, tenant) != tenant:
+                raise TenantKeysError(
+                    f"{path}: {keys[key]} and {tenant} have the same key; expected one each"
+                )
+    return TenantKeys(keys)
+
+
+def _keys(path: Path, tenant: str, listed: object, environment: Mapping[str, str]) -> Iterable[str]:
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(key, str) for key in listed):
+        raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
+    for key in listed:
+        name = key[len("env:") :] if key.startswith("env:") else None
+        value = environment.get(name, "") if name is not None else key
+        if not value or value != value.strip():
+            where = (
+                f"the environment has no {name}"
+                if name is not None and not value
+                else "one has spaces or is empty"
+            )
+            raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {where}")
+        yield value
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

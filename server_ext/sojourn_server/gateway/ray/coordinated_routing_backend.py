@@ -1,0 +1,508 @@
+"""Routing backend of a gateway with a remote coordinator. Turns with a known home go there directly.
+
+Without the coordinator, known homes are used; new programs wait for a moment, and then go to the replica that
+this gateway has sent the fewest requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ...routing import routing_events
+from ...routing.home_change_log import Home
+from ...routing.routed_programs import Key
+from ...routing.routing_events import SendRequestToPair
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ..http.gateway_request_state import GatewayRequestState
+from ..http.replica_addresses import ReplicaAddresses
+from ..http.routing_backend import ControlAction
+from .affinity_cache import ProgramAffinityCache
+from .coordinator_client import CALL_TIMEOUT_S, CoordinatorClient, CoordinatorUnavailable, call_with_timeout
+from .coordinator_messages import (
+    CoordinatorResponse,
+    JoinRequest,
+    MessageEncodingError,
+    PollRequest,
+    ReplicaInfo,
+    ReplicaProbeResult,
+    ReportRequest,
+    ResponseStatus,
+    encode_message,
+)
+from .open_requests import OpenRequest, OpenRequests
+from .rate_limited_log import RateLimitedLog
+from .replica_cache import ReplicaCache
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS_IN_FLIGHT = 2
+"""Calls in flight: each costs the coordinator a millisecond, however many requests it has. Later requests go
+together when a call returns, or with the other events every ``BATCH_S``."""
+BATCH_S = 0.015
+"""Interval for events that no request waits for."""
+LOCAL_DECISION_AFTER_S = 3.0
+"""After this time without the coordinator, requests that wait for it are decided here."""
+MAX_BUFFERED_EVENTS = 10_000
+"""Limit for buffered events that concern no request."""
+
+LONG_POLL_TIMEOUT_S = 20.0
+RETRY_S = 0.2
+SWEEP_INTERVAL_S = 0.25
+
+UNEXPECTED_RESPONSE = "the coordinator was misunderstood; please report this"
+
+_REQUESTLESS_EVENTS = (
+    routing_events.ProgramEnded,
+    routing_events.KvDropped,
+    routing_events.ReplicaDrainStarted,
+    routing_events.ReplicaDrainCancelled,
+)
+_URGENT_EVENTS = (
+    routing_events.RequestReceived,
+    routing_events.RequestFailed,
+    routing_events.ReplicaDrainStarted,
+    routing_events.ReplicaDrainCancelled,
+)
+
+
+class CoordinatedRoutingBackend:
+    """Backend of one gateway. Used in one event loop, in which ``run`` has to run."""
+
+    def __init__(
+        self,
+        calls: CoordinatorClient,
+        replicas: ReplicaAddresses,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        fallback_s: float = LOCAL_DECISION_AFTER_S,
+    ) -> None:
+        """``replicas`` is kept equal to the coordinator's."""
+        self.gateway_id = secrets.token_hex(8)
+        self.on_control_action: Callable[[ControlAction], None] = lambda told: None
+        self.on_request_decision: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
+        self.on_affinity_change: Callable[[Key, Home | None, Home], None] = lambda key, before, home: None
+        """Called when a program got a new home that this gateway did not choose."""
+        self.epoch = 0
+        """Epoch of the latest coordinator seen."""
+        self.joined = False
+        self.homes = ProgramAffinityCache()
+        self.places = ReplicaCache(replicas, self.homes.forget_replica)
+        self.requests = OpenRequests()
+        self._calls = calls
+        self._clock = clock
+        self._rate_limited_log = RateLimitedLog(logger, clock)
+        self._fallback_s = fallback_s
+        self._outbox: list[routing_events.AnyRoutingEvent] = []
+        self._probes: list[ReplicaProbeResult] = []
+        self._last_mail_number = 0
+        self._number = 0
+        self._join_number = 0
+        """Sent with every message; answers to messages of earlier joins are ignored."""
+        self._unavailable_since_s: float | None = clock()
+        self._flush_later: asyncio.TimerHandle | None = None
+        self._flush_next: asyncio.Handle | None = None
+        self._is_urgent = False
+        """A request waits for an answer to unsent events."""
+        self._sends: set[asyncio.Task[None]] = set()
+        self._lost: asyncio.Future[None] | None = None
+        self._uses: dict[str, float] = {}
+
+    # -- the backend's interface ---------------------------------------------------
+
+    def open(self, asked: routing_events.RequestReceived) -> GatewayRequestState:
+        """Submit a request."""
+        one = self.requests.add(asked, self._clock())
+        try:
+            encode_message(asked)
+        except MessageEncodingError as error:
+            self._refuse_unencodable(one, error)
+            return one.request_state
+        home = self._direct_home(asked)
+        if home is not None:
+            one.sent_to = home
+            one.request_state.take(routing_events.SendRequest(asked.request_id, home, "home"))
+        self._say(one.as_event())
+        return one.request_state
+
+    def close(self, request_state: GatewayRequestState) -> None:
+        """Stop sending decisions to a request's state."""
+        self.requests.remove(request_state.request_id)
+
+    def tell(self, event: routing_events.AnyRoutingEvent) -> None:
+        """Report an event."""
+        if isinstance(event, routing_events.FirstByteSent):
+            one = self.requests.get(event.request_id)
+            if one is not None:
+                one.began, one.sent_to, one.prefill_id = True, event.replica_id, None
+        elif isinstance(event, routing_events.PrefillFinished):
+            one = self.requests.get(event.request_id)
+            if one is not None and one.prefill_id == event.replica_id:
+                one.prefill_id = None
+        elif isinstance(event, routing_events.RequestFailed):
+            self._failed(event)
+        elif isinstance(event, routing_events.ProgramEnded):
+            self.homes.put((event.tenant, event.program_id), None)
+        self._say(event)
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """The replica that is a program's home."""
+        home = self.homes.get(tenant, program_id)
+        return home[0] if home is not None else None
+
+    async def programs(self) -> Sequence[ProgramRouteStatus]:
+        """All live programs; none without the coordinator."""
+        await self._flush_and_wait()
+        try:
+            return (await call_with_timeout(self._calls.state())).programs
+        except CoordinatorUnavailable:
+            return ()
+
+    async def replicas(self) -> Sequence[ReplicaStatus]:
+        """All known replicas; without the coordinator, only with the load of this gateway."""
+        await self._flush_and_wait()
+        try:
+            state = await call_with_timeout(self._calls.state())
+        except CoordinatorUnavailable:
+            return [self._local_status(place) for place in self.places.values()]
+        self._uses = state.uses
+        return state.pairs or state.replicas
+
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        """Unknown: the coordinator does not report it."""
+        return None
+
+    def shares_used(self) -> dict[str, float]:
+        """By tenant, as the coordinator reported last."""
+        return self._uses
+
+    def probed(self, replica_id: str, instance: str, alive: bool) -> None:
+        """Report the result of this gateway's probe."""
+        self._probes.append(ReplicaProbeResult(replica_id, instance, alive))
+        self._flush()
+
+    def place(self, replica_id: str) -> ReplicaInfo | None:
+        """The coordinator's description of a replica."""
+        return self.places.get(replica_id)
+
+    def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
+        """The replica that a turn goes to without a question; ``None``: the coordinator decides."""
+        if asked.program_id is None:
+            return None
+        home = self.homes.get(asked.tenant, asked.program_id)
+        place = self.places.get(home[0]) if home is not None else None
+        if home is None or place is None or place.instance != home[1]:
+            return None
+        return home[0] if place.direct or self._unavailable_since_s is not None else None
+
+    def _local_status(self, place: ReplicaInfo) -> ReplicaStatus:
+        mine = self.requests.sent_to(place.replica_id)
+        of = place.description
+        load = sum(one.asked.context_tokens for one in mine) / of.capacity_tokens
+        known = (
+            place.replica_id, place.instance, place.health, round(load, 4), len(mine), 0, 0,
+            of.capacity_tokens, of.host_tokens, 0,
+        )  # fmt: skip
+        if place.paths is None:
+            return ReplicaStatus(*known)
+        paths = place.paths
+        return PairEngineStatus(*known, role=paths.role.value, node=paths.node, epoch=paths.epoch, links={})
+
+    # -- messages to the coordinator ----------------------------------------------
+
+    def _say(self, event: routing_events.AnyRoutingEvent) -> None:
+        if not self.joined:
+            # Requests are reported with the next join, in their state at that time.
+            if isinstance(event, _REQUESTLESS_EVENTS) and len(self._outbox) < MAX_BUFFERED_EVENTS:
+                self._outbox.append(event)
+            return
+        if isinstance(event, (routing_events.RequestReceived, routing_events.RequestSent)):
+            event = self._with_relative_deadline(event)
+        self._outbox.append(event)
+        loop = asyncio.get_running_loop()
+        if isinstance(event, _URGENT_EVENTS) and len(self._sends) < MAX_CALLS_IN_FLIGHT:
+            # Together with all events of this turn of the loop.
+            self._flush_next = self._flush_next or loop.call_soon(self._flush)
+        elif self._flush_later is None:
+            self._flush_later = loop.call_later(BATCH_S, self._flush)
+        self._is_urgent = self._is_urgent or isinstance(event, _URGENT_EVENTS)
+
+    def _with_relative_deadline(
+        self, event: routing_events.RequestReceived | routing_events.RequestSent
+    ) -> routing_events.RequestReceived | routing_events.RequestSent:
+        if event.deadline_s is None:
+            return event
+        return msgspec.structs.replace(event, deadline_s=event.deadline_s - self._clock())
+
+    def _refuse_unencodable(self, one: OpenRequest, error: MessageEncodingError) -> None:
+        """Reject a request that cannot be encoded for the coordinator."""
+        one.refused = True
+        message = f"this request has a value that cannot be sent between gateways: {error}"
+        refused = routing_events.RejectRequest(one.asked.request_id, 400, "bad_request", message)
+        one.request_state.take(refused)
+        self.on_request_decision(refused)
+
+    def _flush(self) -> None:
+        self._cancel_flushes()
+        if not self.joined or not (self._outbox or self._probes):
+            return
+        said, self._outbox = self._outbox, []
+        probes, self._probes = self._probes, []
+        tell = ReportRequest(
+            self.gateway_id,
+            self.epoch,
+            self._number,
+            tuple(said),
+            tuple(probes),
+            acked=self._last_mail_number,
+            places_version=self.places.version,
+            join=self._join_number,
+        )
+        try:
+            encode_message(tell)
+        except MessageEncodingError:
+            tell = msgspec.structs.replace(tell, facts=self._encodable_events(said))
+            if not (tell.facts or probes):
+                return
+        self._number += 1
+        task = asyncio.ensure_future(self._tell(tell))
+        self._sends.add(task)
+        task.add_done_callback(self._said)
+
+    def _cancel_flushes(self) -> None:
+        """Cancel scheduled flushes."""
+        for handle in (self._flush_later, self._flush_next):
+            if handle is not None:
+                handle.cancel()
+        self._flush_later = self._flush_next = None
+        self._is_urgent = False
+
+    def _encodable_events(
+        self, said: Sequence[routing_events.AnyRoutingEvent]
+    ) -> tuple[routing_events.AnyRoutingEvent, ...]:
+        """Events that can be encoded; the end of a request is reduced until it can."""
+        found: list[routing_events.AnyRoutingEvent] = []
+        for event in said:
+            try:
+                encode_message(event)
+            except MessageEncodingError as error:
+                what = type(event).__name__
+                self._rate_limited_log.say(logging.ERROR, f"{what} cannot be encoded as it is: %s", error)
+                if isinstance(event, routing_events.RequestFinished):
+                    found.append(
+                        routing_events.RequestFinished(event.request_id, 0, event.replica_id, event.answered)
+                    )
+            else:
+                found.append(event)
+        return tuple(found)
+
+    def _said(self, task: asyncio.Task[None]) -> None:
+        self._sends.discard(task)
+        if self._is_urgent and self.joined and not task.cancelled():
+            self._flush()
+
+    async def _tell(self, tell: ReportRequest) -> None:
+        try:
+            answer = await call_with_timeout(self._calls.tell(tell))
+            if tell.join == self._join_number:
+                self._receive(answer)
+            return
+        except CoordinatorUnavailable:
+            pass
+        except Exception:
+            self._rate_limited_log.say(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
+        if tell.join == self._join_number:
+            self._mark_disconnected()
+
+    async def _flush_and_wait(self) -> None:
+        self._flush()
+        if self._sends:
+            await asyncio.wait(set(self._sends), timeout=CALL_TIMEOUT_S)
+
+    # -- messages from the coordinator --------------------------------------------
+
+    async def run(self) -> None:
+        """Poll the coordinator, and join when needed, until cancelled."""
+        sweeps = asyncio.ensure_future(self._sweep())
+        try:
+            while True:
+                try:
+                    if not self.joined:
+                        await self._join()
+                    else:
+                        await self._listen()
+                except CoordinatorUnavailable:
+                    self._mark_disconnected()
+                except Exception:
+                    self._rate_limited_log.say(logging.ERROR, UNEXPECTED_RESPONSE, exc_info=True)
+                    self._mark_disconnected()
+                if not self.joined:
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            # Nothing more is sent: later events wait for another ``run``, which joins again.
+            self.joined = False
+            self._cancel_flushes()
+            ending = {sweeps, *self._sends}
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _join(self) -> None:
+        open_ = self.requests
+        said = {name: one.state for name, one in open_.items() if not one.refused}
+        requests = tuple(self._with_relative_deadline(open_[name].as_event()) for name in said)
+        self._join_number += 1
+        join = JoinRequest(self.gateway_id, self.epoch, requests, self._join_number)
+        answer = await call_with_timeout(self._calls.join(join))
+        if answer.status is not ResponseStatus.OK or answer.epoch < self.epoch:
+            return
+        another = self.homes.life != str(answer.epoch)
+        if another:
+            self.homes.version = -1
+        self.places.joined(self._clock(), another=another)
+        self.epoch, self.joined = answer.epoch, True
+        self._last_mail_number = self._number = 0
+        self._unavailable_since_s = None
+        self._rate_limited_log.say(
+            logging.INFO, "gateway %s has joined coordinator %d", self.gateway_id, self.epoch
+        )
+        # Changes while the join was on its way.
+        for name in said.keys() - open_.keys():
+            self._say(routing_events.RequestFinished(name, answered=None))
+        for name, one in open_.items():
+            if name in said and (one.refused or one.sent_to != said[name][0]):
+                self._say(routing_events.RequestFinished(name, answered=None))
+            if one.refused or one.state == said.get(name):
+                continue
+            self._say(one.as_event())
+            if one.began and one.sent_to is not None:
+                self._say(routing_events.FirstByteSent(name, one.sent_to))
+        self._receive(answer)
+        self._flush()
+
+    async def _listen(self) -> None:
+        join = self._join_number
+        listen = PollRequest(
+            self.gateway_id, self.epoch, self._last_mail_number, self.homes.version, self.places.version, join
+        )
+        self._lost = asyncio.get_running_loop().create_future()
+        listening = asyncio.ensure_future(self._calls.listen(listen))
+        try:
+            awaited: set[asyncio.Future[Any]] = {listening, self._lost}
+            await asyncio.wait(awaited, timeout=LONG_POLL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                raise CoordinatorUnavailable("it does not answer")
+            answer = listening.result()
+        finally:
+            listening.cancel()
+        if join == self._join_number:
+            self._receive(answer)
+
+    def _mark_disconnected(self) -> None:
+        """Join again from now on."""
+        if self.joined:
+            self._rate_limited_log.say(logging.WARNING, "the coordinator is away; known homes go on")
+        self.joined = False
+        # Their results are useless, and calls to the next coordinator would wait for them.
+        for task in self._sends - {asyncio.current_task()}:
+            task.cancel()
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
+        self._outbox = [event for event in self._outbox if isinstance(event, _REQUESTLESS_EVENTS)]
+        if self._unavailable_since_s is None:
+            self._unavailable_since_s = self._clock()
+
+    def _receive(self, answer: CoordinatorResponse) -> None:
+        if answer.status is not ResponseStatus.OK or answer.epoch != self.epoch:
+            # Answers of a superseded coordinator are ignored.
+            self.epoch = max(self.epoch, answer.epoch)
+            self._mark_disconnected()
+            return
+        if answer.places is not None:
+            self.places.told(answer.places, answer.places_version)
+        for number, action in enumerate(answer.mail, answer.mail_from):
+            if number > self._last_mail_number:
+                self._last_mail_number = number
+                self._do(action)
+        if answer.homes is not None:
+            self.homes.apply(answer.homes, self.on_affinity_change)
+
+    def _do(self, action: routing_events.AnyRoutingAction) -> None:
+        if isinstance(action, (routing_events.ReleaseProgramKv, routing_events.ProbeReplica)):
+            self.on_control_action(action)
+            return
+        one = self.requests.get(action.request_id)
+        if one is None:
+            return
+        if isinstance(action, routing_events.AbortStream):
+            if one.sent_to != action.replica_id:
+                return
+        elif one.began or one.refused:
+            return  # it stays where it is, as reported
+        elif isinstance(action, routing_events.RecallRequest):
+            if one.sent_to != action.replica_id:
+                return
+            one.sent_to = None
+        elif one.placed_locally:
+            return
+        elif isinstance(action, routing_events.SendRequest):
+            one.goes(action)
+            self._record_affinity(one.asked, action)
+        one.request_state.take(action)  # before metrics, whose errors must not lose the decision
+        self.on_request_decision(action)
+
+    def _record_affinity(
+        self, asked: routing_events.RequestReceived, send: routing_events.SendRequest
+    ) -> None:
+        place = self.places.get(send.replica_id)
+        if asked.program_id is not None and place is not None and not isinstance(send, SendRequestToPair):
+            self.homes.put((asked.tenant, asked.program_id), (send.replica_id, place.instance))
+
+    # -- without the coordinator ---------------------------------------------------
+
+    def _failed(self, event: routing_events.RequestFailed) -> None:
+        one = self.requests.get(event.request_id)
+        if one is None or not one.is_at(event.replica_id):
+            return
+        one.failed_at.append(event.replica_id)
+        one.failures_computing += event.computing
+        one.placed_locally = False
+        if not one.began:
+            one.goes(None)
+        if not self.joined:
+            if one.began:
+                one.request_state.take(routing_events.AbortStream(event.request_id, event.replica_id))
+            else:
+                self._decide_locally(one)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            if self.joined:
+                self.places.expire_inherited(self._clock())
+            since_s = self._unavailable_since_s
+            if since_s is None or self._clock() - since_s < self._fallback_s:
+                continue
+            for one in list(self.requests.values()):
+                if one.sent_to is None and not one.refused:
+                    self._decide_locally(one)
+
+    def _decide_locally(self, one: OpenRequest) -> None:
+        asked = one.asked
+        home = self.home(asked.tenant, asked.program_id) if asked.program_id is not None else None
+        decided = self.requests.decide(one, self.places, home, self._clock())
+        if isinstance(decided, routing_events.RejectRequest):
+            one.refused = True
+            self.on_request_decision(decided)
+        elif decided is not None:
+            one.goes(decided)
+            one.placed_locally = True
+            self._record_affinity(asked, decided)
+        if decided is not None:
+            one.request_state.take(decided)

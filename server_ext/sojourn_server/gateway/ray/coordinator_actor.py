@@ -1,0 +1,115 @@
+"""The coordinator as a named Ray actor, and its client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
+from ...routing.routing_limits import RoutingLimits
+from . import coordinator_messages as m
+from .coordinator import Coordinator, CoordinatorOptions, PrefillDecodeRules
+from .coordinator_client import CoordinatorClient, CoordinatorUnavailable
+from .ray_config import RayConfig
+
+logger = logging.getLogger(__name__)
+
+ACTOR_NAME = "coordinator"
+
+
+def load_policy_preset(config: RayConfig) -> ClusterPreset:
+    """The cluster preset. Raises ``PresetError``."""
+    if config.policy_file is not None:
+        return read_cluster_preset(Path(config.policy_file))
+    return load_cluster_preset(config.policy)
+
+
+def routing_rules(config: RayConfig) -> ClusterPreset | PrefillDecodeRules:
+    """The coordinator's rules. Raises ``PresetError``."""
+    return PrefillDecodeRules(config.pairs.read_side) if config.in_pairs else load_policy_preset(config)
+
+
+class CoordinatorActor:
+    """Bytes in, bytes out. A superseded coordinator ends its actor, so that clients find the later one."""
+
+    def __init__(self, config: RayConfig) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        limits = RoutingLimits(most_waiting=config.max_waiting, wait_s=config.wait_s)
+        options = CoordinatorOptions(
+            checkpoint=Path(config.checkpoint) if config.checkpoint is not None else None,
+            autoscale=config.autoscale,
+        )
+        self._coordinator = Coordinator(routing_rules(config), limits, options)
+        self._running: asyncio.Task[None] | None = None
+
+    async def join(self, data: bytes) -> bytes:
+        return self._said(await self._began().join(m.decode_message(data, m.JoinRequest)))
+
+    async def tell(self, data: bytes) -> bytes:
+        return self._said(await self._began().tell(m.decode_message(data, m.ReportRequest)))
+
+    async def listen(self, data: bytes) -> bytes:
+        return self._said(await self._began().listen(m.decode_message(data, m.PollRequest)))
+
+    async def register(self, data: bytes) -> bytes:
+        return self._said(await self._began().register(m.decode_message(data, m.EngineRegistration)))
+
+    async def gone(self, data: bytes) -> bytes:
+        return self._said(await self._began().gone(m.decode_message(data, m.EngineStopped)))
+
+    async def drain(self, data: bytes) -> bytes:
+        return self._said(await self._began().drain(m.decode_message(data, m.DrainRequest)))
+
+    async def state(self, data: bytes) -> bytes:
+        return self._said(await self._began().state())
+
+    def _began(self) -> Coordinator:
+        if self._running is None:
+            self._running = self._coordinator.begin()
+        return self._coordinator
+
+    def _said(self, answer: Any) -> bytes:
+        if self._coordinator.deposed:
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+        return m.encode_message(answer)
+
+
+def get_coordinator_handle(config: RayConfig) -> Any:
+    """The coordinator's handle; starts the actor if there is none."""
+    options = {
+        "name": ACTOR_NAME,
+        "namespace": config.namespace,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        # A retried call would tell a new coordinator what was meant for the old one; clients decide that.
+        "max_task_retries": 0,
+        "max_concurrency": 10_000,
+    }
+    return ray.remote(CoordinatorActor).options(**options).remote(config)
+
+
+class CoordinatorActorClient(CoordinatorClient):
+    """A coordinator's methods as calls of an actor."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._config = config
+        self._handle: Any = None
+
+    async def _call(self, method: str, message: Any, kind: type[m.Message]) -> m.Message:
+        data = m.encode_message(message)  # an invalid message does not mean that the coordinator is away
+        try:
+            if self._handle is None:
+                # Asks Ray's own store, which may be slow.
+                self._handle = await asyncio.to_thread(get_coordinator_handle, self._config)
+            return m.decode_message(await getattr(self._handle, method).remote(data), kind)
+        except (RayError, ValueError, msgspec.MsgspecError) as error:
+            self._handle = None
+            raise CoordinatorUnavailable(f"{type(error).__name__}: {str(error)[:200]}") from None

@@ -1,0 +1,145 @@
+"""The coordinator's checkpoint for its successor: a file that is replaced as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ...routing.routing_state import RoutingState
+from .coordinator_messages import ReplicaInfo
+from .rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+MAX_COPY_TIME_FRACTION = 0.02
+"""Part of the event loop's time that copies for checkpoints may take."""
+
+
+class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one coordinator."""
+
+    version: int = VERSION
+    epoch: int
+    unix_s: float
+    core: RoutingState | None
+    """``None``: this coordinator has only started."""
+    engines: dict[str, list[ReplicaInfo]]
+    """Replicas by engine."""
+
+
+class _CheckpointHeader(msgspec.Struct):
+    version: int
+    epoch: int
+
+
+def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
+    """``None``: there is none, or it cannot be read, which is logged."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("checkpoint %s cannot be used: %s", path, error)
+        return None
+
+
+def read_checkpoint_epoch(path: Path) -> int:
+    """Epoch of its writer; 0: there is none, or it cannot be read."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=_CheckpointHeader).epoch
+    except (OSError, msgspec.DecodeError):
+        return 0
+
+
+def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
+    """Replace the file, unless a later coordinator wrote it; returns the epoch of its writer.
+
+    Raises ``OSError``.
+    """
+    found = read_checkpoint_epoch(path)
+    if found > checkpoint.epoch:
+        return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{checkpoint.epoch}.tmp")
+    try:
+        written = msgspec.msgpack.encode(checkpoint)
+        draft.unlink(missing_ok=True)  # a leftover may have other permissions
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(written)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    return checkpoint.epoch
+
+
+class CheckpointWriter:
+    """Writes one coordinator's checkpoints when something changed."""
+
+    def __init__(
+        self,
+        path: Path,
+        pause_s: float,
+        copy: Callable[[], CoordinatorCheckpoint],
+        on_epoch: Callable[[int], object],
+    ) -> None:
+        """``copy`` makes a checkpoint. ``on_epoch`` is called with the epoch of the file's writer."""
+        self._path = path
+        self._pause_s = pause_s
+        self._copy = copy
+        self._on_epoch = on_epoch
+        self._rate_limited_log = RateLimitedLog(logger)
+        self._changes = 0
+        self._written = -1
+        """Changes that the newest checkpoint has."""
+
+    def changed(self) -> None:
+        """Something changed since the last checkpoint."""
+        self._changes += 1
+
+    @property
+    def is_current(self) -> bool:
+        """The file has all changes."""
+        return self._written == self._changes
+
+    def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
+        """Write now; False: it failed, which is logged."""
+        try:
+            self._on_epoch(write_checkpoint(self._path, checkpoint))
+        except OSError as error:
+            logger.error("checkpoint %s cannot be written: %s", self._path, error)
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Write changes at intervals, until cancelled."""
+        pause_s = self._pause_s
+        while True:
+            await asyncio.sleep(pause_s)
+            began_s = time.perf_counter()
+            changes = self._changes
+            if changes == self._written:
+                # Nothing to write, but a later coordinator may have written.
+                self._on_epoch(await asyncio.to_thread(read_checkpoint_epoch, self._path))
+                continue
+            try:
+                checkpoint = self._copy()
+                took_s = time.perf_counter() - began_s
+                pause_s = max(self._pause_s, took_s / MAX_COPY_TIME_FRACTION)
+                if await asyncio.to_thread(self.write, checkpoint):
+                    self._written = changes
+            except Exception:
+                # A value that cannot be written, such as a number beyond 64 bits, may be gone by then.
+                self._rate_limited_log.say(
+                    logging.ERROR, "no checkpoint can be made; please report this", exc_info=True
+                )

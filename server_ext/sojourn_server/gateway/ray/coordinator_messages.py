@@ -1,0 +1,191 @@
+"""Messages between coordinator, gateways and engines. Plain data, encoded as msgpack.
+
+``epoch`` identifies the coordinator that sends or receives. A later coordinator has a higher one, and
+messages of earlier coordinators are ignored then.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...routing import routing_events
+from ...routing.home_change_log import HomeChanges
+from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ..http.engine_monitor import EngineDescription
+from ..http.pair_capabilities import PairCapabilities
+
+Message = TypeVar("Message")
+
+IN_FLIGHT_UNKNOWN = -1
+"""Requests in flight of an engine that has not registered with this coordinator; its drain has to wait."""
+
+
+class MessageEncodingError(Exception):
+    """A message has a value that msgpack cannot encode, such as an integer beyond 64 bits."""
+
+
+class ResponseStatus(str, Enum):
+    """Result of a message."""
+
+    OK = "ok"
+    JOIN = "join"
+    """The coordinator does not know the sender, or restarted: join (again), and report everything."""
+    DEPOSED = "deposed"
+    """There is a later coordinator; this one decides nothing."""
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True):
+    """A replica, for gateways."""
+
+    replica_id: str
+    url: str
+    rank: int | None
+    description: EngineDescription
+    health: str
+    direct: bool
+    """Turns of programs at home there may be sent without a question."""
+    takes_new: bool
+    paths: PairCapabilities | None = None
+    """Only for prefill and decode engines."""
+
+    @property
+    def instance(self) -> str:
+        """Changes with each restart."""
+        return self.description.instance
+
+
+class ReplicaProbeResult(msgspec.Struct, frozen=True):
+    """Result of a gateway's probe."""
+
+    replica_id: str
+    instance: str
+    alive: bool
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """A gateway starts or reconnects."""
+
+    gateway_id: str
+    seen_epoch: int
+    requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
+    """All requests in progress, sent or waiting. ``deadline_s`` is relative to now."""
+    join: int = 0
+    """Number of this join among the gateway's joins."""
+
+
+class ReportRequest(msgspec.Struct, frozen=True):
+    """Events of a gateway, in order. ``deadline_s`` is relative to now."""
+
+    gateway_id: str
+    epoch: int
+    number: int
+    """Number of this batch since the join; the first is 0."""
+    facts: tuple[routing_events.AnyRoutingEvent, ...]
+    probes: tuple[ReplicaProbeResult, ...] = ()
+    acked: int = 0
+    places_version: int = -1
+    join: int = 0
+    """Number of the gateway's join, to detect late batches."""
+
+
+class PollRequest(msgspec.Struct, frozen=True):
+    """Long poll of a gateway."""
+
+    gateway_id: str
+    epoch: int
+    acked: int
+    """Number of the last action received."""
+    version: int
+    """Version of the gateway's copy of homes; -1: it has none of this epoch."""
+    places_version: int
+    join: int = 0
+    """As in ``ReportRequest``."""
+
+
+class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer to a gateway, which skips actions that it has, by their numbers."""
+
+    epoch: int
+    status: ResponseStatus = ResponseStatus.OK
+    mail_from: int = 1
+    mail: tuple[routing_events.AnyRoutingAction, ...] = ()
+    homes: HomeChanges | None = None
+    places: tuple[ReplicaInfo, ...] | None = None
+    """All replicas; ``None``: unchanged."""
+    places_version: int = -1
+
+
+class EngineRegistration(msgspec.Struct, frozen=True):
+    """An engine is alive."""
+
+    engine_id: str
+    url: str
+    description: EngineDescription
+    seen_epoch: int = 0
+    paths: PairCapabilities | None = None
+    """Only for prefill and decode engines."""
+    links: dict[str, LinkStats] = {}
+    """Links by name, of prefill and decode engines; empty: not polled since the last report."""
+
+
+class RegistrationResponse(msgspec.Struct, frozen=True):
+    """Answer to an engine."""
+
+    epoch: int
+    status: ResponseStatus = ResponseStatus.OK
+    wanted_engines: int = 0
+    """Number of engines that there should be; 0: unknown."""
+
+
+class EngineStopped(msgspec.Struct, frozen=True):
+    """An engine's process has ended, as its supervisor reports."""
+
+    engine_id: str
+    instance: str
+    reason: str
+
+
+class DrainRequest(msgspec.Struct, frozen=True):
+    """Drain an engine. Repeated, it only asks for the progress."""
+
+    engine_id: str
+
+
+class DrainResponse(msgspec.Struct, frozen=True):
+    """Progress of a drain. The engine is known if the status is ``OK`` and ``in_flight`` is not
+    ``IN_FLIGHT_UNKNOWN``."""
+
+    epoch: int
+    in_flight: int
+    status: ResponseStatus = ResponseStatus.OK
+
+
+class CoordinatorState(msgspec.Struct, frozen=True):
+    """A coordinator's state, for operators."""
+
+    epoch: int
+    restored: int
+    """Programs with a home in the checkpoint that it read."""
+    gateways: int
+    wanted_engines: int
+    programs: list[ProgramRouteStatus]
+    replicas: list[ReplicaStatus]
+    uses: dict[str, float]
+    pairs: list[PairEngineStatus] = []
+    """Used instead of ``replicas`` for prefill and decode engines."""
+
+
+def encode_message(message: Any) -> bytes:
+    """A message as bytes. Raises ``MessageEncodingError``."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise MessageEncodingError(str(error) or type(error).__name__) from None
+
+
+def decode_message(data: bytes, kind: type[Message]) -> Message:
+    """A message from bytes. Raises ``msgspec.ValidationError`` for another type."""
+    return msgspec.msgpack.decode(data, type=kind)

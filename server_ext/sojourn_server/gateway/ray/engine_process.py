@@ -1,0 +1,274 @@
+"""One engine as a child process: started, polled, described, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import gt
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from sojourn.wire import CAPABILITIES_PATH
+
+from ...routing.routing_events import PairRole
+from ...routing.routing_status import LinkStats
+from ..http.engine_monitor import EngineDescription, describe_engine
+from ..http.pair_capabilities import STATS_PATH, parse_link_stats
+from ..http.pair_description import PairEngineDescription, describe_pair
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_S = 0.25
+ANSWER_TIMEOUT_S = 5.0
+PROGRESS_LOG_INTERVAL_S = 15.0
+STOP_GRACE_S = 10.0
+"""Time for an engine to end by itself."""
+
+_EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
+# Ray sets it to the actor's reserved CPUs; the engine may use more.
+_EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
+
+
+class EngineFailed(RuntimeError):
+    """An engine failed to start, or has ended; the text ends with the tail of its log."""
+
+
+class EngineProcess:
+    """``command`` may have ``{host}``, ``{port}`` and ``{engine}`` for its address and its name.
+
+    Call ``start`` and ``end`` in one thread that lives at least as long as the engine.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        engine_id: str,
+        host: str,
+        log_dir: Path,
+        environment: Mapping[str, str] | None = None,
+        key: str | None = None,
+        start_timeout_s: float = 1800.0,
+        role: PairRole | None = None,
+        words: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment`` is added to this process's environment without Ray's variables. ``role``: of an
+        engine of a pair; an engine that cannot be in a pair fails to start. ``words``: further placeholders
+        of ``command`` and their values."""
+        self.engine_id = engine_id
+        self.role = role
+        self.instance = ""
+        self.port = 0
+        self.log_path = log_dir / f"engine-{engine_id}.log"
+        self._host = host
+        self._command = tuple(command)
+        self._words = dict(words or {})
+        self._added = dict(environment or {})
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._described: EngineDescription | None = None
+        """Its last complete description."""
+        self._told = [False, False, False]
+        """Parts of it that were reported."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """``None``: not started."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; ``None``: it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    async def start(self) -> EngineDescription:
+        """Start it and wait until it answers. Raises ``EngineFailed``."""
+        self.port = _free_port(self._host)
+        self.instance = secrets.token_hex(6)
+        self._described = None
+        self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        guarded = [sys.executable, "-m", "sojourn_server.gateway.ray.parent_death_signal", str(os.getpid())]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*guarded, *self._format_command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(os.environ, self._added),
+                # In its own process group: it is ended together with its children.
+                start_new_session=True,
+            )
+        logger.info("engine %s: process %d, log %s", self.engine_id, self._process.pid, self.log_path)
+        try:
+            return await self._ready()
+        except BaseException:
+            await self.end(0.0)
+            raise
+
+    async def lives(self) -> bool | None:
+        """Whether it answers; ``None``: not in time."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+            async with self._http().get(
+                f"{self.url}/health", headers=self._headers, timeout=timeout
+            ) as answer:
+                return answer.status not in (500, 503)
+        except aiohttp.ClientConnectorError:
+            return False
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return None
+
+    async def describe(self) -> EngineDescription | None:
+        """Its description; ``None``: not available. While parts are missing, the last complete one stays: an
+        incomplete one would look like another engine."""
+        parts = await asyncio.gather(
+            self._json(CAPABILITIES_PATH), self._text("/metrics"), self._json("/v1/models")
+        )
+        told = [part is not None for part in parts]
+        if self._described is not None and any(map(gt, self._told, told)):
+            return self._described
+        described = self._read(*parts)
+        if described is not None:
+            self._told, self._described = told, described
+        return described
+
+    def _read(
+        self, capabilities: dict[str, Any] | None, metrics: str | None, models: dict[str, Any] | None
+    ) -> EngineDescription | None:
+        if capabilities is None and (self.role is not None or (metrics is None and models is None)):
+            return None
+        told = (capabilities or {}, metrics or "", models or {}, 0)
+        if self.role is None:
+            return replace(describe_engine(*told), instance=self.instance)
+        pair = describe_pair(*told)
+        life = f"{self.instance} {pair.paths.epoch}" if pair.paths is not None else self.instance
+        return replace(pair, instance=life)
+
+    async def links(self) -> dict[str, LinkStats]:
+        """Queues of the links of an engine of a pair; empty: not reported."""
+        return parse_link_stats(await self._json(STATS_PATH) or {}) or {}
+
+    async def end(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End it and its children. May be repeated."""
+        process = self._process
+        if process is not None:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                end_s = time.monotonic() + grace_s
+                while process.poll() is None and time.monotonic() < end_s:
+                    await asyncio.sleep(0.05)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of its log."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
+                return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    async def _ready(self) -> EngineDescription:
+        began_s = last_log_s = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - began_s
+            if self.code is not None:
+                raise EngineFailed(
+                    f"the engine ended with code {self.code} while starting:\n{self.log_tail()}"
+                )
+            if await self.lives():
+                described = await self.describe()
+                if described is not None:
+                    self._check_role(described)
+                    logger.info("engine %s answers at %s after %.1f s", self.engine_id, self.url, waited_s)
+                    return described
+            if waited_s > self._start_timeout_s:
+                raise EngineFailed(f"the engine was not ready after {waited_s:.0f} s:\n{self.log_tail()}")
+            if time.monotonic() - last_log_s >= PROGRESS_LOG_INTERVAL_S:
+                last_log_s = time.monotonic()
+                last = self.log_tail(1)[:160]
+                logger.info("engine %s starts, %.0f s so far: %s", self.engine_id, waited_s, last)
+            await asyncio.sleep(READY_POLL_S)
+
+    def _check_role(self, told: EngineDescription) -> None:
+        if self.role is None:
+            return
+        assert isinstance(told, PairEngineDescription)
+        why = told.unfit
+        if told.paths is not None and told.paths.role is not self.role:
+            why = f"it is a {told.paths.role.value} engine; expected a {self.role.value} engine"
+        if why:
+            raise EngineFailed(f"the engine cannot be in a pair: {why}")
+
+    def _format_command(self) -> list[str]:
+        here = {"{host}": self._host, "{port}": str(self.port), "{engine}": self.engine_id}
+        words = {**self._words, **here}
+        filled = []
+        for part in self._command:
+            for word, value in words.items():
+                part = part.replace(word, value)
+            filled.append(part)
+        return filled
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(trust_env=False)
+        return self._session
+
+    async def _json(self, path: str) -> dict[str, Any] | None:
+        text = await self._text(path)
+        try:
+            found = msgspec.json.decode(text) if text is not None else None
+        except msgspec.DecodeError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def _text(self, path: str) -> str | None:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        try:
+            async with self._http().get(self.url + path, headers=self._headers, timeout=timeout) as answer:
+                return await answer.text() if answer.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
+            return None
+
+
+def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine: this process's without Ray's variables, plus ``added``."""
+    kept = {
+        name: value
+        for name, value in here.items()
+        if not name.startswith(_EXCLUDED_PREFIXES) and name not in _EXCLUDED_VARIABLES
+    }
+    return {**kept, **added}
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

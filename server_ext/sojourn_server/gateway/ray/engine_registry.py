@@ -1,0 +1,180 @@
+"""Registered engines with their replicas, and what gateways see of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ...policies.routing.replica_views import RoutingView
+from ...policies.routing.routing_policies import RoutingPolicy
+from ...routing.affinity_core import AffinityCore
+from ...routing.replica_fleet import Replica, ReplicaHealth
+from ...routing.routing_core import RoutingCore
+from ..http.replica_addresses import rank_addresses
+from .coordinator_messages import EngineRegistration, ReplicaInfo
+
+SAMPLE_TURNS = 8
+"""Sample turns that test whether a policy sends all turns home."""
+
+
+class RegistrationResult(NamedTuple):
+    """Result of a registration."""
+
+    places: list[ReplicaInfo]
+    """The engine's replicas."""
+    changed: bool
+    """They differ from before."""
+    left: list[ReplicaInfo]
+    """The engine's earlier replicas that are gone or restarted."""
+    replaced: list[str]
+    """Other engines that used one of its addresses; they are still registered."""
+
+
+class EngineRegistry:
+    """All engines, in the order of registration."""
+
+    def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
+        self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
+        self._drains: dict[str, str | None] = {}
+        """Drained engines and their instances; ``None``: not registered yet."""
+        self._heard: set[str] = set()
+        """Engines that have registered here; others come from the checkpoint."""
+        self.shown: tuple[ReplicaInfo, ...] = ()
+        """Replicas as gateways see them since the last ``look``."""
+        self.version = 0
+        """Version of ``shown``."""
+
+    def kept(self) -> dict[str, list[ReplicaInfo]]:
+        """A copy, for the checkpoint."""
+        return {engine: list(places) for engine, places in self._engines.items()}
+
+    def of(self, engine_id: str) -> list[ReplicaInfo]:
+        """An engine's replicas; empty: it is unknown."""
+        return self._engines.get(engine_id, [])
+
+    def engine_of(self, replica_id: str) -> str | None:
+        """The engine of a replica."""
+        for engine_id, places in self._engines.items():
+            if any(place.replica_id == replica_id for place in places):
+                return engine_id
+        return None
+
+    def has_registered(self, engine_id: str) -> bool:
+        """Whether an engine has registered with this coordinator."""
+        return engine_id in self._heard
+
+    def put(self, told: EngineRegistration) -> RegistrationResult:
+        """Register an engine. A restarted engine is not drained any more."""
+        before = self.of(told.engine_id)
+        was = {place.replica_id: place for place in before}
+        of = told.description
+        self._heard.add(told.engine_id)
+        if self._drains.get(told.engine_id, of.instance) not in (None, of.instance):
+            del self._drains[told.engine_id]
+        elif told.engine_id in self._drains:
+            self._drains[told.engine_id] = of.instance
+        places = [
+            ReplicaInfo(a.replica_id, a.url, a.rank, of, ReplicaHealth.UP.value, False, True, told.paths)
+            if a.replica_id not in was
+            else msgspec.structs.replace(
+                was[a.replica_id], url=a.url, rank=a.rank, description=of, paths=told.paths
+            )
+            for a in rank_addresses(told.url, of.ranks)
+        ]
+        now = {place.replica_id for place in places}
+        self._engines[told.engine_id] = places
+        return RegistrationResult(
+            places,
+            places != before,
+            [place for place in before if place.replica_id not in now or place.instance != of.instance],
+            [
+                engine_id
+                for engine_id, others in self._engines.items()
+                if engine_id != told.engine_id and any(place.replica_id in now for place in others)
+            ],
+        )
+
+    def remove(self, engine_id: str) -> list[ReplicaInfo]:
+        """Remove an engine; returns its replicas."""
+        self._drains.pop(engine_id, None)
+        self._heard.discard(engine_id)
+        return self._engines.pop(engine_id, [])
+
+    def drain(self, engine_id: str) -> bool:
+        """Drain an engine, even before it registers; False: it is drained already."""
+        if engine_id in self._drains:
+            return False
+        places = self.of(engine_id)
+        self._drains[engine_id] = places[0].instance if places else None
+        return True
+
+    def drains(self, engine_id: str) -> bool:
+        """Whether an engine is drained."""
+        return engine_id in self._drains
+
+    def look(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
+        """Update what gateways see; True if it changed. ``routing``: the policy of an affinity core."""
+        each = (
+            self._shown(place, core, routing, now) for places in self._engines.values() for place in places
+        )
+        found = tuple(place for place in each if place is not None)
+        if found == self.shown:
+            return False
+        self.shown = found
+        self.version += 1
+        return True
+
+    def _shown(
+        self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
+    ) -> ReplicaInfo | None:
+        """A replica as gateways see it; ``None``: it is sent nothing."""
+        health = core.health(place.replica_id)
+        if health is None:
+            return None
+        direct, paths = False, place.paths
+        if isinstance(core, AffinityCore):
+            replica = core.fleet.get(place.replica_id)
+            assert replica is not None
+            assert routing is not None
+            direct = routes_home_directly(core, routing, replica, now)
+        elif paths is None:
+            return None
+        else:
+            # Gateways do not read the speed, and it changes with each report.
+            paths = dataclasses.replace(paths, block_s=0.0)
+        takes_new = health == ReplicaHealth.UP.value
+        return msgspec.structs.replace(place, health=health, direct=direct, takes_new=takes_new, paths=paths)
+
+    def __len__(self) -> int:
+        return sum(1 for places in self._engines.values() if places)
+
+    def __iter__(self) -> Iterator[str]:
+        """Engine ids."""
+        return iter(self._engines)
+
+
+def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
+    """Whether all turns of programs at home there go there now, so that gateways need not ask.
+
+    A failure of the policy is counted, and gateways ask.
+    """
+    if (
+        replica.health is not ReplicaHealth.UP
+        or routing.reads_prefixes
+        or core.fleet.full(replica)
+        or replica.replica_id in core.requests.queues
+    ):
+        return False
+    home = core.fleet.view(replica.replica_id)
+    try:
+        for number in range(SAMPLE_TURNS):
+            turn = RoutingView(f"made-up-{number}", number, 1, 1, home, True, None, {})
+            if routing.route(turn, core.fleet.views, now).replica_id != replica.replica_id:
+                return False
+    except Exception as error:
+        core.counts.policy_failed(error)
+        return False
+    return True

@@ -1,0 +1,150 @@
+"""Supervises one engine's process, and registers it with the coordinator. A deployment wraps it for Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from ...routing.routing_status import LinkStats
+from ..http.engine_monitor import EngineDescription
+from ..http.pair_description import PairEngineDescription
+from .coordinator_client import CoordinatorClient, CoordinatorUnavailable, call_with_timeout
+from .coordinator_messages import DrainRequest, EngineRegistration, EngineStopped, MessageEncodingError
+from .engine_process import STOP_GRACE_S, EngineFailed, EngineProcess
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+PROCESS_POLL_S = 0.1
+HEARTBEATS_PER_DESCRIPTION = 60
+"""Heartbeats between two descriptions of the engine."""
+HEARTBEATS_PER_LINK_STATUS = 4
+"""The same for prefill and decode engines, with the queues of their links."""
+SUPERVISOR_CALL_TIMEOUT_S = 5.0
+DRAIN_POLL_S = 0.2
+MAX_FAILED_HEALTH_CHECKS = 3
+"""Consecutive failed health checks of a process that is still running."""
+
+
+class EngineSupervisor:
+    """Supervises one engine, from ``start`` to ``stop``."""
+
+    def __init__(self, process: EngineProcess, calls: CoordinatorClient, *, drain_s: float) -> None:
+        """``drain_s``: time for running turns when it stops."""
+        self.process = process
+        self.wanted_engines = 0
+        self._calls = calls
+        self._drain_s = drain_s
+        self._description: EngineDescription | None = None
+        self._links: dict[str, LinkStats] = {}
+        """The last report, if not sent yet."""
+        self._epoch = 0
+        self._failure: str | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine, and supervise it from then on. Raises ``EngineFailed``."""
+        self._description = await self.process.start()
+        self._looking = asyncio.ensure_future(self._look_after())
+
+    def check(self) -> None:
+        """Raises ``EngineFailed`` if the engine is gone."""
+        if self.process.code is not None:
+            raise EngineFailed(f"the engine's process ended with code {self.process.code}")
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+
+    async def _look_after(self) -> None:
+        """Run until cancelled, or until the engine is gone."""
+        watching = asyncio.ensure_future(self._watch_process())
+        beating = asyncio.ensure_future(self._beat())
+        try:
+            await asyncio.wait({watching, beating}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, beating):
+                task.cancel()
+            await asyncio.gather(watching, beating, return_exceptions=True)
+        with contextlib.suppress(EngineFailed):
+            self.check()
+            return
+        await self._report_stopped()
+
+    async def stop(self) -> None:
+        """Drain the engine, then end it."""
+        try:
+            if self.process.code is None and self._failure is None:
+                await self._drained()
+            if self._looking is not None:
+                # It must not register again after its end.
+                self._looking.cancel()
+                await asyncio.gather(self._looking, return_exceptions=True)
+            await self._report_stopped("stopped")
+        finally:
+            await self.process.end(STOP_GRACE_S)
+
+    async def _watch_process(self) -> None:
+        while self.process.code is None:
+            await asyncio.sleep(PROCESS_POLL_S)
+
+    async def _beat(self) -> None:
+        beats = dead = 0
+        every = HEARTBEATS_PER_DESCRIPTION if self.process.role is None else HEARTBEATS_PER_LINK_STATUS
+        while True:
+            lives = await self.process.lives()
+            dead = dead + 1 if lives is False else 0
+            if dead >= MAX_FAILED_HEALTH_CHECKS:
+                self._failure = "the engine says that it is dead, or takes no connections"
+                logger.warning("engine %s: %s", self.process.engine_id, self._failure)
+                return
+            # A slow engine is not reported: its lease runs, and gateways probe it.
+            if lives:
+                if beats % every == every - 1:
+                    await self._refresh_description()
+                beats += 1
+                await self._register()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def _refresh_description(self) -> None:
+        found = await self.process.describe()
+        if isinstance(found, PairEngineDescription):
+            self._links = await self.process.links()
+            if found.unfit:
+                return  # an incomplete answer: it was suitable at its start
+        self._description = found or self._description
+
+    async def _register(self) -> None:
+        of, links = self._description, self._links
+        assert of is not None
+        paths = of.paths if isinstance(of, PairEngineDescription) else None
+        told = EngineRegistration(self.process.engine_id, self.process.url, of, self._epoch, paths, links)
+        self._links = {}  # sent once: the core keeps its own estimate until the next report
+        try:
+            answer = await call_with_timeout(self._calls.register(told), SUPERVISOR_CALL_TIMEOUT_S)
+        except (CoordinatorUnavailable, MessageEncodingError) as error:
+            if isinstance(error, MessageEncodingError):
+                logger.warning("the description of engine %s is invalid: %s", self.process.engine_id, error)
+            return
+        if answer.epoch >= self._epoch:
+            self._epoch = answer.epoch
+            self.wanted_engines = answer.wanted_engines
+
+    async def _report_stopped(self, reason: str = "its process ended") -> None:
+        instance = self._description.instance if self._description is not None else self.process.instance
+        gone = EngineStopped(self.process.engine_id, instance, reason)
+        with contextlib.suppress(CoordinatorUnavailable):
+            await call_with_timeout(self._calls.gone(gone), SUPERVISOR_CALL_TIMEOUT_S)
+
+    async def _drained(self) -> None:
+        end_s = time.monotonic() + self._drain_s
+        drain = DrainRequest(self.process.engine_id)
+        quiet = 0
+        # Twice: a turn that a gateway sent on its own is reported a moment later.
+        while quiet < 2 and time.monotonic() < end_s and self.process.code is None:
+            with contextlib.suppress(CoordinatorUnavailable):
+                drained = await call_with_timeout(self._calls.drain(drain), SUPERVISOR_CALL_TIMEOUT_S)
+                quiet = quiet + 1 if not drained.in_flight else 0
+            await asyncio.sleep(DRAIN_POLL_S)
+        if quiet < 2:
+            logger.warning("engine %s stops with requests in flight", self.process.engine_id)

@@ -1,0 +1,160 @@
+"""Which registering engines may form pairs: all of them serve the same model and kind of KV."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...routing import routing_events
+from ...routing.pair_core import PairCore
+from ...routing.routing_events import PairRole
+from ...routing.routing_status import LinkStats
+from ..http.pair_description import (
+    EngineCompatibility,
+    dominant_compatibility,
+    engine_compatibility,
+    incompatibility,
+    nic_queue_event,
+)
+from ..http.replica_addresses import rank_addresses
+from .coordinator_messages import EngineRegistration
+
+logger = logging.getLogger(__name__)
+
+KIND_COUNT_INTERVAL_S = 1.0
+"""Engines register twice a second. The dominant kind is computed when an engine reports something new, else
+at this interval."""
+
+DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
+
+
+@dataclass(slots=True)
+class _RegisteredEngine:
+    """An engine that registers, admitted or not."""
+
+    kind: EngineCompatibility
+    role: PairRole
+    heard_s: float
+    fits: bool = False
+
+
+class PairAdmission:
+    """Admits engines to a pair core.
+
+    The kind that most registering engines have is served, among kinds that have both roles; the order of
+    registration does not matter. An engine that falls into the minority is drained: its requests end there,
+    and then it is sent nothing.
+    """
+
+    def __init__(self, core: PairCore, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._clock = clock
+        self._links: dict[str, Mapping[str, LinkStats]] = {}
+        """Last reports, by replica."""
+        self._known: dict[str, _RegisteredEngine] = {}
+        self._kind: EngineCompatibility | None = None
+        """The kind that is served."""
+        self._kind_changed = False
+        """It has changed since ``drain_events``."""
+        self._minority_replicas: set[str] = set()
+        """Replicas that are drained for that reason alone."""
+        self._last_count_s = -math.inf
+        self._logged_rejections: dict[str, str] = {}
+        """Last logged reason, by engine."""
+
+    def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
+        """An engine's last report of its links."""
+        return self._links.get(replica_id, {})
+
+    def why_not(self, told: EngineRegistration) -> str:
+        """Why an engine is sent nothing; empty: it is admitted."""
+        why = self._why_not(told)
+        if not why:
+            self._logged_rejections.pop(told.engine_id, None)
+        elif self._logged_rejections.get(told.engine_id) != why:
+            logger.warning("engine %s is sent nothing: %s", told.engine_id, why)
+            self._logged_rejections[told.engine_id] = why
+        [address] = rank_addresses(told.url, 1)
+        lease = self._core.lease(address.replica_id)
+        if not why:
+            self._clear_drained_mark(address.replica_id, told.description.instance)
+        elif (
+            told.paths is not None
+            and lease is not None
+            and lease[0] == told.description.instance
+            and self._core.in_flight(address.replica_id)
+        ):
+            return ""  # it is draining: its requests end there
+        return why
+
+    def _why_not(self, told: EngineRegistration) -> str:
+        [address] = rank_addresses(told.url, 1)
+        if told.paths is None:
+            self._known.pop(address.replica_id, None)
+            return "it reports no KV paths; expected an engine started with --role"
+        now, kind, role = self._clock(), engine_compatibility(told.description, told.paths), told.paths.role
+        one = self._known.get(address.replica_id)
+        is_new = one is None or (one.kind, one.role) != (kind, role)
+        if one is None or is_new:
+            one = self._known[address.replica_id] = _RegisteredEngine(kind, role, now)
+        one.heard_s = now
+        if is_new or now - self._last_count_s >= KIND_COUNT_INTERVAL_S:
+            self._count(address.replica_id, now)
+        why = incompatibility(kind, self._kind) if self._kind is not None else ""
+        one.fits = not why
+        return why
+
+    def _count(self, replica_id: str, now: float) -> None:
+        """Find the dominant kind, counting ``replica_id``."""
+        self._last_count_s = now
+        engines, silent_s = self._core.engines, self._core.limits.lease_s
+        self._known = {
+            name: one
+            for name, one in self._known.items()
+            # No event reports the loss of an engine that is not admitted.
+            if name == replica_id or (name in engines if one.fits else now - one.heard_s < silent_s)
+        }
+        kind = dominant_compatibility(((one.kind, one.role) for one in self._known.values()), self._kind)
+        if kind != self._kind:
+            self._kind_changed = self._kind is not None
+            self._kind = kind
+
+    def drain_events(self) -> Sequence[DrainEvent]:
+        """Drains that start or end because the served kind changed since the last call."""
+        if not self._kind_changed or self._kind is None:
+            return ()
+        self._kind_changed = False
+        found: list[DrainEvent] = []
+        for name, engine in self._core.engines.items():
+            one = self._known.get(name)
+            if one is None:
+                continue
+            why = incompatibility(one.kind, self._kind)
+            one.fits = not why
+            if why and not engine.draining:
+                self._minority_replicas.add(name)
+                found.append(routing_events.ReplicaDrainStarted(name))
+            elif not why and name in self._minority_replicas:
+                self._minority_replicas.discard(name)
+                found.append(routing_events.ReplicaDrainCancelled(name))
+        return found
+
+    def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
+        """An engine that fits and registers anew is not drained because it once did not fit."""
+        if replica_id in self._minority_replicas and replica_id not in self._core.engines:
+            self._minority_replicas.discard(replica_id)
+            if self._core.drained.get(replica_id) == instance:
+                del self._core.drained[replica_id]
+
+    def link_event(self, told: EngineRegistration) -> routing_events.NicQueueReported | None:
+        """Record an engine's links; returns the queue of its node, if known."""
+        if not told.links or told.paths is None:
+            return None
+        self._links = {name: links for name, links in self._links.items() if name in self._core.engines}
+        [address] = rank_addresses(told.url, 1)
+        self._links[address.replica_id] = told.links
+        node = told.paths.node
+        at_node = [name for name, engine in self._core.engines.items() if engine.seen.node == node]
+        return nic_queue_event(node, [self._links.get(name, {}) for name in at_node])

@@ -1,0 +1,203 @@
+"""``sojourn gateway --ray``: starts or joins a cluster, and runs the application there until stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+from .coordinator_actor import ACTOR_NAME
+from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application
+from .engine_process import STOP_GRACE_S
+from .ray_config import RayConfig
+from .startup_progress import RunningReplicas, StartupProgress, report_progress, summarize_error
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 200 << 20
+"""For a local cluster: the store is hardly used."""
+CLUSTER_SCALING_HINT = (
+    "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
+)
+"""Serve's text for replicas that cannot be placed. It does not apply to a local cluster."""
+REMOVAL_MARGIN_S = 20.0
+"""Added to the grace times of engines and gateways."""
+
+
+def connect(config: RayConfig, **options: Any) -> None:
+    """Start a cluster, or join a running one. ``options`` go to ``ray.init``.
+
+    Raises ``RuntimeError`` if it has too few CPUs: Ray would wait silently.
+    """
+    if config.is_local:
+        options = {
+            # Ray only does accounting: a small machine may run more than it has cores.
+            "num_cpus": max(
+                os.cpu_count() or 1,
+                math.ceil(needed_cpus(config, most=True)) + 1,
+            ),
+            "include_dashboard": config.dashboard,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            **options,
+        }
+        ray.init(**options)
+    else:
+        ray.init(address=config.address, **options)
+        there = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+        if there < needed_cpus(config):
+            raise RuntimeError(
+                f"the cluster has {there:g} CPUs; {_describe_engines(config, num_cpus=True)} and "
+                f"{config.gateways} gateways reserve {needed_cpus(config):g}"
+            )
+
+
+def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
+    """CPUs that all engines and gateways reserve, at least or at most."""
+    engines = sum(
+        (one.max if most and one.max is not None else one.min) * one.num_cpus
+        for one in (group.engines for group in config.groups)
+    )
+    return engines + config.gateways * GATEWAY_CPUS
+
+
+def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda text: None) -> None:
+    """Deploy the application, and wait until it runs. Raises ``RuntimeError``.
+
+    ``say`` is called with progress, in another thread.
+    """
+    lines = StartupProgress(config.total_min_engines, config.gateways, time.monotonic())
+    serve.start(http_options={"host": config.host, "port": config.port})
+    with report_progress(lines, lambda: look(config), say):
+        try:
+            serve.run(application(config), name=config.name, route_prefix="/")
+        except RuntimeError as error:
+            # Serve names the failed deployments here, and the reasons in their status.
+            why = ""
+            with contextlib.suppress(Exception):
+                why = summarize_error(look(config).trouble)
+            raise RuntimeError(f"{summarize_error(str(error))} {why}".strip()) from error
+
+
+def look(config: RayConfig) -> RunningReplicas:
+    """Running replicas, according to Serve's controller."""
+    found = serve.status().applications.get(config.name)
+    if found is None:
+        return RunningReplicas(0, 0)
+    running, troubles = {}, []
+    for name, deployment in found.deployments.items():
+        running[name] = deployment.replica_states.get("RUNNING", 0)  # type: ignore[call-overload]
+        # Slow starts are normal for engines.
+        if deployment.message and "slow __init__" not in deployment.message:
+            hint = CLUSTER_SCALING_HINT if config.is_local else ""
+            troubles.append(deployment.message.replace(hint, ""))
+    engines = sum(running.get(group.name, 0) for group in config.groups)
+    return RunningReplicas(engines, running.get(GATEWAY, 0), troubles[0] if troubles else "")
+
+
+def stop_application(config: RayConfig) -> None:
+    """Drain the engines and remove the application; a local cluster ends."""
+    _remove_application(config)
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
+    # Serve ends with a local cluster. Its own shutdown takes seconds longer, and Ray reports the end of its
+    # controller as an error.
+    ray.shutdown()
+
+
+def _remove_application(config: RayConfig) -> None:
+    drain_s = max(group.engines.drain_s for group in config.groups)
+    longest_s = max(drain_s + STOP_GRACE_S, STREAM_GRACE_S) + REMOVAL_MARGIN_S
+    end_s = time.monotonic() + longest_s
+    while True:
+        try:
+            serve.delete(config.name)
+        except TimeoutError:
+            # Ray waits for a minute; a drain may take longer.
+            if time.monotonic() < end_s:
+                continue
+            logger.warning("not all engines and gateways have ended after %.0f s", longest_s)
+        except Exception as error:
+            logger.debug("the application cannot be removed: %s", error)
+        return
+
+
+def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
+    """Start, wait for SIGINT or SIGTERM, stop. Call ``set_ray_environment`` before importing this module."""
+    stopped = threading.Event()
+    began = up = False
+
+    def stop_now(*_: object) -> None:
+        stopped.set()
+        if not up:
+            # Only an exception interrupts Ray while it waits for the start.
+            raise KeyboardInterrupt
+
+    try:
+        _handle_signals(stop_now)
+        _silence_serve_log()
+        connect(config, log_to_driver=False, logging_level=logging.WARNING, namespace=config.namespace)
+        # Ray's own handlers end the process at once, without draining the engines.
+        _handle_signals(stop_now)
+        say(f"{_describe_engines(config)} of {config.model} start; logs: {log_directories(config)}")
+        if not stopped.is_set():  # Ray may swallow an exception of a signal handler
+            began = True
+            deploy_application(config, say)
+        up = True
+        if not stopped.is_set():
+            say(f"{'pairs' if config.in_pairs else f'policy {config.policy}'}: {listen_addresses(config)}")
+        while not stopped.wait(1.0):
+            pass
+        say("stopping; requests that are on their way are finished first")
+    except KeyboardInterrupt:
+        say("stopped while engines were starting")
+    finally:
+        _handle_signals(signal.SIG_IGN)
+        if began:
+            stop_application(config)
+        else:
+            # An application of this name on a running cluster is another operator's. And asking Serve would
+            # start a cluster if there is none.
+            ray.shutdown()
+
+
+def _silence_serve_log() -> None:
+    """Let Serve log only warnings in this process; progress is reported in terms of engines instead."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+def _handle_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def listen_addresses(config: RayConfig) -> str:
+    """Where the gateways answer."""
+    here = f"http://{config.host}"
+    direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
+    return f"{here}:{config.port} answers{direct}"
+
+
+def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
+    told = []
+    for _, role, engines in config.groups:
+        kind = "engine" if role is None else f"{role} engine"
+        each = f"{engines.min} {kind}{'' if engines.min == 1 else 's'}"
+        of = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
+        told.append(each + of)
+    return " and ".join(told)
+
+
+def log_directories(config: RayConfig) -> str:
+    """Folders of engines' logs."""
+    from .deployments import log_dir
+
+    return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

@@ -1,0 +1,390 @@
+"""Configuration of ``sojourn gateway --ray FILE``: YAML, completely checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from .autoscale import AutoscaleLimits
+
+Section = TypeVar("Section")
+READ_SIDES = ("shorter", "split", "prefill")
+_PREFILL_DECODE_KEYS = ("prefill", "decode", "pairs")
+_KEYS_WITHOUT_PREFILL_DECODE = {
+    "engines": "prefill and decode are in its place",
+    "policy": "pairs are chosen by load alone",
+    "policy_file": "pairs are chosen by load alone",
+}
+_RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
+
+
+class RayConfigError(ValueError):
+    """An invalid configuration: the text has the key, the value and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesConfig:
+    """``engines``: one process per engine."""
+
+    min: int = 1
+    max: int | None = None
+    """``None``: always ``min`` engines."""
+    num_cpus: float = 1.0
+    """CPUs that Ray reserves per engine; the engine may use more."""
+    num_gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    """Arguments of ``sojourn serve`` after the model. ``{engine}``, ``{host}`` and ``{port}`` stand for the
+    engine's name and address."""
+    environment: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    """Replaces ``sojourn serve MODEL --host {host} --port {port}`` and ``args``."""
+    start_timeout_s: float = 1800.0
+    drain_s: float = 120.0
+    """Time for running turns when an engine stops."""
+    log_dir: str | None = None
+    target_use: float = 0.8
+    shrink_below_use: float = 0.6
+    shrink_after_s: float = 300.0
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of engines follows demand."""
+        return self.max is not None and self.max > self.min
+
+    @property
+    def autoscale(self) -> AutoscaleLimits:
+        """Limits for the coordinator."""
+        return AutoscaleLimits(
+            min_engines=self.min,
+            max_engines=self.max if self.max is not None else self.min,
+            target_use=self.target_use,
+            shrink_below_use=self.shrink_below_use,
+            shrink_after_s=self.shrink_after_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairsConfig:
+    """``pairs``: common settings of prefill and decode engines."""
+
+    store: str | None = None
+    """Directory shared by all of them, on every node. Not needed if all have a ``command``."""
+    read_side: str = "shorter"
+
+
+class EngineGroup(NamedTuple):
+    """Engines of one kind, and the name of their deployment."""
+
+    name: str
+    role: str | None
+    """``None``: they prefill and decode."""
+    engines: EnginesConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysConfig:
+    """``keys``: names of environment variables on every node. The file has no keys."""
+
+    api: str | None = None
+    """One key for all clients, if there is no file of tenants."""
+    engine: str | None = None
+    """Sent to engines instead of the client's own."""
+    admin: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """The complete configuration."""
+
+    model: str
+    policy: str = "sojourn"
+    policy_file: str | None = None
+    engines: EnginesConfig = EnginesConfig()
+    prefill: EnginesConfig | None = None
+    """Used with ``decode`` instead of ``engines``."""
+    decode: EnginesConfig | None = None
+    pairs: PairsConfig = PairsConfig()
+    gateways: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8100
+    """Port of Serve's proxies, one on each node with a gateway."""
+    direct_port: int | None = None
+    """Port of the gateways themselves, shared per node: adds one millisecond instead of ten."""
+    tenants: str | None = None
+    keys: KeysConfig = KeysConfig()
+    max_waiting: int = 20_000
+    wait_s: float = 600.0
+    address: str = "local"
+    """``local``: a cluster on this machine that ends with the command; otherwise a running cluster."""
+    loopback_only: bool | None = None
+    """``None``: true on a local cluster, false elsewhere."""
+    dashboard: bool = False
+    usage_statistics: bool = False
+    checkpoint: str | None = None
+    """The coordinator's file; with several nodes, one that all of them see."""
+    name: str = "sojourn"
+    """Name of the application and of the coordinator."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the cluster is started by this command."""
+        return self.address == "local"
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether no port may be reachable from other machines."""
+        return self.is_local if self.loopback_only is None else self.loopback_only
+
+    @property
+    def namespace(self) -> str:
+        """Ray namespace of the coordinator's name."""
+        return f"{self.name}-gateway"
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether prefill and decode engines are separate."""
+        return self.prefill is not None
+
+    @property
+    def groups(self) -> tuple[EngineGroup, ...]:
+        """Engines by role."""
+        if self.prefill is None or self.decode is None:
+            return (EngineGroup("Engine", None, self.engines),)
+        return (EngineGroup("Prefill", "prefill", self.prefill), EngineGroup("Decode", "decode", self.decode))
+
+    @property
+    def total_min_engines(self) -> int:
+        """Minimum number of engines, over all groups."""
+        return sum(group.engines.min for group in self.groups)
+
+    @property
+    def autoscale(self) -> AutoscaleLimits:
+        """Limits for the coordinator; the number of prefill and decode engines is fixed."""
+        if not self.in_pairs:
+            return self.engines.autoscale
+        return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
+
+    def plain(self) -> dict[str, Any]:
+        """As a document of lists, maps and texts that ``parse_config`` reads."""
+        document = dataclasses.asdict(self)
+        for key in _KEYS_WITHOUT_PREFILL_DECODE if self.in_pairs else _PREFILL_DECODE_KEYS:
+            del document[key]
+        for key in ("engines", "prefill", "decode"):
+            for name in ("args", "command") if key in document else ():
+                document[key][name] = list(document[key][name])
+        return document
+
+
+def read_config(path: Path) -> RayConfig:
+    """From a YAML file. Raises ``ConfigError``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RayConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise RayConfigError(
+            f"{path}: PyYAML is not installed; expected pip install 'sojourn[gateway,ray]'"
+        ) from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RayConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        raise RayConfigError(f"{path}: the file is empty; expected at least a line such as model: tiny")
+    return parse_config(document, source=str(path))
+
+
+def parse_config(document: object, *, source: str) -> RayConfig:
+    """From a parsed YAML document. Raises ``ConfigError``."""
+    if isinstance(document, Mapping):
+        _check_groups(document, source)
+    config = _section(RayConfig, document, source, "")
+    _check_config(config, source)
+    return config
+
+
+def _check_groups(document: Mapping[Any, Any], source: str) -> None:
+    """Check that there are engines, or prefill and decode engines, without keys of the other form."""
+    there = [key for key in ("prefill", "decode") if key in document]
+    if not there:
+        if "pairs" in document:
+            raise RayConfigError(
+                f"{source}: pairs is there without prefill and decode; expected both, or none"
+            )
+        return
+    if len(there) == 1:
+        absent = "decode" if there == ["prefill"] else "prefill"
+        raise RayConfigError(
+            f"{source}: {there[0]} is there without {absent}; expected both: a request needs one of each"
+        )
+    for key, why in _KEYS_WITHOUT_PREFILL_DECODE.items():
+        if key in document:
+            raise RayConfigError(f"{source}: {key} and prefill are both there; expected no {key}: {why}")
+
+
+def _section(kind: type[Section], document: object, source: str, prefix: str) -> Section:
+    where = prefix.rstrip(".") or "the file"
+    if not isinstance(document, Mapping):
+        raise RayConfigError(f"{source}: {where} is {_format_value(document)}; expected keys and values")
+    hints = get_type_hints(kind)
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(sorted(names))}"
+            raise RayConfigError(f"{source}: there is no key {prefix}{key}; {hint}")
+        values[key] = _value(hints[key], value, source, f"{prefix}{key}")
+    for one in fields(kind):  # type: ignore[arg-type]
+        required = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        if required and one.name not in values:
+            raise RayConfigError(f"{source}: {prefix}{one.name} is missing; expected a text")
+    return kind(**values)
+
+
+def _value(kind: Any, value: object, source: str, key: str) -> Any:
+    if isinstance(kind, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+        if value is None and not dataclasses.is_dataclass(kind):
+            return None
+    if dataclasses.is_dataclass(kind):
+        return _section(kind, value if value is not None else {}, source, f"{key}.")  # type: ignore[arg-type]
+    wrong = RayConfigError(f"{source}: {key} is {_format_value(value)}; expected {_expected_type(kind)}")
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        if all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in value):
+            return tuple(str(one) for one in value)
+        raise wrong
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        of = get_args(kind)[1]
+        if of is str and all(isinstance(one, (str, int, float)) for one in value.values()):
+            return {str(name): str(one) for name, one in value.items()}
+        if of is float and all(
+            isinstance(one, (int, float)) and not isinstance(one, bool) for one in value.values()
+        ):
+            return {str(name): float(one) for name, one in value.items()}
+    raise wrong
+
+
+def _check_config(config: RayConfig, source: str) -> None:
+    def wrong(key: str, value: object, expected: str) -> RayConfigError:
+        return RayConfigError(f"{source}: {key} is {_format_value(value)}; expected {expected}")
+
+    if not config.model.strip():
+        raise wrong("model", config.model, "a model's name or directory")
+    for group in config.groups:
+        _check_engines(group, wrong)
+    if config.in_pairs:
+        _check_pairs(config, wrong)
+    if config.gateways < 1:
+        raise wrong("gateways", config.gateways, "at least 1; 2 so that one may fail")
+    if not 1 <= config.port <= 65535:
+        raise wrong("port", config.port, "1 to 65535")
+    direct = config.direct_port
+    if direct is not None and (not 1 <= direct <= 65535 or direct == config.port):
+        raise wrong("direct_port", direct, f"1 to 65535 and not port, {config.port}")
+    if config.max_waiting < 1:
+        raise wrong("max_waiting", config.max_waiting, "at least 1")
+    if not config.wait_s > 0:
+        raise wrong("wait_s", config.wait_s, "more than 0")
+    if not config.address.strip():
+        raise wrong("address", config.address, "local, auto, or HOST:PORT of a cluster that runs")
+    if not config.name.replace("-", "").replace("_", "").isalnum() or not config.name.isascii():
+        raise wrong("name", config.name, "letters, digits, - and _")
+    if config.keys.api is not None and config.tenants is not None:
+        raise wrong("keys.api", config.keys.api, "none where tenants is given: the keys are in that file")
+    if config.on_loopback and config.host not in ("127.0.0.1", "::1", "localhost"):
+        raise wrong("host", config.host, "127.0.0.1, or loopback_only: false")
+    if config.loopback_only and not config.is_local:
+        raise wrong("loopback_only", True, "address: local; a cluster that runs listens where it was told to")
+
+
+Wrong = Callable[[str, object, str], RayConfigError]
+
+
+def _check_engines(group: EngineGroup, wrong: Wrong) -> None:
+    engines, key = group.engines, group.role or "engines"
+    if engines.min < 1:
+        raise wrong(f"{key}.min", engines.min, "at least 1")
+    if engines.max is not None and engines.max < engines.min:
+        raise wrong(f"{key}.max", engines.max, f"at least {key}.min, {engines.min}")
+    for name in ("num_cpus", "num_gpus", "drain_s", "shrink_after_s"):
+        if not getattr(engines, name) >= 0:
+            raise wrong(f"{key}.{name}", getattr(engines, name), "at least 0")
+    if not engines.start_timeout_s > 0:
+        raise wrong(f"{key}.start_timeout_s", engines.start_timeout_s, "more than 0")
+    if not 0 < engines.shrink_below_use < engines.target_use <= 1:
+        raise wrong(
+            f"{key}.shrink_below_use",
+            engines.shrink_below_use,
+            f"between 0 and {key}.target_use, {engines.target_use}, which is at most 1",
+        )
+    if engines.command and not any("{port}" in part for part in engines.command):
+        raise wrong(f"{key}.command", list(engines.command), "{port} where its port goes")
+    for flag in ("--port", "--host"):
+        if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
+            raise wrong(f"{key}.args", list(engines.args), f"no {flag}: each engine gets its own")
+
+
+def _check_pairs(config: RayConfig, wrong: Wrong) -> None:
+    pairs = config.pairs
+    if pairs.read_side not in READ_SIDES:
+        raise wrong("pairs.read_side", pairs.read_side, ", ".join(READ_SIDES))
+    if pairs.store is not None and not os.path.isabs(pairs.store):
+        raise wrong("pairs.store", pairs.store, "a path from /, the same on every node")
+    for group in config.groups:
+        engines = group.engines
+        if engines.scales:
+            raise wrong(
+                f"{group.role}.max",
+                engines.max,
+                f"{group.role}.min, {engines.min}: so far there are as many of a role as are named",
+            )
+        if not engines.command and pairs.store is None:
+            raise wrong("pairs.store", None, "the directory that engines of all pairs share")
+        for flag in _RESERVED_FLAGS:
+            if any(part == flag or part.startswith(f"{flag}=") for part in engines.args):
+                raise wrong(f"{group.role}.args", list(engines.args), f"no {flag}: each engine gets its own")
+
+
+def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A key from the environment. Raises ``ConfigError``, which does not repeat it."""
+    if name is None:
+        return None
+    value = environment.get(name, "")
+    if not value or value != value.strip():
+        why = "its value has spaces around it" if value.strip() else f"the environment has no {name}"
+        raise RayConfigError(f"{key} is {name!r}: {why}; expected the name of a variable that holds a key")
+    return value
+
+
+def _format_value(value: object) -> str:
+    # Possibly fractional numbers stay floats: -1 is shown as it was written.
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    text = repr(int(value) if whole else value)  # type: ignore[call-overload]
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _expected_type(kind: Any) -> str:
+    plain = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
+    if kind in plain:
+        return plain[kind]
+    if get_origin(kind) is tuple:
+        return "a list of texts"
+    return "names and numbers" if get_args(kind)[1] is float else "names and texts"

@@ -1,0 +1,394 @@
+"""The file of one Full Block: the KV of all layers of one run of tokens, found by the run's chain hash.
+
+Format
+------
+A header of 128 bytes, little-endian, then the payload: the layers' bytes, one after the other.
+
+      0    8  magic
+      8    2  version of the format
+     10    2  length of the key
+     12    4  CRC-32 of the payload
+     16    8  bytes of payload
+     24   16  digest of the ``KvIdentity``
+     40   64  key, padded with zeros
+    104   16  the first 16 bytes of the parent's key: of the block before it in its context; zeros: none said
+    120    4  zeros
+    124    4  CRC-32 of all of the above
+
+Chain hashes say which tokens, not which model made KV of them. So the identity's digest is in every
+header too: a file that was copied in from another model's store is refused by itself. The parent is of no
+use to a reader; it tells who deletes blocks which of them are worth nothing without which (``lineage``).
+
+The file is written under a temporary name and renamed, so a process that dies leaves a whole file or
+none. A machine that dies may leave one that was renamed before its bytes were on the disk; length and
+checksum tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 128
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+PARENT_BYTES = 16
+"""Of a parent's key, so many leading bytes are kept; of a key that names a parent, as many count."""
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a full disk, or a quota, answers."""
+
+_MAGIC = b"sjrnKV\r\n"  # a transfer that mends line ends would break it
+_FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
+_CHECKSUM = struct.Struct("<I")
+_MAX_BUFFERS = 1024
+"""Buffers that one ``readv`` or ``writev`` takes: Linux's IOV_MAX."""
+
+# CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11), and blake2b would be the slowest
+# part of a read from the page cache. What is guarded against is torn writes and flipped bits, not forgery:
+# any error within 32 bits is found for certain, any other but for one in 2^32. Both let go of the GIL.
+_checksum = zlib.crc32
+
+
+class OffloadError(Exception):
+    """What all errors of this room derive from; ``disk_store`` draws the tree."""
+
+
+class BlockDefect(Enum):
+    """Why a file is not the block that its name promises."""
+
+    LENGTH = "it is cut off, or longer than a block"
+    MAGIC = "it is no block"
+    VERSION = "it is of another version of the format"
+    HEADER = "its header is damaged"
+    IDENTITY = "it is of another model"
+    KEY = "it holds another block"
+    CHECKSUM = "its payload is damaged"
+
+
+class BlockCorrupt(OffloadError):
+    """A file is not the block asked for; ``reason`` says why. The buffers' content is undefined."""
+
+    def __init__(self, path: Path, reason: BlockDefect) -> None:
+        super().__init__(f"KV block {path} cannot be used: {reason.value}")
+        self.path = path
+        self.reason = reason
+
+
+class Buffer(Protocol):
+    """Contiguous memory: bytes, bytearray, memoryview, a numpy array, a CPU tensor's ``numpy()``."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvIdentity:
+    """What two engines must share for one to read the other's blocks. Any difference is another store."""
+
+    model: str
+    """Name and revision of the weights, or their fingerprint; and whatever else changes KV."""
+    kv_dtype: str
+    """And the order in which a block is packed, where that depends on the machine."""
+    block_tokens: int
+    """Tokens of one Full Block: one engine block or several."""
+    block_bytes: int
+    """Payload of one Full Block on this rank, all layers: every file of the store has this size."""
+    layers: int
+    """Layers on this rank."""
+    hash_scheme: str
+    """Algorithm, seed and block size of the engine's prefix hashes, such as ``sha256_cbor/seed=0/16``."""
+    vllm_version: str
+    """The layout within a layer is its business, and moves between releases."""
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "block_bytes", "layers", "tp_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
+
+    def digest(self) -> bytes:
+        """16 bytes that stand for it, the same in every process."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class FileEntry(NamedTuple):
+    """One name in a folder. Links are neither files nor folders: no store makes any."""
+
+    name: str
+    is_file: bool
+    is_folder: bool
+    size: int
+    """Bytes; 0 for what is no file."""
+    mtime_ns: int
+
+
+class FileSystem(Protocol):
+    """All that a store asks of the operating system; the place to inject faults. Raises ``OSError``."""
+
+    def open(self, path: Path, flags: int) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes read, from where the last read ended; may be fewer than asked for, 0 at the end."""
+        ...
+
+    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes written, which may be fewer than given."""
+        ...
+
+    def fsync(self, fd: int) -> None: ...
+    def replace(self, source: Path, target: Path) -> None: ...
+    def unlink(self, path: Path) -> None: ...
+    def mkdir(self, path: Path, *, parents: bool) -> None:
+        """No error where it is there."""
+        ...
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None: ...
+    def scan(self, path: Path) -> list[FileEntry]: ...
+
+
+class LocalFileSystem:
+    """The file system itself. Prompts can be told from KV, so files and folders are their owner's alone."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        return os.readv(fd, buffers)
+
+    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        return os.writev(fd, buffers)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: Path, *, parents: bool) -> None:
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None:
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+
+    def scan(self, path: Path) -> list[FileEntry]:
+        found = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                is_file = entry.is_file(follow_symlinks=False)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                size = status.st_size if is_file else 0
+                is_folder = entry.is_dir(follow_symlinks=False)
+                found.append(FileEntry(entry.name, is_file, is_folder, size, status.st_mtime_ns))
+        return found
+
+
+def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
+    """The memory of ``buffers`` as bytes, in order, without a copy; empty ones are left out.
+
+    Raises ``ValueError`` for memory that is not contiguous, or cannot be written where that is asked for;
+    ``TypeError`` for what is no buffer.
+    """
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous:
+            raise ValueError("a buffer of KV must be contiguous")
+        if writable and view.readonly:
+            raise ValueError("a buffer to read KV into must be writable")
+        if view.nbytes:
+            views.append(view.cast("B"))
+    return views
+
+
+def write_block(
+    files: FileSystem,
+    path: Path,
+    partial: Path,
+    key: bytes,
+    identity: bytes,
+    payload: Sequence[memoryview],
+    *,
+    parent: bytes = b"",
+    durable: bool = False,
+) -> None:
+    """Write ``payload`` to ``partial`` and rename that to ``path``; ``identity`` is the digest, ``parent``
+    the key of the block before it, empty where there is none.
+
+    ``durable``: returns when both are on the disk. A payload that somebody changes meanwhile will fail
+    its checksum. Raises ``OSError``; either name may then exist, and both are for the caller to remove.
+    """
+    header = _header(key, identity, parent[:PARENT_BYTES], payload)
+    write_file(files, partial, [memoryview(header), *payload], fsync=durable)
+    files.replace(partial, path)
+    if durable:
+        sync_folder(files, path.parent)
+
+
+def read_block(
+    files: FileSystem, path: Path, key: bytes, identity: bytes, payload: Sequence[memoryview]
+) -> None:
+    """Fill ``payload`` with exactly what was written for ``key``.
+
+    Only on return is it good: after any exception its content is undefined. Raises ``BlockCorrupt`` and
+    ``OSError``.
+    """
+    header = bytearray(HEADER_BYTES)
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        if files.size(fd) != HEADER_BYTES + _length(payload):
+            raise BlockCorrupt(path, BlockDefect.LENGTH)
+        if not read_all(files, fd, [memoryview(header), *payload]):
+            raise BlockCorrupt(path, BlockDefect.LENGTH)  # it shrank meanwhile
+    finally:
+        files.close(fd)
+    flaw = _block_defect(bytes(header), key, identity, payload)
+    if flaw is not None:
+        raise BlockCorrupt(path, flaw)
+
+
+def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
+    """The first bytes of the key of the block before it, ``None`` where none was said.
+
+    Reads the header alone. Raises ``BlockCorrupt`` for a header that is damaged or of something else, and
+    ``OSError``.
+    """
+    header = read_file(files, path, HEADER_BYTES)
+    flaw = BlockDefect.LENGTH if len(header) < HEADER_BYTES else _header_defect(header, key, identity)
+    if flaw is not None:
+        raise BlockCorrupt(path, flaw)
+    parent = bytes(_FIELDS.unpack_from(header)[-1])
+    return parent if any(parent) else None
+
+
+def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
+    """Write a file from its beginning. Raises ``OSError`` and leaves what was written."""
+    fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        rest = list(content)
+        while rest:
+            written = files.writev(fd, rest[:_MAX_BUFFERS])
+            if written <= 0:
+                raise OSError(errno.EIO, "nothing was written", str(path))
+            rest = _skip_bytes(rest, written)
+        if fsync:
+            files.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error says more
+            files.close(fd)
+        raise
+    files.close(fd)  # where some network file systems tell that the disk is full
+
+
+def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
+    """The content of a small file, cut off after ``max_bytes``. Raises ``OSError``."""
+    fd = files.open(path, os.O_RDONLY)
+    try:
+        content = bytearray(min(files.size(fd), max_bytes))
+        read_all(files, fd, byte_views([content], writable=True))
+        return bytes(content)
+    finally:
+        files.close(fd)
+
+
+def sync_folder(files: FileSystem, path: Path) -> None:
+    """Return when the names in a folder are on the disk. Raises ``OSError``."""
+    fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.fsync(fd)
+    finally:
+        files.close(fd)
+
+
+def _header(key: bytes, identity: bytes, parent: bytes, payload: Sequence[memoryview]) -> bytes:
+    fields = _FIELDS.pack(
+        _MAGIC, FORMAT_VERSION, len(key), _payload_checksum(payload), _length(payload), identity, key, parent
+    )
+    return fields + _CHECKSUM.pack(_checksum(fields))
+
+
+def _block_defect(
+    header: bytes, key: bytes, identity: bytes, payload: Sequence[memoryview]
+) -> BlockDefect | None:
+    flaw = _header_defect(header, key, identity)
+    if flaw is not None:
+        return flaw
+    _, _, _, payload_checksum, length, *_ = _FIELDS.unpack_from(header)
+    if length != _length(payload):
+        return BlockDefect.LENGTH
+    if payload_checksum != _payload_checksum(payload):
+        return BlockDefect.CHECKSUM
+    return None
+
+
+def _header_defect(header: bytes, key: bytes, identity: bytes) -> BlockDefect | None:
+    fields = header[: _FIELDS.size]
+    magic, version, key_bytes, _, _, found_identity, found_key, _ = _FIELDS.unpack(fields)
+    if magic != _MAGIC:
+        return BlockDefect.MAGIC
+    if version != FORMAT_VERSION:
+        return BlockDefect.VERSION
+    if _CHECKSUM.unpack(header[_FIELDS.size :]) != (_checksum(fields),):
+        return BlockDefect.HEADER
+    if found_identity != identity:
+        return BlockDefect.IDENTITY
+    if found_key[:key_bytes] != key:
+        return BlockDefect.KEY
+    return None
+
+
+def _payload_checksum(payload: Sequence[memoryview]) -> int:
+    value = 0
+    for view in payload:
+        value = _checksum(view, value)
+    return value
+
+
+def _length(payload: Sequence[memoryview]) -> int:
+    return sum(view.nbytes for view in payload)
+
+
+def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
+    """Fill ``buffers``; whether the file was long enough for that."""
+    rest = list(buffers)
+    while rest:
+        count = files.readv(fd, rest[:_MAX_BUFFERS])
+        if count <= 0:
+            return False
+        rest = _skip_bytes(rest, count)
+    return True
+
+
+def _skip_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``buffers`` without their first ``count`` bytes."""
+    for index, view in enumerate(buffers):
+        if count < view.nbytes:
+            return [view[count:], *buffers[index + 1 :]]
+        count -= view.nbytes
+    return []

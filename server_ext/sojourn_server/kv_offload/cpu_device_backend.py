@@ -1,0 +1,135 @@
+"""Copies between the KV memory of a CPU engine and host memory: only this module touches KV memory.
+
+A backend for another device (CUDA) implements ``offload_worker.DeviceBackend`` and the methods of
+``KvBlockArrays``. Torch is used only to view tensors as arrays of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .offload_jobs import BlockCopy
+
+ByteArray = np.ndarray[Any, Any]
+"""An array of ``uint8``."""
+
+CHUNK_BLOCKS = 32
+"""Blocks copied at once: a chunk stays in the processor's cache."""
+
+
+class UnsupportedKvCaches(RuntimeError):
+    """The engine's KV tensors have an unexpected device, shape or layout."""
+
+
+def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
+    """The memory of one layer's KV tensor, one row of bytes per block; its first dimension is the block.
+
+    Raises ``UnsupportedKvCaches`` for a tensor on another device or of another shape.
+    """
+    import torch
+
+    if cache.device.type != "cpu":
+        raise UnsupportedKvCaches(f"layer {name}: KV on {cache.device}; expected a CPU engine")
+    if cache.shape[0] != blocks or not cache.is_contiguous():
+        shape, strides = tuple(cache.shape), cache.stride()
+        raise UnsupportedKvCaches(
+            f"layer {name}: KV of shape {shape} and strides {strides}; expected {blocks} blocks, contiguous"
+        )
+    rows: ByteArray = cache.view(blocks, -1).view(torch.uint8).numpy()
+    return rows
+
+
+class CpuDeviceBackend:
+    """KV blocks of all layers, and ``slots`` host copies, each one contiguous like a block's file."""
+
+    def __init__(self, rows: Mapping[str, ByteArray], slots: int) -> None:
+        """``rows``: by layer in the order of the forward pass, its ``block_rows``."""
+        self.layers: Sequence[str] = list(rows)
+        self._layers = list(rows.values())
+        sizes = [layer.shape[1] for layer in self._layers]
+        self._offsets = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+        self.block_bytes = self._offsets[-1]
+        # The system provides pages at their first write, so unused slots cost nothing.
+        self._host = np.empty((slots, self.block_bytes), np.uint8)
+
+    def to_host(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of all layers, in this order: the last copy into a slot wins."""
+        for start in range(0, len(copies), CHUNK_BLOCKS):
+            blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
+            for index, layer in enumerate(self._layers):
+                self._host[slots, self._offsets[index] : self._offsets[index + 1]] = layer[blocks]
+
+    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
+        """Copy one layer of these blocks."""
+        part = slice(self._offsets[layer], self._offsets[layer + 1])
+        for start in range(0, len(copies), CHUNK_BLOCKS):
+            blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
+            self._layers[layer][blocks] = self._host[slots, part]
+
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of a slot, writable."""
+        return memoryview(self._host[slot])
+
+
+class KvBlockArrays:
+    """KV blocks by layer, and Full Blocks of ``per_full`` engine blocks cut from them."""
+
+    def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
+        """``layers``: by layer in the order of the forward pass, its ``block_rows``.
+
+        Raises ``ValueError`` for layers of different sizes: their Layer Blocks would differ.
+        """
+        self.index = {name: at for at, name in enumerate(layers)}
+        self._layers = list(layers.values())
+        self.per_full = per_full
+        sizes = {int(layer.shape[1]) for layer in self._layers}
+        if len(sizes) != 1:
+            raise ValueError(f"layers have blocks of {sorted(sizes)} bytes; expected one size")
+        self.engine_bytes = sizes.pop()
+        self.layer_bytes = self.engine_bytes * per_full
+        self.block_bytes = self.layer_bytes * len(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """A copy of one layer of these blocks as Layer Blocks; the last one is padded with zeros."""
+        full = -(-len(block_ids) // self.per_full)
+        made = np.zeros((full * self.per_full, self.engine_bytes), np.uint8)
+        ids = np.asarray(block_ids, np.intp)
+        np.take(self._layers[layer], ids, axis=0, out=made[: len(ids)], mode="clip")  # releases the GIL
+        rows: Any = made.reshape(full, self.layer_bytes)
+        return [memoryview(row) for row in rows]
+
+    def gather_full(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """A copy of all layers of one Full Block."""
+        return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
+
+    def scatter(
+        self, layer: int, blocks: Sequence[memoryview], skip: int, block_ids: Sequence[int], part: int = 0
+    ) -> list[int]:
+        """Fill engine blocks ``block_ids`` from one layer of Full Blocks, without their first ``skip`` engine
+        blocks. Returns the ids that were filled.
+
+        ``part`` is the position of the layer within each of ``blocks``: 0 if they hold one layer only.
+        """
+        into = self._layers[layer]
+        filled: list[int] = []
+        start, size = part * self.layer_bytes, self.layer_bytes
+        for at, block in enumerate(blocks):
+            rows = np.frombuffer(block, np.uint8, size, start).reshape(self.per_full, self.engine_bytes)
+            low = at * self.per_full - skip  # position in ``block_ids`` of its first engine block
+            ids = block_ids[max(0, low) : max(0, low + self.per_full)]
+            if ids:
+                begin = max(0, -low)
+                into[ids] = rows[begin : begin + len(ids)]
+                filled += ids
+        return filled
+
+
+def _indices(copies: Sequence[BlockCopy]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    pairs = np.array(copies, np.intp)
+    return pairs[:, 0], pairs[:, 1]

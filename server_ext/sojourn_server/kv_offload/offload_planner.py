@@ -1,0 +1,421 @@
+"""Where KV blocks are below the device, and what to copy: no vLLM, no tensors, no clock.
+
+One planner serves one engine's scheduler. ``evicted`` reports blocks that the device overwrites, ``store``
+copies blocks ahead of that, ``lookup`` finds blocks, ``take_jobs`` returns a step's orders and
+``take_results`` takes their results. Three invariants hold. A block is found only where it is, or will be
+when it is read, provided that the worker carries out orders in sequence. A slot that one job reads or writes
+is used by no other job. The result of a failed copy is forgotten: the worst case is that KV is computed
+again. The planner itself manages host memory and look-ups; its ``DiskPlanner`` manages the disk and copies to
+and from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, takewhile
+from typing import NamedTuple
+
+from .disk_planner import DiskPlanner
+from .host_block_pool import HostBlockPool, HostEntry
+from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
+from .retention_rank import RetentionRank
+from .tier_limits import TierLimits
+
+STORE_BATCH_BLOCKS = 32
+"""Blocks per ahead-of-time store. Reusing one block before the store ends waits for the whole store."""
+
+_WANTED, _IDLE = (
+    RetentionRank.WANTED,
+    RetentionRank.IDLE,
+)  # bound here because enum member access is slow and happens for each block
+
+
+class _Lookup(NamedTuple):
+    """The answer to a request's look-up."""
+
+    of: tuple[int, BlockKey]
+    """Number of keys and first key: they identify the look-up, because a request's tokens only grow."""
+    found: list[HostEntry]
+
+
+class PersistStatus(NamedTuple):
+    """How much of a context is on disk, in blocks."""
+
+    stored: int
+    """Leading blocks on disk, without a gap."""
+    pending: int
+    """Blocks being written that extend the leading blocks."""
+
+
+class OffloadPlanner:
+    """Plans host memory and disk of one engine. Times are the engine's monotonic seconds."""
+
+    def __init__(self, limits: TierLimits) -> None:
+        self.limits = limits
+        self.counts: Counter[str] = Counter()
+        """Blocks by outcome; the names are in ``docs/kv-offload.md``."""
+        self.host = HostBlockPool(limits.host_slots, self.counts)
+        self._numbers = count(1)
+        """Job numbers, shared by both planners: an entry's job tells whether the device or the disk fills
+        it."""
+        self.disk = DiskPlanner(limits, self.host, self.counts, self._numbers)
+        self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
+        self._looked_up: dict[str, _Lookup] = {}
+        """Blocks found for requests, pinned."""
+        self._last_asked: str | None = None
+        self._lost = False
+        """A block found in this step was lost since."""
+        self._loading: list[HostEntry] = []
+        """Pinned until the next ``take_jobs``: orders of later steps run after this step's loads."""
+        self._jobs = OffloadJobs()
+        """Orders of the step being planned, without the disk's."""
+        self._wants_step = False
+        """A caller waits for the results of earlier orders."""
+
+    # -- copies from the device ---------------------------------------------
+
+    def evicted(self, key: BlockKey, block_id: int, rank: RetentionRank = RetentionRank.PLAIN) -> bool:
+        """This step overwrites a block: save its content. Whether host memory has the content now."""
+        entry = self.host.get(key)
+        if entry is not None:
+            if entry.job is not None and entry.job in self._storing:
+                # Its store may be running: it must end before the step writes.
+                self._await_store(entry.job)
+            self.host.touch(entry)
+            self._rerank(entry, rank)
+            self.counts["kept"] += 1
+            return True
+        entry = self._begin(key, rank, None)
+        if entry is None:
+            self.counts["no_room"] += 1
+            return False
+        self._jobs.saves.append(BlockCopy(block_id, entry.slot))
+        self.counts["saved"] += 1
+        return True
+
+    def store(
+        self,
+        blocks: Iterable[tuple[BlockKey, int]],
+        rank: RetentionRank = RetentionRank.PLAIN,
+        *,
+        at_most: RetentionRank | None = None,
+    ) -> int:
+        """Copy cached blocks ahead of their eviction; returns how many. The device keeps its copies.
+
+        A block must not change until its store ends, or must be reported ``evicted``. ``blocks`` are in the
+        order of their context: if room is short its beginning is stored, and its end is evicted first. Only
+        entries of rank ``at_most`` (default: ``rank``) or lower are replaced.
+        """
+        used: list[HostEntry] = []
+        begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
+        job = stored = 0
+        for key, block_id in blocks:
+            entry = self.host.get(key)
+            if entry is not None:
+                self.host.touch(entry)  # later blocks must not replace it
+                used.append(entry)
+                continue
+            if stored % STORE_BATCH_BLOCKS == 0:
+                job = next(self._numbers)
+            entry = self._begin(key, rank, job, at_most=at_most)
+            if entry is None:
+                break  # later blocks are useless without it
+            begun.setdefault(job, []).append((entry, BlockCopy(block_id, entry.slot)))
+            stored += 1
+        for entry in reversed(used):
+            self.host.touch(entry)
+            self._rerank(entry, rank)
+        # Jobs end in order and the first to end is reused first, so the end of a context must come first.
+        for job, together in reversed(begun.items()):
+            copies = [copy for _, copy in together]
+            self._storing[job] = [entry for entry, _ in reversed(together)], copies
+            self._jobs.stores[job] = copies
+        self.counts["stored"] += stored
+        return stored
+
+    def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
+        """Copy the blocks that a turn added to its context into spare room; returns how many blocks.
+
+        Reads ``newest_first`` up to the first block that host memory already has.
+        """
+        added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
+        # Spare copies do not replace each other: without room for all, each turn would copy a whole context.
+        return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        """Remove copies of these keys: their content may be wrong."""
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is not None:
+                self._lost = True
+                self.host.remove(entry)
+            self.disk.discard(key)
+            self.counts["discarded"] += entry is not None
+
+    def set_rank(
+        self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
+    ) -> None:
+        """Give the blocks of a context, in its order, another rank; its end is evicted first. Cancels orders
+        to write them to disk. ``only``: change only blocks that have this rank now."""
+        get, cancel_spill = self.host.get, self.disk.cancel_spill
+        for key in reversed(keys):
+            entry = get(key)
+            if only is not None and (entry is None or entry.rank != only):
+                continue
+            cancel_spill(key)
+            if entry is not None:
+                self.host.set_rank(entry, rank)
+
+    def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
+        """Write these to disk in this order, as soon as the disk allows; once written they have this rank."""
+        for key in keys:
+            entry = self.host.get(key)
+            if entry is not None and entry.on_disk:
+                self._rerank(entry, rank)
+            elif entry is not None:
+                self.disk.order(key, rank)
+
+    def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
+        """Write a context to disk, because its program moves to an engine that shares only the disk.
+
+        ``on_device`` maps keys of ``chain`` to the device's blocks. Blocks pass through host memory, where
+        they do not replace those of idle programs. Call it again to order the rest and to get the progress.
+        """
+        disk, get = self.disk, self.host.get
+        if disk.closed:
+            return PersistStatus(0, 0)
+        chain = chain[: disk.room]  # more would evict its own beginning
+        unsaved: list[tuple[BlockKey, int]] = []
+        for key in chain:
+            entry = get(key)
+            if entry is not None and entry.rank < _IDLE and key not in disk:
+                self.host.set_rank(entry, _IDLE)  # until it is written, this is the only copy
+            elif entry is None and key in on_device and key not in disk:
+                unsaved.append((key, on_device[key]))
+        self.store(unsaved, _IDLE, at_most=RetentionRank.PLAIN)
+        stored = pending = 0
+        whole = True
+        for key in chain:
+            if key in disk:
+                whole = whole and not pending
+                stored += whole
+                continue
+            entry = get(key)
+            if entry is None:
+                break
+            if key not in disk.being_spilled:
+                disk.order(key, RetentionRank.COLD if entry.rank == _IDLE else entry.rank)
+            pending += 1
+        self._wants_step = self._wants_step or pending > 0
+        return PersistStatus(stored, pending)
+
+    # -- requests -------------------------------------------------
+
+    def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
+        """Number of leading ``keys`` that can be loaded now; ``None``: ask again, the disk is being read or
+        other engines' stores are being searched.
+
+        Blocks found are pinned until the next ``take_jobs``; those of the last request that asked, until
+        another one asks: the scheduler asks for the head of its queue in every step. Repeated calls for it,
+        and calls while the disk is being read, take O(1).
+        """
+        if not keys:
+            self._drop_lookup(request_id)
+            return 0
+        disk = self.disk
+        if disk.waits(request_id, now):
+            return None
+        was_read = disk.disk_read_requested(request_id)
+        before = self._looked_up.get(request_id)
+        asked_before = before is not None and before.of == (len(keys), keys[0])
+        # After a disk read the answer may have changed.
+        if before is not None and asked_before and not was_read and not self._lost:
+            self._last_asked = request_id
+            return len(before.found)
+        found = self._found(keys)
+        missing = keys[len(found) :]
+        # Search other stores first, so that everything missing is read together.
+        if missing and not was_read and disk.probe(request_id, missing, now):
+            return None
+        if missing and not was_read and disk.stage(request_id, found, missing, now):
+            return None
+        for entry in found:
+            self.host.pin(entry)
+        self._drop_lookup(request_id)
+        self._looked_up[request_id] = _Lookup((len(keys), keys[0]), found)
+        self._last_asked = request_id
+        return len(found)
+
+    def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
+        """Fill the request's new device blocks with these keys, all found by ``lookup`` in this step.
+
+        Raises ``KeyError`` if they were not."""
+        self.disk.abandon(request_id)
+        before = self._looked_up.pop(request_id, None)
+        found = before.found if before is not None else []
+        if [entry.key for entry in found[: len(keys)]] != list(keys):
+            self.host.release(found)
+            raise KeyError(
+                f"request {request_id}: these {len(keys)} blocks are not what its last lookup found"
+            )
+        self.host.release(found[len(keys) :])
+        if not keys:
+            return
+        self._loading += found[: len(keys)]
+        self._jobs.loads.setdefault(request_id, []).extend(
+            BlockCopy(block_id, entry.slot) for entry, block_id in zip(found, block_ids, strict=False)
+        )
+        self.counts["loaded"] += len(keys)
+
+    def abandon(self, request_id: str) -> None:
+        """The request has finished, or will not ask again."""
+        self.disk.abandon(request_id)
+        self._drop_lookup(request_id)
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """Number of leading ``keys`` in host memory or on disk."""
+        get, disk = self.host.get, self.disk
+        return sum(1 for _ in takewhile(lambda key: get(key) is not None or key in disk, keys))
+
+    def missing(self, keys: Sequence[BlockKey]) -> int:
+        """Number of ``keys`` neither in host memory nor on disk."""
+        return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
+
+    def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
+        """Read leading ``keys`` from disk into host memory ahead of need; returns how many are being read."""
+        if not self.disk:
+            return 0
+        found = self._found(keys)
+        for entry in found:  # the rest must not replace these
+            self.host.pin(entry)
+        coming = self.disk.fetch(keys[len(found) :], rank)
+        self.host.release(found)
+        return coming
+
+    # -- steps ----------------------------------------------------------------------
+
+    def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
+        """The orders of the step just planned. ``spill``: host memory may be written to disk."""
+        for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
+            self._drop_lookup(request_id)
+        self._lost = self._wants_step = False
+        # The worker ends a step's loads before it begins the next step's orders.
+        self.host.release(self._loading)
+        self._loading = []
+        if spill:
+            self.disk.plan_spills()
+        jobs, self._jobs = self._jobs, OffloadJobs()
+        self.disk.add_jobs(jobs)
+        return jobs
+
+    def take_results(self, results: OffloadResults) -> None:
+        """Take the results of earlier orders."""
+        if results.on_disk is not None:
+            self.disk.take_in(results.on_disk)
+        for slot in results.lost_slots:
+            entry = self.host.entry_in_slot(slot)
+            if entry is not None:
+                self.counts["failed"] += 1
+                self._lost = True
+                self.host.remove(entry)
+        for job, copy_result in results.stored.items():
+            for entry in self._storing.pop(job, ((), ()))[0]:
+                self._end_fill(entry, copy_result)
+        for job, copy_results in results.spilled.items():
+            self.disk.spilled(job, copy_results)
+        for job, copy_results in results.staged.items():
+            self.disk.staged(job, copy_results)
+        for job, answer in results.probed.items():
+            self.disk.probed(job, answer)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a step is needed although no request needs one: orders wait, or the keys left on disk by an
+        earlier engine are not known yet."""
+        return bool(self._jobs) or self._wants_step or self.disk.has_jobs
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """Used and free blocks by tier, and ``counts``."""
+        host = len(self.host)
+        state = {"host": {"used": host, "free": self.host.slots - host}}
+        if self.limits.disk_blocks:
+            used = len(self.disk)
+            state["disk"] = {"used": used, "free": max(0, self.disk.room - used)}
+        return {**state, "moves": dict(self.counts)}
+
+    @property
+    def storing_blocks(self) -> int:
+        """Blocks in stores that have not ended."""
+        return sum(len(entries) for entries, _ in self._storing.values())
+
+    @property
+    def under_way(self) -> int:
+        """Number of jobs without results yet."""
+        return len(self._storing) + self.disk.under_way
+
+    def on_disk(self, key: BlockKey) -> bool:
+        """Whether the block is on disk."""
+        return key in self.disk
+
+    @property
+    def disk_blocks(self) -> int:
+        """Number of blocks on disk."""
+        return len(self.disk)
+
+    def forget(self) -> None:
+        """Forget all blocks, because the engine's cache was reset, as after a change of weights.
+
+        Running jobs end as usual; their results are discarded.
+        """
+        for request_id in list(self._looked_up):
+            self._drop_lookup(request_id)
+        self.disk.forget()
+        for entry in list(self.host):
+            self.host.remove(entry)
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _found(self, keys: Sequence[BlockKey]) -> list[HostEntry]:
+        found: list[HostEntry] = []
+        get = self.host.get
+        for key in keys:
+            entry = get(key)
+            if entry is None:
+                break
+            if entry.job is not None:
+                if entry.job not in self._storing:
+                    break
+                self._await_store(entry.job)
+            found.append(entry)
+        return found
+
+    def _await_store(self, job: int) -> None:
+        """Make the store end before this step's loads and forward pass, so that its slots count as filled."""
+        entries, copies = self._storing.pop(job)
+        if self._jobs.stores.pop(job, None) is None:
+            self._jobs.awaited[job] = copies
+        else:  # not sent to the worker yet
+            self._jobs.saves += copies
+        for entry in entries:
+            self.host.filled(entry)
+
+    def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
+        """Change an entry's rank, unless it is wanted next."""
+        if entry.rank != _WANTED:
+            self.host.set_rank(entry, rank)
+
+    def _begin(
+        self, key: BlockKey, rank: RetentionRank, job: int | None, *, at_most: RetentionRank | None = None
+    ) -> HostEntry | None:
+        return self.host.take(key, rank, job, on_disk=key in self.disk, at_most=at_most)
+
+    def _drop_lookup(self, request_id: str) -> None:
+        before = self._looked_up.pop(request_id, None)
+        if before is not None:
+            self.host.release(before.found)
+
+    def _end_fill(self, entry: HostEntry, copy_result: CopyResult) -> None:
+        if copy_result is not CopyResult.MOVED:
+            self.counts["failed"] += 1
+            self.host.remove(entry)
+        self.host.filled(entry)

@@ -1,0 +1,293 @@
+"""Carries out the orders of each step beside the model: the counterpart of ``offload_planner``.
+
+Works on any device whose KV blocks a ``DeviceBackend`` can copy. Each direction has a thread of its own: host
+memory to device, layer by layer, so that the forward pass computes the first layer while the second is
+loaded; device to host; host to disk; disk to host."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from .block_file import BlockCorrupt
+from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
+from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults, ProbeResult
+from .sibling_stores import SiblingStores
+from .transfer_thread import TransferThread
+
+
+class DeviceBackend(Protocol):
+    """KV blocks of one worker and slots of host memory of the same size; one implementation per kind of
+    device."""
+
+    layers: Sequence[str]
+    """Names of layers in the order of the forward pass."""
+    block_bytes: int
+    """Bytes of one block, all layers."""
+
+    def to_host(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of all layers, in this order; the copies are complete when it returns."""
+
+    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
+        """Copy one layer; the forward pass may use it when it returns."""
+
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of a slot, writable."""
+
+
+class _PendingStore:
+    """A copy to host memory while the model computes."""
+
+    def __init__(self, copies: Sequence[BlockCopy]) -> None:
+        self.copies = copies
+        self._begun = threading.Lock()  # taken once, by the thread that copies
+        self.over = threading.Event()
+        self.copy_result = CopyResult.FAILED
+
+    def begin(self) -> bool:
+        """Whether the caller is the first: it then makes the copy."""
+        return self._begun.acquire(blocking=False)
+
+
+class OffloadWorker:
+    """Host memory and disk of one worker. The thread that runs the model calls all methods but
+    ``wait_for_layer``."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        disk: DiskStore | None = None,
+        sibling_stores: SiblingStores | None = None,
+    ) -> None:
+        self._device = device
+        self._disk = disk
+        self._sibling_stores = sibling_stores
+        self._to_host = TransferThread("to_host")
+        self._to_device = TransferThread("to_device")
+        self._to_disk = TransferThread("to_disk")
+        self._from_disk = TransferThread("from_disk")
+        self._probe = TransferThread("probe") if sibling_stores is not None else None
+        """A thread of its own: a search does not wait for other requests' reads."""
+        self._layer_index = {name: index for index, name in enumerate(device.layers)}
+        self._stores: dict[int, _PendingStore] = {}
+        self._loaded: list[threading.Event] = []
+        """One event per layer of this step's loads."""
+        self._invalid: set[int] = set()
+        self._lost: set[int] = set()
+        """Slots whose last fill failed: the next step was planned before that was known."""
+        self._lock = threading.Lock()
+        self._results = OffloadResults(on_disk=disk.keys() if disk is not None else [])
+        self._waited_s = 0.0
+
+    # -- a step --------------------------------------------------------------------
+
+    def begin_step(self, jobs: OffloadJobs) -> None:
+        """Before the forward pass: awaited stores and saves are complete when it returns, the rest has
+        begun."""
+        began = time.perf_counter()
+        awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
+        self._save([copy for copies in awaited for copy in copies])
+        self._save(jobs.saves)
+        if jobs.awaited or jobs.saves:
+            self._waited_s += time.perf_counter() - began
+        self._load([copy for copies in jobs.loads.values() for copy in copies])
+        for job, copies in jobs.stores.items():
+            self._store(job, copies)
+        # Drops come first: spills need their room, and may write other content under the same keys.
+        for key in jobs.drops:
+            self._to_disk.give(partial(self._drop, key))
+        for job, files in jobs.spills.items():
+            lost = frozenset(file.slot for file in files if file.slot in self._lost)
+            self._to_disk.give(partial(self._spill, job, files, lost))
+        for job, files in jobs.stages.items():
+            self._lost.difference_update(file.slot for file in files)
+            self._from_disk.give(partial(self._stage, job, files))
+        for job, keys in jobs.probes.items():
+            if self._probe is not None:
+                self._probe.give(partial(self._look_for, job, keys))
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward pass has reached a layer: returns once this step's loads of it are complete."""
+        loaded = self._loaded
+        if not loaded:
+            return
+        # A layer without KV of its own may read any other layer's, so it waits for the last.
+        event = loaded[self._layer_index.get(name, -1)]
+        if not event.is_set():
+            began = time.perf_counter()
+            event.wait()
+            self._waited_s += time.perf_counter() - began
+
+    def end_step(self) -> set[int]:
+        """After the forward pass: wait for all loads. Returns the blocks that were not filled."""
+        if self._loaded:
+            began = time.perf_counter()
+            self._loaded[-1].wait()
+            self._waited_s += time.perf_counter() - began
+            self._loaded = []
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_results(self) -> OffloadResults:
+        """What has come to its end since it was last asked."""
+        with self._lock:
+            results, self._results = self._results, OffloadResults()
+        for job, store in list(self._stores.items()):
+            if store.over.is_set():
+                results.stored[job] = store.copy_result
+                del self._stores[job]
+        for lane in (self._to_host, self._to_device, self._to_disk, self._from_disk):
+            seconds, moved = lane.take_moved()
+            if seconds:
+                results.seconds[lane.name], results.moved_bytes[lane.name] = seconds, moved
+        results.waited_s, self._waited_s = self._waited_s, 0.0
+        return results
+
+    @property
+    def on_disk(self) -> int:
+        """Blocks on disk now."""
+        return len(self._disk) if self._disk is not None else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a store is still to be reported."""
+        return bool(self._stores)
+
+    def close(self) -> None:
+        """What was begun is done; the disk's store is another process's to open."""
+        lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
+        for lane in filter(None, lanes):
+            lane.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
+        """What is left to do of a store that must be over now."""
+        store = self._stores.get(job)
+        if store is None:
+            return copies  # reported already, perhaps as failed: to do it again does no harm
+        if store.begin():  # rather than wait for all that is in front of it
+            store.copy_result = CopyResult.MOVED
+            store.over.set()
+            return copies
+        store.over.wait()
+        return () if store.copy_result is CopyResult.MOVED else copies
+
+    def _save(self, copies: Sequence[BlockCopy]) -> None:
+        if not copies:
+            return
+        slots = {copy.slot for copy in copies}
+        began = time.perf_counter()
+        try:
+            self._device.to_host(copies)
+        except Exception:
+            self._lost |= slots
+            with self._lock:
+                self._results.lost_slots += sorted(slots)
+        else:
+            self._lost -= slots
+            self._to_host.note_moved(time.perf_counter() - began, len(copies) * self._device.block_bytes)
+
+    def _load(self, copies: Sequence[BlockCopy]) -> None:
+        self._invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
+        copies = [copy for copy in copies if copy.slot not in self._lost]
+        if not copies:
+            return
+        events = self._loaded = [threading.Event() for _ in self._device.layers]
+
+        def load() -> int:
+            for layer, event in enumerate(events):
+                try:
+                    self._device.to_device(copies, layer)
+                except Exception:
+                    self._invalid.update(copy.block_id for copy in copies)
+                finally:
+                    event.set()
+            return len(copies) * self._device.block_bytes
+
+        self._to_device.give(load)
+
+    def _store(self, job: int, copies: Sequence[BlockCopy]) -> None:
+        store = self._stores[job] = _PendingStore(copies)
+        self._lost.difference_update(copy.slot for copy in copies)
+
+        def copy() -> int:
+            if not store.begin():
+                return 0
+            try:
+                self._device.to_host(copies)
+                store.copy_result = CopyResult.MOVED
+            finally:
+                store.over.set()
+            return len(copies) * self._device.block_bytes
+
+        self._to_host.give(copy)
+
+    def _spill(self, job: int, files: Sequence[FileCopy], lost: frozenset[int]) -> int:
+        copy_results: dict[BlockKey, CopyResult] = {}
+        try:
+            for file in files:
+                copy_results[file.key] = CopyResult.MISSING if file.slot in lost else self._put(file)
+        finally:  # the job is always answered; blocks missing from the answer have failed
+            with self._lock:
+                self._results.spilled[job] = copy_results
+        return (
+            sum(copy_result is CopyResult.MOVED for copy_result in copy_results.values())
+            * self._device.block_bytes
+        )
+
+    def _put(self, file: FileCopy) -> CopyResult:
+        assert self._disk is not None
+        try:
+            outcome = self._disk.put(file.key, [self._device.slot(file.slot)])
+        except StoreError:
+            return CopyResult.FAILED
+        return CopyResult.FULL if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL) else CopyResult.MOVED
+
+    def _drop(self, key: BlockKey) -> int:
+        assert self._disk is not None
+        with contextlib.suppress(StoreError):  # the planner no longer finds it either way
+            self._disk.drop(key)
+        return 0
+
+    def _stage(self, job: int, files: Sequence[FileCopy]) -> int:
+        copy_results: dict[BlockKey, CopyResult] = {}
+        try:
+            for file in files:
+                copy_results[file.key] = self._get(file)
+        finally:
+            with self._lock:
+                self._results.staged[job] = copy_results
+        return (
+            sum(copy_result is CopyResult.MOVED for copy_result in copy_results.values())
+            * self._device.block_bytes
+        )
+
+    def _look_for(self, job: int, keys: Sequence[BlockKey]) -> int:
+        assert self._sibling_stores is not None
+        probed = ProbeResult(0, 0)
+        try:
+            probed = self._sibling_stores.leading(keys)
+        finally:
+            with self._lock:
+                self._results.probed[job] = probed
+        return 0
+
+    def _get(self, file: FileCopy) -> CopyResult:
+        store = self._sibling_stores if file.shared else self._disk
+        assert store is not None
+        try:
+            store.get_into(file.key, [self._device.slot(file.slot)])
+        except BlockNotFound:
+            return CopyResult.MISSING
+        except BlockCorrupt:
+            return CopyResult.CORRUPT
+        except StoreError:
+            return CopyResult.FAILED
+        return CopyResult.MOVED

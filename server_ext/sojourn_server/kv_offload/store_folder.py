@@ -1,0 +1,340 @@
+"""Whose folder of blocks it is: claimed by a manifest, held by a lock, and never shared by mistake.
+
+``disk_store`` says what lies in it, and when it is refused; ``siblings`` reads those of other engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .block_file import (
+    FORMAT_VERSION,
+    FileSystem,
+    KvIdentity,
+    LocalFileSystem,
+    OffloadError,
+    read_file,
+    sync_folder,
+    write_file,
+)
+
+MANIFEST = "manifest.json"
+_LOCK = "lock"
+_KIND = "sojourn KV store"
+"""What a manifest says it is of: other software has files of that name too."""
+_OF_THIS_FORMAT = {"kind": _KIND, "format": FORMAT_VERSION}
+_FIELDS = {*_OF_THIS_FORMAT, *(field.name for field in fields(KvIdentity))}
+_MANIFEST_BYTES = 1 << 16
+_DIGITS = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
+_THIS_PROCESS = "this process itself"
+_FLOCK = struct.Struct("hhqqi0q")
+"""Linux's ``struct flock``: type, where the start counts from, start, length, process."""
+
+
+class StoreInUse(OffloadError):
+    """One process writes a store, and that is another one, or another part of this one: ``holder``."""
+
+    def __init__(self, store: Path, holder: str) -> None:
+        self.what = f"the KV store {store} is in use by {holder}"
+        another = "a name of its own" if store_name(store) is None else "another name"
+        self.advice = (
+            f"One engine at a time writes a store. Give this one {another} (--kv-disk-name): then it writes "
+            "beside the others there and reads theirs too. Or give it a directory of its own, another than "
+            f"{store.parent}, or stop the engine that has it"
+        )
+        if holder != _THIS_PROCESS:
+            # The number is a worker's, and whoever started the engine has never seen it.
+            self.advice += (
+                f" ({holder} is one of its workers: `ps -ef --forest` shows which command that is, unless it "
+                "runs in another container)"
+            )
+        super().__init__(f"{self.what}. {self.advice}")
+        self.path = store
+        self.holder = holder
+
+
+class ManifestMismatch(NamedTuple):
+    """A field of the manifest that is not as it should be."""
+
+    field: str
+    found: Any
+    expected: Any
+
+
+class IncompatibleStore(OffloadError):
+    """A store for something else is where ours would be, or is the only one in the root."""
+
+    def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
+        listed = "; ".join(f"{d.field}: found {d.found!r}, expected {d.expected!r}" for d in differences)
+        self.what = f"the KV store {path} is for something else ({listed})"
+        self.advice = advice
+        super().__init__(f"{self.what}. {advice}")
+        self.path = path
+        self.differences = tuple(differences)
+
+
+class StoreLock:
+    """One opener at a time. The system lets go of it when the process dies, however it dies."""
+
+    # POSIX locks and not flock's: these belong to the process, so a child that it forked and that outlives
+    # it does not keep the store locked. Within one process they exclude nobody; that is what _held is for.
+    _guard = threading.Lock()
+    _held: dict[Path, int] = {}  # noqa: RUF012
+    """Store → the process that holds it: a forked child inherits the table, but not the locks."""
+
+    def __init__(self, store: Path) -> None:
+        """Raises ``StoreInUse`` and ``OSError``."""
+        self._store = store
+        with self._guard:
+            if self._held.get(store) == os.getpid():
+                raise StoreInUse(store, _THIS_PROCESS)
+            self._fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._take()
+            except BaseException:
+                os.close(self._fd)
+                raise
+            self._held[store] = os.getpid()
+
+    def release(self) -> None:
+        """Let go; nothing happens the second time. The file stays: to remove it would race with an opener."""
+        with self._guard:
+            if self._held.get(self._store) == os.getpid() and self._fd >= 0:
+                del self._held[self._store]
+                os.close(self._fd)
+                self._fd = -1
+
+    @classmethod
+    def holder(cls, store: Path) -> str | None:
+        """Who has the store open, in words with its number if that is known, or ``None``.
+
+        The lock is asked for and not tried: an engine that starts at this moment must find it free. Other
+        systems than Linux cannot be asked so, and answer ``None``. Raises ``OSError``.
+        """
+        with cls._guard:
+            # To close the lock's file here would let go of our own lock.
+            if cls._held.get(store) == os.getpid():
+                return _THIS_PROCESS
+            if sys.platform != "linux":
+                return None
+            try:
+                fd = os.open(store / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
+                # 0 is a process in another container; what it wrote is its number there.
+                return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
+            finally:
+                os.close(fd)
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            raise StoreInUse(self._store, _process(self._fd)) from error
+        with contextlib.suppress(OSError):  # on a full disk the next one refused learns no number
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, f"{os.getpid()}\n".encode())
+
+
+def _process(fd: int, pid: int = 0) -> str:
+    """Who holds the lock that is open as ``fd``: ``pid``, else what the holder has written there."""
+    return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+
+
+def is_store_name(name: str) -> bool:
+    """Whether a store may have this name: letters, digits, ``.``, ``_`` and ``-``, at most 64, the first a
+    letter or digit."""
+    return _NAME.fullmatch(name) is not None
+
+
+def folder_name(identity: KvIdentity, name: str | None) -> str:
+    """What the folder of a store is called; ``name``: where several engines' stores lie side by side."""
+    digits = identity.digest().hex()[:_DIGITS]
+    return digits if name is None else f"{digits}-{name}"
+
+
+def store_name(store: Path) -> str | None:
+    """The name in a store's folder's, ``None`` where it has none."""
+    return store.name[_DIGITS + 1 :] or None
+
+
+class FoundStore(NamedTuple):
+    """A store of what an engine may be about to serve."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def name(self) -> str | None:
+        """What tells it from other engines' stores of the same."""
+        return store_name(self.path)
+
+
+def find_stores(
+    root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
+) -> list[FoundStore]:
+    """The stores in ``root`` that an engine may open or read of whose identity only a part is known.
+
+    ``known`` are fields of its ``KvIdentity``, ``weights`` is how its ``model`` begins, where that is known;
+    ``name`` is what its own store is called; ``root`` is a path without links. None are found where there is
+    no store, or no root. Nothing is written, made or locked.
+
+    Raises what the engine is certain to: ``IncompatibleStore`` where there are stores, and all are something
+    else's, of another format, or differ in what is known; ``StoreInUse`` where all that it may open, which
+    have its name, are open already; and ``OSError``.
+    """
+    others: list[tuple[list[ManifestMismatch], Path]] = []
+    found: list[FoundStore] = []
+    for store, manifest in _manifests(LocalFileSystem(), root):
+        differences = _manifest_mismatches(manifest, {**_OF_THIS_FORMAT, **known})
+        if isinstance(manifest, dict) and weights is not None:
+            model = manifest.get("model")
+            if not str(model).startswith(f"{weights} "):
+                differences.append(ManifestMismatch("model", model, f"{weights} …"))
+        if differences or isinstance(manifest, ManifestMismatch):
+            others.append((differences, store))
+        else:
+            found.append(FoundStore(store, manifest))
+    if others and not found:
+        raise _nearest_incompatible(others)
+    # Where one of several is free, that may be the one: only the engine knows its name.
+    holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
+    for path, holder in holders.items():
+        if holder is not None and all(holders.values()):
+            raise StoreInUse(path, holder)
+    return found
+
+
+def block_files_bytes(store: Path) -> int:
+    """Bytes of the files in a store's folders, which count against its budget. Raises ``OSError``."""
+    files = LocalFileSystem()
+    folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
+    return sum(file.size for folder in folders for file in files.scan(folder))
+
+
+def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> None:
+    """Raise ``IncompatibleStore`` if the root has stores, but none for ``identity`` or another rank of it."""
+    others: list[tuple[list[ManifestMismatch], Path]] = []
+    for store, manifest in _manifests(files, path.parent):
+        differences = _manifest_mismatches(manifest, _manifest(identity))
+        if store.name == path.name or all(difference.field == "tp_rank" for difference in differences):
+            return  # if the one of our name is not ours, claim_folder will say so
+        others.append((differences, store))
+    if others:
+        raise _nearest_incompatible(others)
+
+
+def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
+    """Folders in ``root`` that are stores of ``identity``, under whatever name. Raises ``OSError``."""
+    expected = _manifest(identity)
+    digits = folder_name(identity, None)
+    return [
+        store
+        for store, manifest in _manifests(files, root, beginning=digits)
+        if not _manifest_mismatches(manifest, expected)
+    ]
+
+
+def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
+    """Check the manifest, or give an empty folder one. Raises ``IncompatibleStore`` and ``OSError``."""
+    advice = "Name another directory, or delete this one if what it holds is no longer wanted."
+    partial = path / f"{MANIFEST}.partial"
+    manifest = _read_manifest(files, path)
+    if manifest is not None and (differences := _manifest_mismatches(manifest, _manifest(identity))):
+        raise IncompatibleStore(path, differences, advice)
+    names = {entry.name for entry in files.scan(path)} - {_LOCK, partial.name}
+    if manifest is None:
+        if names:
+            raise IncompatibleStore(
+                path, [ManifestMismatch(MANIFEST, "none", "one beside the blocks")], advice
+            )
+        content = json.dumps(_manifest(identity), indent=2).encode() + b"\n"
+        try:
+            write_file(files, partial, [memoryview(content)], fsync=True)
+            files.replace(partial, path / MANIFEST)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.unlink(partial)
+            raise
+        sync_folder(files, path)
+
+
+def _manifests(
+    files: FileSystem, root: Path, beginning: str = ""
+) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
+    """Folders in ``root`` that are named as stores are, or those of them whose names begin so, and have a
+    manifest, whoever's. Raises ``OSError``."""
+    try:
+        folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
+    except FileNotFoundError:
+        return
+    for name in filter(_STORE.fullmatch, folders):
+        if not name.startswith(beginning):
+            continue
+        manifest: dict[str, Any] | ManifestMismatch | None
+        try:
+            manifest = _read_manifest(files, root / name)
+        except OSError as error:  # another user's, say
+            manifest = ManifestMismatch(MANIFEST, error.strerror, "one that can be read")
+        if manifest is not None:
+            yield root / name, manifest
+
+
+def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
+    """The manifest in ``path``, or how it is not one of ours; ``None`` where there is none.
+
+    Raises ``OSError``.
+    """
+    try:
+        content = read_file(files, path / MANIFEST, _MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != _KIND:
+        return ManifestMismatch(MANIFEST, content[:40].decode("utf-8", "replace"), f"that of a {_KIND}")
+    return found
+
+
+def _manifest_mismatches(
+    manifest: dict[str, Any] | ManifestMismatch, expected: Mapping[str, Any]
+) -> list[ManifestMismatch]:
+    """Where a manifest is not as expected, which may be less than all of it, or has fields we do not know."""
+    if isinstance(manifest, ManifestMismatch):
+        return [manifest]
+    return [
+        ManifestMismatch(name, manifest.get(name), expected.get(name))
+        for name in (*expected, *sorted(manifest.keys() - _FIELDS))
+        if manifest.get(name) != expected.get(name)
+    ]
+
+
+def _nearest_incompatible(others: Sequence[tuple[list[ManifestMismatch], Path]]) -> IncompatibleStore:
+    differences, store = min(others, key=lambda other: len(other[0]))
+    advice = "Name another directory, or delete that store if its blocks are no longer wanted."
+    return IncompatibleStore(store, differences, advice)
+
+
+def _manifest(identity: KvIdentity) -> dict[str, Any]:
+    return {**_OF_THIS_FORMAT, **asdict(identity)}

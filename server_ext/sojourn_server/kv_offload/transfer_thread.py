@@ -1,0 +1,62 @@
+"""A thread that carries out the copies of one direction, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+
+class TransferThread:
+    """Runs work in the order given. An exception does not end the thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._work: queue.SimpleQueue[Callable[[], int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._bytes = 0
+        self._thread = threading.Thread(target=self._run, name=f"sojourn-{name}", daemon=True)
+        self._thread.start()
+
+    def give(self, work: Callable[[], int]) -> None:
+        """Queue ``work``, which returns the bytes it moved and handles its own errors."""
+        self._work.put(work)
+
+    def note_moved(self, seconds: float, moved_bytes: int) -> None:
+        """Count a copy in this direction that another thread made."""
+        with self._lock:
+            self._seconds += seconds
+            self._bytes += moved_bytes
+
+    def take_moved(self) -> tuple[float, int]:
+        """Seconds of work and bytes moved since the last call."""
+        with self._lock:
+            moved = self._seconds, self._bytes
+            self._seconds, self._bytes = 0.0, 0
+        return moved
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End after the queued work; wait at most ``timeout_s`` for that."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            began = time.perf_counter()
+            moved = 0
+            try:
+                moved = work()
+            except Exception as error:
+                threading.excepthook(
+                    threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread))
+                )
+            with self._lock:
+                self._seconds += time.perf_counter() - began
+                self._bytes += moved

@@ -1,0 +1,237 @@
+"""The folders of vLLM's ``fs`` tier as a ``BlockStore``, shared with stock engines that offload there.
+
+Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``), checked against it by a test:
+
+    ROOT/MODEL_<12 hex digits>/config.json         the fields that the digits are the SHA-256 of
+    ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin
+
+A file is the bytes of one offloaded chunk, padded to whole pages: each layer's engine blocks one after the
+other, layer after layer, which is what a Full Block is here. So the tier's ``block_size`` in the engine's
+settings must be ``block_tokens``.
+
+There is no header and no checksum: a file of the right size is believed, as vLLM believes it. A file of
+another size is never returned; it is removed and counted. Nothing bounds the folder and nothing is deleted
+from it for room, by vLLM or here: who runs it tidies it. It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from .block_file import (
+    NO_SPACE,
+    BlockCorrupt,
+    BlockDefect,
+    Buffer,
+    FileSystem,
+    KvIdentity,
+    LocalFileSystem,
+    byte_views,
+    read_all,
+    write_file,
+)
+from .disk_store import BlockNotFound, PutOutcome, StoreError, block_payload
+
+PAGE_BYTES = 4096
+"""What chunks are padded to: vLLM's ``mmap.PAGESIZE``."""
+
+_DIGEST_DIGITS = 12
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFsLayout:
+    """What vLLM names its folder after, every field as its ``FileMapper`` has it; of one worker and one
+    cache group.
+
+    ``parallel_agnostic`` is vLLM's own decision, from the attention's layout; with one worker only the
+    name depends on it.
+    """
+
+    model_name: str
+    dtype: str
+    engine_block_tokens: int
+    blocks_per_file: int
+    layer_names: Sequence[str]
+    parallel_agnostic: bool = False
+    canonical_format: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a later release that this one does not know."""
+
+    def fields(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
+        found: dict[str, Any] = {
+            "model_name": self.model_name,
+            "tokens_per_hash": self.engine_block_tokens,
+            "blocks_per_file": self.blocks_per_file,
+            **dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), 1),
+            "dtype": self.dtype,
+            "kv_cache_groups": [
+                {"tokens_per_block": self.engine_block_tokens, "layer_names": list(self.layer_names)}
+            ],
+            "inference_engine": "vllm",
+        }
+        if not self.parallel_agnostic:
+            found["parallel_agnostic"] = False
+        if self.canonical_format is not None:
+            found["canonical_format"] = self.canonical_format
+        return {**found, **self.extra}
+
+    def folder(self, root: Path) -> Path:
+        """Where ``config.json`` is; blocks are beside it in the folder of the same name with ``_r0``."""
+        text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
+        digits = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
+        return root / f"{self.model_name.replace('/', '_')}_{digits}"
+
+    def block_path(self, root: Path, key: bytes) -> Path:
+        """The file of a block of the first cache group."""
+        name = key.hex()
+        return Path(f"{self.folder(root)}_r0") / name[:3] / f"{name[3:5]}_g0" / f"{name}.bin"
+
+
+class VllmFsStore:
+    """A ``BlockStore`` in vLLM's layout. ``counts`` as ``SharedStore``'s."""
+
+    def __init__(
+        self,
+        root: str | Path,
+        identity: KvIdentity,
+        layout: VllmFsLayout,
+        *,
+        files: FileSystem | None = None,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        """Make the folder where it is not there, and its ``config.json``, as vLLM does.
+
+        Raises ``StoreError``; ``ValueError`` where the layout and the identity are of different blocks.
+        """
+        tokens = layout.engine_block_tokens * layout.blocks_per_file
+        if tokens != identity.block_tokens:
+            raise ValueError(f"files of {tokens} tokens for Full Blocks of {identity.block_tokens}")
+        if len(layout.layer_names) != identity.layers:
+            raise ValueError(f"{len(layout.layer_names)} layers are named, and blocks have {identity.layers}")
+        if identity.tp_size != 1:
+            raise ValueError(f"vLLM's layout is read of one worker only, not of {identity.tp_size}")
+        self._root = Path(root)
+        self._identity = identity
+        self._layout = layout
+        self._files = files or LocalFileSystem()
+        self._writer = uuid.uuid4().hex  # process numbers repeat from container to container
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._padding = memoryview(bytes(-identity.block_bytes % page_bytes))
+        self._file_bytes = identity.block_bytes + len(self._padding)
+        self.counts: Counter[str] = Counter()
+        folder = layout.folder(self._root)
+        config = json.dumps(layout.fields(), indent=2, sort_keys=True).encode()
+        try:
+            self._files.mkdir(folder, parents=True)
+            if not any(entry.name == _CONFIG for entry in self._files.scan(folder)):
+                partial = self._partial(folder / _CONFIG)
+                write_file(self._files, partial, [memoryview(config)], fsync=False)
+                self._files.replace(partial, folder / _CONFIG)
+        except OSError as error:
+            raise StoreError("opening vLLM's store", folder, error) from error
+
+    @property
+    def identity(self) -> KvIdentity:
+        return self._identity
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        found = 0
+        for key in keys:
+            if self._size(self._layout.block_path(self._root, key)) != self._file_bytes:
+                break
+            found += 1
+        return found
+
+    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+        path = self._layout.block_path(self._root, key)
+        payload = block_payload(self._identity, buffers, writable=True)
+        try:
+            if not self._read(path, payload):
+                with contextlib.suppress(OSError):
+                    self._files.unlink(path)
+                self._count("corrupt")
+                raise BlockCorrupt(path, BlockDefect.LENGTH)
+        except FileNotFoundError as error:
+            self._count("missing")
+            raise BlockNotFound(key) from error
+        except OSError as error:
+            self._count("failed")
+            raise StoreError("reading vLLM's block", path, error) from error
+        self._count("read")
+
+    def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
+        """As ``BlockStore.put``; the layout has no place for ``parent``."""
+        path = self._layout.block_path(self._root, key)
+        payload = block_payload(self._identity, buffers, writable=False)
+        try:
+            outcome = self._put(path, [*payload, *byte_views([self._padding])])
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise StoreError("writing vLLM's block", path, error) from error
+            outcome = PutOutcome.DISK_FULL
+        self._count(outcome.value)
+        return outcome
+
+    def _put(self, path: Path, content: Sequence[memoryview]) -> PutOutcome:
+        if self._size(path) == self._file_bytes:
+            return PutOutcome.ALREADY
+        partial = self._partial(path)
+        try:
+            try:
+                write_file(self._files, partial, content, fsync=False)
+            except FileNotFoundError:
+                self._files.mkdir(path.parent, parents=True)
+                write_file(self._files, partial, content, fsync=False)
+            self._files.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(partial)
+            raise
+        return PutOutcome.STORED
+
+    def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
+        """Whether the file is whole. vLLM would take a longer one for a block too: it is of other blocks."""
+        fd = self._files.open(path, os.O_RDONLY)
+        try:
+            return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)
+        finally:
+            self._files.close(fd)
+
+    def _size(self, path: Path) -> int | None:
+        try:
+            fd = self._files.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise StoreError("looking for vLLM's block", path, error) from error
+            return None
+        try:
+            return self._files.size(fd)
+        finally:
+            self._files.close(fd)
+
+    def _partial(self, path: Path) -> Path:
+        """A name of nobody else's: other processes, on other machines too, write the same block."""
+        with self._lock:
+            return path.with_name(f"{path.name}_{self._writer}_{next(self._numbers)}.tmp")
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1

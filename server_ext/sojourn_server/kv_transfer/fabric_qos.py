@@ -1,0 +1,90 @@
+"""Settings that keep KV out of the model's way on a fabric that can (DualPath §5.1, A.1), as text to fill in.
+
+The InfiniBand arbitration is the paper's, figure by figure. What it says of RoCE has no figures; those here
+are ours. Nothing of it has been tried; each text says so in its first line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UNVERIFIED = (
+    "NOT VERIFIED ON HARDWARE. Generated from the DualPath paper (§5.1, A.1); see your fabric's manual."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualLane:
+    """One lane of the paper's four: who uses it, and its weights in the two arbiters of InfiniBand."""
+
+    use: str
+    high: int
+    low: int
+
+
+VIRTUAL_LANES: Mapping[int, VirtualLane] = {
+    0: VirtualLane("everything that is not told otherwise", 192, 192),
+    1: VirtualLane("the model's collectives", 192, 192),
+    2: VirtualLane("KV", 0, 64),
+    3: VirtualLane("the model's point-to-point messages", 192, 192),
+}
+"""By number, which is their service level's too. Which of the model's traffic has which is our guess."""
+
+MODEL_LANE, KV_LANE = 1, 2
+HIGH_LIMIT = 240
+"""Units of 4 KiB that the high-priority arbiter sends before the other gets a packet; 255: never."""
+
+DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
+"""Ours: what packets of each traffic class carry on RoCE."""
+BANDWIDTH_PERCENT: Mapping[int, int] = {0: 33, 1: 33, 2: 1, 3: 33}
+"""Ours: of a saturated link. One for KV, as §5.1 has it in all."""
+
+
+def infiniband_settings() -> str:
+    """Options for the subnet manager, and the environment of who sends."""
+    lanes = range(len(VIRTUAL_LANES))
+    levels = ",".join(str(level % len(VIRTUAL_LANES)) for level in range(16))
+    return "\n".join(
+        [
+            f"# {UNVERIFIED}",
+            "# opensm.conf, of the compute fabric's subnet manager:",
+            *(f"#   lane {lane}: {VIRTUAL_LANES[lane].use}" for lane in lanes),
+            "qos TRUE",
+            f"qos_max_vls {len(VIRTUAL_LANES)}",
+            f"qos_high_limit {HIGH_LIMIT}",
+            "qos_vlarb_high " + ",".join(f"{lane}:{VIRTUAL_LANES[lane].high}" for lane in lanes),
+            "qos_vlarb_low " + ",".join(f"{lane}:{VIRTUAL_LANES[lane].low}" for lane in lanes),
+            f"qos_sl2vl {levels}",
+            "",
+            "# environment of each engine: the model's messages, and what moves KV by UCX (NIXL does)",
+            f"export NCCL_IB_SL={MODEL_LANE}",
+            f"export UCX_IB_SL={KV_LANE}",
+        ]
+    )
+
+
+def roce_settings(device: str = "DEVICE") -> str:
+    """Commands for NICs that ``mlnx_qos`` sets, and the environment; switches must be set alike."""
+    classes = range(8)
+    used = len(VIRTUAL_LANES)
+    flow_control = ",".join("1" if each < used else "0" for each in classes)
+    bandwidth = ",".join(str(BANDWIDTH_PERCENT.get(each, 0)) for each in classes)
+    return "\n".join(
+        [
+            f"# {UNVERIFIED}",
+            "# The paper gives no figures for RoCE. Code points and percentages are ours.",
+            f"mlnx_qos -i {device} --trust dscp",
+            *(
+                f"mlnx_qos -i {device} --dscp2prio set,{DSCP[lane]},{lane}  # {VIRTUAL_LANES[lane].use}"
+                for lane in VIRTUAL_LANES
+            ),
+            f"mlnx_qos -i {device} --pfc {flow_control}",
+            f"mlnx_qos -i {device} --tsa {','.join(['ets'] * 8)} --tcbw {bandwidth}",
+            "# The same classes, weights and flow control on every switch between the engines.",
+            "",
+            "# environment of each engine: the traffic class byte is the code point times four",
+            f"export NCCL_IB_TC={DSCP[MODEL_LANE] << 2}",
+            f"export UCX_IB_TRAFFIC_CLASS={DSCP[KV_LANE] << 2}",
+        ]
+    )

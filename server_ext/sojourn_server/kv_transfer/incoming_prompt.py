@@ -1,0 +1,346 @@
+"""One context that is gathered here: what is read for a peer, what is pushed by it, and when it is whole.
+
+    Read    lease for the whole context ── read from storage ── layers streamed back ──▶ kept
+    Offer   lease, or the rest of it ── Need what is neither here nor on its way ── Data ──▶ Complete
+
+Either half may be missing. ``prompts`` has all of them, and tells peers and the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from .buffer_pool import BufferSlot
+from .traffic_class import TrafficClass
+from .transfer_context import StallDetector, TransferContext
+from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, FailedMessage, NeedMessage
+
+PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
+"""What a peer is told of a context."""
+
+
+class PromptRegistry(Protocol):
+    """Who has all contexts, as far as one of them needs it."""
+
+    transfer_context: TransferContext
+
+    def say(self, conn: int | None, message: PeerAnswer) -> None: ...
+    def tell(self, prompt: IncomingPrompt) -> None: ...
+    def let_go(self, prompt: IncomingPrompt, now: float) -> None: ...
+    def remember(self, prompt: IncomingPrompt, why: str) -> None: ...
+
+
+class PromptReadState(Enum):
+    WAITING = "waiting"
+    """For buffers."""
+    READING = "reading"
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+class PromptState(Enum):
+    GATHERING = "gathering"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class PromptReadSide:
+    conn: int | None
+    keys: list[bytes]
+    traffic_class: TrafficClass
+    state: PromptReadState = PromptReadState.WAITING
+    slots: list[BufferSlot] = field(default_factory=list)
+    """Of the leading blocks that can be had, once the lease is granted."""
+    missing: set[int] = field(default_factory=set)
+    """Indices of slots, of those that are not whole yet."""
+    in_queue: dict[int, ReadChunk] = field(default_factory=dict)
+    """Chunks on the link, by item."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptOfferSide:
+    conn: int | None
+    keys: list[bytes]
+    slots: list[BufferSlot] = field(default_factory=list)
+    """Empty until the lease is granted."""
+    pending: set[int] = field(default_factory=set)
+    """Indices of slots, of those that are not whole yet."""
+
+
+class ReadChunk(NamedTuple):
+    """The work of an item of the compute network: one layer of some blocks that were read here."""
+
+    prompt: IncomingPrompt
+    layer: int
+    indices: list[int]
+    slots: list[BufferSlot]
+
+
+class IncomingPrompt:
+    """One context being received: the ``LeaseHolder`` of its lease and the ``SlotFiller`` of its slots."""
+
+    def __init__(self, prompts: PromptRegistry, transfer: str, now: float) -> None:
+        self.transfer = transfer
+        self.name = f"prompt {transfer}"
+        self.state = PromptState.GATHERING
+        self.why = ""
+        self.read: PromptReadSide | None = None
+        self.offer: PromptOfferSide | None = None
+        self.leased = False
+        self.expected = False
+        self.claimed = False
+        self.rests_since_s: float | None = None
+        """Since when nothing is to be done for it here: it is whole, or nobody is left who would go on."""
+        self.moved_s = now
+        """When something of it last came, or it got its turn."""
+        self.watch = StallDetector(prompts.transfer_context.limits.patience_s, now)
+        self._prompts = prompts
+
+    # -- as a holder ----------------------------------------------------------------
+
+    def granted(self, now: float) -> None:
+        self.moved_s = now
+        if self.read is not None:
+            self._begin_reading(self.read, now)
+        if self.offer is not None and self.state is PromptState.GATHERING:
+            self._begin_taking(self.offer, now)
+
+    def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
+        transfer_context = self._prompts.transfer_context
+        transfer_context.buffers.renew(self.name, now)
+        self.watch.seen(now)
+        self.moved_s = now
+        if slot.filled < transfer_context.layers:
+            return
+        if self.read is not None:
+            self.read.missing.discard(slot.index)
+            self._check_read(now)
+        if self.offer is not None:
+            self.offer.pending.discard(slot.index)
+            self._check_offer(now)
+
+    def lost(self, slot: BufferSlot, why: str, now: float) -> None:
+        if self.state is not PromptState.GATHERING or (slot.filler is not None and not slot.bad):
+            return  # or another who holds it sees to it
+        if self.read is not None:
+            self._lose_read(self.read, slot, why, now)
+        if self._offers(slot):
+            assert self.offer is not None
+            if slot.bad or self.offer.conn is None:
+                self.fail(f"a block that was on its way did not come: {why}", now, tell=True)
+            else:
+                self._need([self.offer.slots.index(slot)], self.offer, now)
+        elif slot.bad:  # else the lease keeps its place, for when it is offered
+            self._prompts.transfer_context.drop(self.name, slot, now)
+
+    def lease_expired(self, now: float) -> bool:
+        why = "the lease on its buffers has expired"
+        if not self.claimed:
+            self._prompts.remember(self, why)
+            self.fail(why, now, tell=True)
+            if self.state is PromptState.COMPLETE and self.expected:
+                self.state, self.why = PromptState.FAILED, why
+                self._prompts.tell(self)
+            self._prompts.let_go(self, now)
+        return not self.claimed
+
+    # -- as a filler ----------------------------------------------------------------
+
+    def unwanted(self, slot: BufferSlot, now: float) -> None:
+        """Only when the lease ends, and then the peer is told otherwise."""
+
+    # -- the half that reads for a peer ---------------------------------------------
+
+    def _begin_reading(self, read: PromptReadSide, now: float) -> None:
+        transfer_context = self._prompts.transfer_context
+        read.state = PromptReadState.READING
+        read.slots = [transfer_context.buffers.slot(self.name, key) for key in read.keys]
+        read.missing = {slot.index for slot in read.slots if slot.filled < transfer_context.layers}
+        for slot in read.slots:
+            transfer_context.read(self.name, slot, now, read.traffic_class)
+        self._check_read(now)
+
+    def _lose_read(self, read: PromptReadSide, slot: BufferSlot, why: str, now: float) -> None:
+        if slot not in read.slots:
+            return
+        place = read.slots.index(slot)
+        self._prompts.say(read.conn, FailedMessage(transfer=self.transfer, index=place, reason=why))
+        # What lies behind is of no use to who reads it. Its places stay, for when it is computed and offered.
+        given_up, read.slots = read.slots[place + 1 :], read.slots[:place]
+        offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
+        for each in given_up:
+            if list(each.holders) == [self.name] and each.index not in offered:
+                self._prompts.transfer_context.stop_reading(each)
+        read.missing.difference_update([slot.index, *(each.index for each in given_up)])
+        self._check_read(now)
+
+    def _check_read(self, now: float) -> None:
+        transfer_context, read = self._prompts.transfer_context, self.read
+        if read is None or read.state is not PromptReadState.READING:
+            return
+        slots = read.slots
+        if read.missing:
+            return
+        if read.conn is None:  # who asked is gone
+            read.state = PromptReadState.DONE
+            return
+        read.state = PromptReadState.STREAMING
+        transfer_context.reads.close(self.name)
+        per = max(1, transfer_context.limits.chunk_bytes // transfer_context.memory.layer_bytes)
+        for layer in range(transfer_context.layers):
+            for start in range(0, len(slots), per):
+                part = slots[start : start + per]
+                chunk = ReadChunk(self, layer, list(range(start, start + len(part))), part)
+                size = len(part) * transfer_context.memory.layer_bytes
+                for slot in part:
+                    transfer_context.buffers.pin(slot)
+                number = transfer_context.compute.put(
+                    self.name, size, chunk, now, read.traffic_class, peer=read.conn
+                )
+                read.in_queue[number] = chunk
+        if not read.in_queue:
+            read.state = PromptReadState.DONE
+        transfer_context.compute.close(self.name)
+
+    # -- the half that is pushed ----------------------------------------------------
+
+    def take_offer(self, offer: PromptOfferSide, now: float) -> None:
+        self.offer = offer
+        self.moved_s = now
+        if self._prompts.transfer_context.buffers.granted(self.name):
+            self._begin_taking(offer, now)
+
+    def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
+        """A layer of some blocks; False: it is not what comes next."""
+        transfer_context, offer = self._prompts.transfer_context, self.offer
+        size = transfer_context.memory.layer_bytes
+        if offer is None or len(payload) != len(message.indices) * size:
+            return False
+        for at, index in enumerate(message.indices):
+            if not 0 <= index < len(offer.slots):
+                return False
+            slot = offer.slots[index]
+            if (
+                slot.filler is not self
+                or slot.filled != message.layer
+                or message.layer >= transfer_context.layers
+            ):
+                return False
+            transfer_context.memory.layer(slot.index, message.layer)[:] = payload[at * size : (at + 1) * size]
+            if message.layer + 1 == transfer_context.layers:
+                slot.filler = None
+            transfer_context.counts["bytes_taken"] += size
+            transfer_context.advance(slot, message.layer + 1, now)
+        return True
+
+    def _begin_taking(self, offer: PromptOfferSide, now: float) -> None:
+        transfer_context = self._prompts.transfer_context
+        if not transfer_context.buffers.extend(self.name, offer.keys):
+            self.fail(f"{len(offer.keys)} blocks were offered; room was asked for fewer", now, tell=True)
+            return
+        transfer_context.buffers.settle(self.name)
+        offer.slots = [transfer_context.buffers.slot(self.name, key) for key in offer.keys]
+        offer.pending = {slot.index for slot in offer.slots if slot.filled < transfer_context.layers}
+        self._need(
+            [
+                index
+                for index, slot in enumerate(offer.slots)
+                if slot.filled < transfer_context.layers and slot.filler is None
+            ],
+            offer,
+            now,
+        )
+        transfer_context.counts["blocks_offered"] += len(offer.slots)
+        self._check_offer(now)
+
+    def _need(self, indices: list[int], offer: PromptOfferSide, now: float) -> None:
+        for index in indices:
+            offer.slots[index].filler = self
+        self._prompts.transfer_context.counts["blocks_needed"] += len(indices)
+        self._prompts.say(offer.conn, NeedMessage(transfer=self.transfer, indices=indices))
+
+    def _check_offer(self, now: float) -> None:
+        offer = self.offer
+        if self.state is not PromptState.GATHERING or offer is None or offer.pending:
+            return
+        self.state = PromptState.COMPLETE
+        self.rests_since_s = now
+        self._prompts.say(offer.conn, CompleteMessage(transfer=self.transfer))
+        self._prompts.tell(self)
+
+    # -- the end --------------------------------------------------------------------
+
+    def fail(self, why: str, now: float, tell: bool) -> None:
+        """It will never be whole; ``notify_listeners`` the peers that have a part in it."""
+        if self.state is not PromptState.GATHERING:
+            return
+        self.state = PromptState.FAILED
+        self.why = why
+        transfer_context = self._prompts.transfer_context
+        transfer_context.counts["prompts_failed"] += 1
+        if tell:
+            for conn in self.conns():
+                self._prompts.say(conn, AbortMessage(transfer=self.transfer, reason=why))
+        self.cancel_streaming()
+        for slot in list(self.offer.slots) if self.offer is not None else ():
+            if slot.filler is self:  # others may wait for what this one was to get
+                transfer_context.fail(slot, why, now)
+        self._prompts.tell(self)
+        self._prompts.let_go(self, now)
+
+    def cancel_streaming(self) -> None:
+        """Take back what has not gone out yet."""
+        transfer_context, read = self._prompts.transfer_context, self.read
+        if read is None:
+            return
+        for number, chunk in list(read.in_queue.items()):
+            if transfer_context.compute.cancel(number):
+                del read.in_queue[number]
+                for slot in chunk.slots:
+                    transfer_context.buffers.unpin(slot)
+        if not read.in_queue and read.state is PromptReadState.STREAMING:
+            read.state = PromptReadState.DONE
+
+    @property
+    def is_left(self) -> bool:
+        """Nobody has asked for it, and nobody may: whole, or read for a peer that is gone."""
+        if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
+            return False
+        if self.state is PromptState.COMPLETE:
+            return True
+        gathering = self.state is PromptState.GATHERING
+        return gathering and self.offer is None and self.read is not None and self.read.conn is None
+
+    @property
+    def waits_for_room(self) -> bool:
+        return self.leased and not self._prompts.transfer_context.buffers.granted(self.name)
+
+    @property
+    def waits_for_local_resources(self) -> bool:
+        """For buffers, or for this engine's own links."""
+        if self.waits_for_room:
+            return True
+        return self.read is not None and self.read.state is not PromptReadState.DONE
+
+    def conns(self) -> set[int]:
+        """Peers that have a part in it."""
+        halves = [half.conn for half in (self.read, self.offer) if half is not None]
+        return {conn for conn in halves if conn is not None}
+
+    def let_go_of(self, conn: int, now: float) -> bool:
+        """A connection has ended; whether it had been offered there."""
+        if self.read is not None and self.read.conn == conn:
+            self.read.conn = None
+            if self.rests_since_s is None:
+                self.rests_since_s = now
+            self.cancel_streaming()
+        offered = self.offer is not None and self.offer.conn == conn
+        if self.offer is not None and offered:
+            self.offer.conn = None
+        return offered
+
+    def _offers(self, slot: BufferSlot) -> bool:
+        return self.offer is not None and slot in self.offer.slots

@@ -1,0 +1,212 @@
+"""Connections to peers and their handshake: the dialling side sends ``HelloMessage`` and waits for an
+answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from .kv_handshake import identity_fields, incompatibility_reason
+from .transfer_actions import CloseConnection, DialPeer, SendMessage
+from .transfer_context import StallDetector, TransferContext
+from .transfer_wire import HelloMessage, RefusedMessage, WelcomeMessage, WireMessage
+
+
+class HandshakeStage(Enum):
+    """How far a connection is."""
+
+    DIALLED = "dialled"
+    """We have said ``HelloMessage``."""
+    ANSWERED = "answered"
+    """They are to say ``HelloMessage``."""
+    READY = "ready"
+
+
+EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
+    HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
+    HandshakeStage.ANSWERED: (HelloMessage,),
+}
+"""What may be said before a connection is ready; from then on none of it."""
+MAX_KEPT_REFUSALS = 256
+"""Peers of which it is kept why they were refused."""
+HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
+
+
+class PeerCaller(Protocol):
+    """Who wants to reach a peer."""
+
+    def reached(self, conn: int, epoch: str, now: float) -> None: ...
+    def unreachable(self, why: str, now: float) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _PeerConn:
+    stage: HandshakeStage
+    watch: StallDetector
+    address: str | None = None
+    """Where it was dialled."""
+    name: str = ""
+    epoch: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _DialedAddress:
+    dial: DialPeer
+    """The answer to an earlier one has come too late."""
+    watch: StallDetector
+    conn: int | None = None
+    callers: list[PeerCaller] = field(default_factory=list)
+
+
+class PeerTable:
+    """One connection to each address that was dialled, and those who dialled us."""
+
+    def __init__(self, transfer_context: TransferContext, name: str, epoch: str) -> None:
+        self.name = name
+        self.epoch = epoch
+        self._transfer_context = transfer_context
+        self._conns: dict[int, _PeerConn] = {}
+        self._addresses: dict[str, _DialedAddress] = {}
+        self._dials = 0
+        self.refusals: dict[str, str] = {}
+        """Why there is no KV between us and a peer, by its name or address: the first time."""
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for a connection, or for its first words."""
+        return any(each.callers for each in self._addresses.values()) or any(
+            conn.stage is not HandshakeStage.READY for conn in self._conns.values()
+        )
+
+    def reach(self, address: str, caller: PeerCaller, now: float) -> None:
+        """Tell ``caller`` when there is a connection to ``address``, or that there is none."""
+        known = self._addresses.get(address)
+        if known is not None and known.conn is not None:
+            conn = self._conns[known.conn]
+            if conn.stage is HandshakeStage.READY:
+                caller.reached(known.conn, conn.epoch, now)
+                return
+        if known is None:
+            self._dials += 1
+            dial = DialPeer(address, self._dials)
+            known = self._addresses[address] = _DialedAddress(
+                dial, StallDetector(self._transfer_context.limits.patience_s, now)
+            )
+            self._transfer_context.actions.append(dial)
+        known.callers.append(caller)
+
+    def dialled(self, dial: DialPeer, conn: int, now: float) -> None:
+        """The connection that was asked for is there."""
+        known = self._addresses.get(dial.address)
+        if known is None or known.dial != dial:  # it took too long
+            self._transfer_context.actions.append(CloseConnection(conn))
+            return
+        known.conn = conn
+        self._conns[conn] = _PeerConn(
+            HandshakeStage.DIALLED, StallDetector(self._transfer_context.limits.patience_s, now), dial.address
+        )
+        hello = HelloMessage(
+            name=self.name, epoch=self.epoch, kv=identity_fields(self._transfer_context.identity)
+        )
+        self._transfer_context.actions.append(SendMessage(conn, hello))
+
+    def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
+        """There is no connection to be had."""
+        known = self._addresses.get(dial.address)
+        if known is not None and known.dial == dial:
+            self._give_up(dial.address, f"cannot reach {dial.address}: {why}", now)
+
+    def accepted(self, conn: int, now: float) -> None:
+        """Somebody has dialled us."""
+        self._conns[conn] = _PeerConn(
+            HandshakeStage.ANSWERED, StallDetector(self._transfer_context.limits.patience_s, now)
+        )
+
+    def conns(self) -> list[int]:
+        """Every connection there is."""
+        return list(self._conns)
+
+    @property
+    def strangers(self) -> int:
+        """Connections of those who dialled us and have not said who they are."""
+        return sum(conn.stage is HandshakeStage.ANSWERED for conn in self._conns.values())
+
+    def is_ready(self, conn: int) -> bool:
+        known = self._conns.get(conn)
+        return known is not None and known.stage is HandshakeStage.READY
+
+    def received(self, conn: int, message: WireMessage, now: float) -> bool:
+        """A word of the handshake; False: it has no business to be said now, and the connection is to end."""
+        known = self._conns.get(conn)
+        if known is None:
+            return False
+        if not isinstance(message, EXPECTED_MESSAGES.get(known.stage, ())):
+            return False
+        if isinstance(message, HelloMessage):
+            why = incompatibility_reason(self._transfer_context.identity, message.kv)
+            if why is not None:
+                self._transfer_context.counts["refused"] += 1
+                self._note_refusal(message.name, why)
+                reason = (
+                    incompatibility_reason(
+                        self._transfer_context.identity, message.kv, for_unidentified_peer=True
+                    )
+                    or why
+                )
+                self._transfer_context.actions += [
+                    SendMessage(conn, RefusedMessage(reason=reason)),
+                    CloseConnection(conn),
+                ]
+                del self._conns[conn]
+                return True
+            known.name, known.epoch, known.stage = message.name, message.epoch, HandshakeStage.READY
+            self._transfer_context.actions.append(
+                SendMessage(conn, WelcomeMessage(name=self.name, epoch=self.epoch))
+            )
+            return True
+        assert known.address is not None
+        if isinstance(message, RefusedMessage):
+            self._transfer_context.counts["refused"] += 1
+            self._note_refusal(known.address, message.reason)
+            self._transfer_context.actions.append(CloseConnection(conn))
+            self._give_up(known.address, message.reason, now)
+            return True
+        assert isinstance(message, WelcomeMessage)
+        known.name, known.epoch, known.stage = message.name, message.epoch, HandshakeStage.READY
+        callers, self._addresses[known.address].callers = self._addresses[known.address].callers, []
+        for caller in callers:
+            caller.reached(conn, known.epoch, now)
+        return True
+
+    def lost(self, conn: int, why: str, now: float) -> None:
+        """A connection has ended; the next who wants to reach its address dials anew."""
+        known = self._conns.pop(conn, None)
+        if known is not None and known.address is not None:
+            self._give_up(known.address, why, now)
+
+    def tick(self, now: float) -> None:
+        """Give up what has not been answered."""
+        for address, known in list(self._addresses.items()):
+            if known.conn is None and known.watch.stalled(now):
+                self._transfer_context.counts["stalls"] += 1
+                self._give_up(address, f"{address} does not answer", now)
+        for conn, of in list(self._conns.items()):
+            if of.stage is not HandshakeStage.READY and of.watch.stalled(now):
+                self._transfer_context.counts["stalls"] += 1
+                self._transfer_context.actions.append(CloseConnection(conn))
+                self.lost(conn, "the peer has not said who it is", now)
+
+    def _note_refusal(self, peer: str, why: str) -> None:
+        if len(self.refusals) < MAX_KEPT_REFUSALS:
+            self.refusals.setdefault(peer, why)
+
+    def _give_up(self, address: str, why: str, now: float) -> None:
+        known = self._addresses.pop(address, None)
+        if known is None:
+            return
+        if known.conn is not None:
+            self._conns.pop(known.conn, None)
+        for caller in known.callers:
+            caller.unreachable(why, now)

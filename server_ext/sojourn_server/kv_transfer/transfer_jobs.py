@@ -1,0 +1,120 @@
+"""The orders of one step for the worker, and the worker's results.
+
+An *ask* is one attempt to get a request's KV from elsewhere. The planner numbers asks and never reuses a
+number; it ignores results of an ask that has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+
+class FetchJob(NamedTuple):
+    """Find which of these blocks are stored, and read them. Answered by ``TransferResults.ready``."""
+
+    ask: int
+    keys: list[bytes]
+    """Keys of consecutive Full Blocks of a context."""
+    decode_share: float = 0.0
+    """Share of the stored blocks that the peer reads."""
+    peer: str = ""
+    context: str = ""
+    total: int = 0
+    """Number of Full Blocks of the whole context."""
+    epoch: str | None = None
+
+
+class StreamJob(NamedTuple):
+    """Fill blocks with an ask's result, layer by layer while this step computes. It ends the ask."""
+
+    ask: int
+    skip: int
+    """Leading engine blocks of the result to leave out."""
+    block_ids: list[int]
+
+
+class ExpectJob(NamedTuple):
+    """Wait for a context that is pushed here. Answered by ``TransferResults.prompts``."""
+
+    ask: int
+    context: str
+    epoch: str | None = None
+
+
+class FillJob(NamedTuple):
+    """Fill blocks with a complete context while other requests compute. It ends the ask; vLLM learns when the
+    request has its KV."""
+
+    ask: int
+    request: str
+    skip: int
+    """Leading engine blocks of the context to leave out."""
+    block_ids: list[int]
+
+
+class PushJob(NamedTuple):
+    """Send a prompt's KV to the peer as this step computes its last layers."""
+
+    request: str
+    context: str
+    address: str
+    epoch: str | None
+    keys: list[bytes]
+    block_ids: list[int]
+
+
+class SaveJob(NamedTuple):
+    """Store a Full Block that this step fills; for a request in ``TransferJobs.holds``, in a later step."""
+
+    request: str
+    place: int
+    """Index of the Full Block in its context."""
+    key: bytes
+    parent: bytes
+    block_ids: list[int]
+    before: list[int]
+    """Blocks of its context before it: if one of them was not filled, this block is bad too."""
+
+
+@dataclass(slots=True)
+class TransferJobs:
+    """The orders of one step, in the order in which they are carried out."""
+
+    ends: list[int] = field(default_factory=list)
+    """Asks whose results are not needed any more."""
+    wants: list[str] = field(default_factory=list)
+    """Contexts that queued requests will ask for: kept until ``expects`` or ``drops`` names them, which
+    always happens, or until the engine takes no step for the length of a lease."""
+    drops: list[ExpectJob] = field(default_factory=list)
+    """Contexts pushed to this engine that no request will ask for."""
+    aborts: list[str] = field(default_factory=list)
+    """Requests whose push is cancelled."""
+    fetches: list[FetchJob] = field(default_factory=list)
+    expects: list[ExpectJob] = field(default_factory=list)
+    streams: list[StreamJob] = field(default_factory=list)
+    not_filled: list[int] = field(default_factory=list)
+    """Blocks that a request counts on and that no order fills."""
+    pushes: list[PushJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    takes: list[FillJob] = field(default_factory=list)
+    holds: list[str] = field(default_factory=list)
+    """Finished requests whose blocks are kept until their push has ended, or until the store has taken their
+    ``saves``; the worker then reports them as sent."""
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(slots=True)
+class TransferResults:
+    """Results of earlier orders."""
+
+    ready: dict[int, int] = field(default_factory=dict)
+    """By fetch that can be streamed, its leading blocks that have arrived or will arrive."""
+    prompts: dict[int, int] = field(default_factory=dict)
+    """By expected context, its Full Blocks; 0: it will never be complete."""
+    stored: dict[str, int] = field(default_factory=dict)
+    """By request, the index of the first Full Block that the store did not accept this time."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ready or self.prompts or self.stored)

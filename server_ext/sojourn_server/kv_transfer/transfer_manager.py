@@ -1,0 +1,511 @@
+"""The traffic manager of one engine: the core, and around it a thread with sockets, and threads at the store.
+
+It is thin on purpose: it carries out the core's actions and tells it what came of them. The engine's threads
+call the core themselves, under one lock that nobody holds while anything waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..kv_offload.block_file import OffloadError
+from ..kv_offload.block_store import BlockStore
+from ..kv_offload.transfer_thread import TransferThread
+from .load_table import ReadingPeer
+from .peer_connection import PeerConnection
+from .peer_transport import (
+    ByteStream,
+    PeerTransport,
+    TransportListener,
+    UnknownTransport,
+    builtin_transports,
+    transport_for,
+)
+from .traffic_class import TrafficClass
+from .transfer_actions import (
+    BlockStoreEnded,
+    CloseConnection,
+    DialPeer,
+    LayerLoaded,
+    LoadEnded,
+    PromptTransferEnded,
+    PushEnded,
+    ReadBlock,
+    SendMessage,
+    TransferEvent,
+    WriteBlock,
+)
+from .transfer_core import LinkState, TransferCore
+from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
+from .transfer_limits import LinkRates, TransferLimits
+from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
+
+logger = logging.getLogger(__name__)
+START_TIMEOUT_S = 30.0
+CLOSE_GRACE_S = 1.0
+"""For what was to be said when the engine closes."""
+MAX_HANDSHAKE_BYTES = 64 << 10
+"""Of a message before it is known who speaks; no payload belongs to any."""
+MIN_PAYLOAD_BYTES = 1 << 20
+"""Of a peer that has been let in, so much is read at once though nothing that is sent here is as large."""
+MAX_CONNECTIONS = 256
+MAX_UNIDENTIFIED_PEERS = 64
+"""Connections whose other end has not said yet who it is."""
+_CONNECTION_ERRORS = (OSError, EOFError)
+"""How a connection ends that somebody else has ended."""
+
+
+class TransferManager:
+    """Links, buffers and transfers of one engine. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        limits: TransferLimits,
+        rates: LinkRates | None = None,
+        *,
+        name: str,
+        listen: Sequence[str] = (),
+        transports: Mapping[str, PeerTransport] | None = None,
+        on_stored: Callable[[BlockStoreEnded], None] = lambda stored: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``store`` stays the caller's. ``serve_http`` are addresses; a port of 0 is any that is free.
+
+        ``on_stored`` is told what became of each block that was to be stored, from some thread. Raises
+        ``ValueError``, ``UnknownTransport`` and ``OSError`` where it cannot listen; nothing runs then.
+        """
+        self.epoch = secrets.token_hex(8)
+        self.name = name
+        self.addresses: list[str] = []
+        """Where peers dial."""
+        self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
+        self.changed = threading.Condition(threading.Lock())
+        self._patience_s = limits.patience_s
+        self._max_payload_bytes = max(
+            limits.chunk_bytes, self.core.transfer_context.memory.layer_bytes, MIN_PAYLOAD_BYTES
+        )
+        self._store = store
+        self._on_stored = on_stored
+        self._clock = clock
+        self._transports = dict(builtin_transports() if transports is None else transports)
+        self._handles: dict[tuple[str, str], TransferHandle] = {}
+        self._refusals_logged: set[str] = set()
+        self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
+        self._woken = False
+        self._closing = False
+        self._failed: BaseException | None = None
+        self._conns: dict[int, PeerConnection] = {}
+        self._numbers = 0
+        self._listeners: list[TransportListener] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._readers = [TransferThread(f"kv-read-{index}") for index in range(limits.read_width)]
+        self._idle_readers = list(self._readers)
+        self._writer = TransferThread("kv-write")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(list(listen),), name=f"sojourn-paths-{name}", daemon=True
+        )
+        self._thread.start()
+        self._started.wait(START_TIMEOUT_S)
+        if self._failed is not None or not self._started.is_set():
+            self._close_lanes()
+            raise self._failed or TimeoutError("the traffic manager has not started")
+
+    def __enter__(self) -> TransferManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what the engine asks for ---------------------------------------------------
+
+    def load(
+        self,
+        load: str,
+        keys: Sequence[bytes],
+        *,
+        peer: ReadingPeer | None = None,
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> LoadHandle:
+        """Bring blocks here, from storage or by a ``peer``, another engine. Raises ``ValueError``."""
+        if peer is not None and peer.address in self.addresses:
+            raise ValueError(f"{peer.address} is this engine's own address: what it reads is here already")
+        handle = LoadHandle(self, load, self.core)
+        handle.requested_blocks = self._begin(
+            handle, self.core.load, load, keys, peer=peer, traffic_class=traffic_class
+        )
+        return handle
+
+    def offer(
+        self,
+        transfer: str,
+        address: str,
+        keys: Sequence[bytes],
+        *,
+        epoch: str | None = None,
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> PushHandle:
+        """Begin a push; its layers follow by ``give``. Raises ``ValueError``."""
+        handle = PushHandle(self, transfer, self.core)
+        self._begin(
+            handle, self.core.offer, transfer, address, keys, epoch=epoch, traffic_class=traffic_class
+        )
+        return handle
+
+    def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
+        """Wait for a context that is pushed here. Raises ``ValueError`` where it is expected already."""
+        handle = PromptHandle(self, transfer, self.core)
+        if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
+            handle.outcome = PromptTransferEnded(
+                transfer, False, "this engine has started anew since it was pushed"
+            )
+            self.forget(handle)
+        return handle
+
+    def want(self, transfers: Sequence[str]) -> None:
+        """Requests in the engine's queue will expect these, the first first; to be said again within a
+        lease, until each is expected."""
+        self.do(self.core.want, transfers)
+
+    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        """Have a block stored; its content stays unchanged until ``on_stored``. False: too many wait already.
+        Raises ``ValueError``."""
+        taken: bool = self.do(self.core.store, request, key, parent, content)
+        return taken
+
+    def links(self) -> Mapping[str, LinkState]:
+        """The state of each link, by name."""
+        found: Mapping[str, LinkState] = self.do(self.core.links)
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """For people."""
+        found: dict[str, Any] = self.do(self.core.stats)
+        return found
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End everything; whether every thread has ended. A thread inside a store that hangs has not."""
+        with self.changed:
+            if self._closing:
+                return not self._thread.is_alive()
+            self._closing = True
+        self.do(self.core.close)
+        assert self._loop is not None
+        assert self._over is not None
+        with contextlib.suppress(RuntimeError):  # its loop has ended by itself
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(timeout_s)
+        return self._close_lanes() and not self._thread.is_alive()
+
+    # -- for handles ----------------------------------------------------------------
+
+    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the core, and see to what comes of it."""
+        stored: list[BlockStoreEnded] = []
+        try:
+            with self.changed:
+                try:
+                    return what(*arguments, now=self._clock(), **options)
+                finally:
+                    stored = self._take_out()
+        finally:
+            for each in stored:
+                self._on_stored(each)
+
+    def forget(self, handle: TransferHandle) -> None:
+        with self.changed:
+            if self._handles.get((handle.kind, handle.name)) is handle:
+                del self._handles[handle.kind, handle.name]
+
+    # -- inside ---------------------------------------------------------------------
+
+    def _begin(
+        self, handle: TransferHandle, what: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """As ``do``; the handle is told of what happens from the first moment on."""
+        name = handle.kind, handle.name
+
+        def begin(now: float) -> Any:
+            if self._closing:
+                raise ValueError(f"the traffic manager of {self.name} is closed")
+            answer = what(*arguments, now=now, **options)
+            self._handles[name] = handle  # what has happened already is told once this returns
+            return answer
+
+        return self.do(begin)
+
+    def _take_out(self) -> list[BlockStoreEnded]:
+        """Under the lock: hand events to handles, and actions to the loop; returns what was stored."""
+        stored = []
+        for event in self.core.take_events():
+            if isinstance(event, BlockStoreEnded):
+                stored.append(event)
+                continue
+            handle = self._handles.get(_event_target(event))
+            if handle is not None:
+                handle.told(event)
+                if isinstance(event, PushEnded):
+                    del self._handles[_event_target(event)]
+        for action in self.core.take_actions():
+            if isinstance(action, ReadBlock):  # straight to a thread of the store: not by way of the loop
+                self._give_read(action)
+            elif isinstance(action, WriteBlock):
+                self._give_write(action)
+            else:
+                self._actions.append(action)
+        if len(self.core.peers.refusals) > len(self._refusals_logged):
+            self._log_refusals()
+        self.changed.notify_all()
+        if not self._woken and self._loop is not None and not self._loop.is_closed():
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._carry_out)
+        return stored
+
+    def _log_refusals(self) -> None:
+        for peer, why in self.core.peers.refusals.items():
+            if peer not in self._refusals_logged:
+                self._refusals_logged.add(peer)
+                logger.warning("%s: no KV goes to or from %s: %s", self.name, peer, why)
+
+    def _run(self, listen: list[str]) -> None:
+        try:
+            asyncio.run(self._serve(listen))
+        except BaseException as error:
+            self._failed = error
+        finally:
+            self._started.set()
+
+    async def _serve(self, listen: list[str]) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            for address in listen:
+                transport, rest = transport_for(address, self._transports)
+                listener = await transport.listen(rest, self._accepted)
+                self._listeners.append(listener)
+                self.addresses.append(listener.address)
+            self._started.set()
+            await self._over.wait()
+            self._carry_out()
+        finally:
+            for listener in self._listeners:
+                await listener.close()
+            conns = list(self._conns.values())
+            for conn in conns:
+                conn.finish()
+            tasks = [task for conn in conns for task in conn.tasks]
+            if tasks:  # what was said last is said, to who takes it
+                await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
+            for number in list(self._conns):
+                self._drop(number, "the engine is closing")
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
+
+    def _carry_out(self) -> None:
+        """In the loop: everything that the core wants done."""
+        while True:
+            with self.changed:
+                self._woken = False
+                actions = list(self._actions)
+                self._actions.clear()
+                wake_at = self.core.wake_at()
+            if not actions:
+                break
+            for action in actions:
+                self._carry_out_one(action)
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_at != float("inf"):
+            self._timer = self._loop.call_later(max(0.0, wake_at - self._clock()), self._tick)
+
+    def _carry_out_one(self, action: SendMessage | DialPeer | CloseConnection) -> None:
+        assert self._loop is not None
+        if isinstance(action, SendMessage):
+            if not self._say(action) and action.item is not None:
+                self.do(self.core.sent, action.item)
+        elif isinstance(action, DialPeer):
+            task = self._loop.create_task(self._dial(action))
+            task.add_done_callback(_raise_in_loop)
+        else:
+            conn = self._conns.get(action.conn)
+            if conn is not None:
+                conn.finish()
+                self._loop.call_later(self._patience_s, self._drop, action.conn, "hung up on")
+
+    def _say(self, action: SendMessage) -> bool:
+        """Whether it is in the line of a connection; where there is no room for it that is cut off."""
+        conn = self._conns.get(action.conn)
+        if conn is None:
+            return False
+        try:
+            if conn.say(action):
+                return True
+        except PeerWireError as error:
+            self._drop(action.conn, str(error))
+        else:
+            self._stalled(action.conn)
+        return False
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.do(self.core.tick)
+
+    # -- storage ----------------------------------------------------------------------
+
+    def _give_read(self, action: ReadBlock) -> None:
+        lane = self._idle_readers.pop()  # there are as many as the link is wide
+        lane.give(lambda: self._read(lane, action))
+
+    def _give_write(self, action: WriteBlock) -> None:
+        self._writer.give(lambda: self._write(action.item, action.key, action.parent, action.content))
+
+    def _read(self, lane: TransferThread, action: ReadBlock) -> int:
+        why: str | None = None
+        try:
+            self._store.get_into(action.key, action.into)
+        except OffloadError as error:
+            why = str(error)
+        except Exception as error:  # whatever a store does, the core has to be answered
+            why = f"{type(error).__name__}: {error}"
+        with self.changed:
+            self._idle_readers.append(lane)
+        self.do(self.core.read_done, action.item, why)
+        return sum(part.nbytes for part in action.into)
+
+    def _write(self, item: int, key: bytes, parent: bytes, content: Sequence[memoryview]) -> int:
+        try:
+            outcome = self._store.put(key, content, parent=parent).value
+        except Exception:
+            outcome = "failed"
+        self.do(self.core.write_done, item, outcome)
+        return sum(part.nbytes for part in content)
+
+    def _close_lanes(self) -> bool:
+        lanes = [*self._readers, self._writer]
+        for lane in lanes:
+            lane.close()
+        return not any(lane.is_alive for lane in lanes)
+
+    # -- connections ------------------------------------------------------------------
+
+    async def _dial(self, dial: DialPeer) -> None:
+        try:
+            transport, rest = transport_for(dial.address, self._transports)
+            stream = await transport.dial(rest)
+        except (*_CONNECTION_ERRORS, ValueError, UnknownTransport) as error:
+            self.do(self.core.dial_failed, dial, str(error))
+            return
+        number = self._take_in(stream)
+        self.do(self.core.dialled, dial, number)
+
+    async def _accepted(self, stream: ByteStream) -> None:
+        with self.changed:
+            full = len(self._conns) >= MAX_CONNECTIONS or self.core.peers.strangers >= MAX_UNIDENTIFIED_PEERS
+            if full:
+                self.core.transfer_context.counts["turned_away"] += 1
+        if full or self._closing:
+            stream.close()
+            return
+        number = self._take_in(stream)
+        self.do(self.core.accepted, number)
+
+    def _take_in(self, stream: ByteStream) -> int:
+        assert self._loop is not None
+        self._numbers += 1
+        number = self._numbers
+        conn = self._conns[number] = PeerConnection(
+            stream,
+            self._patience_s,
+            lambda item: self.do(self.core.sent, item),
+            lambda: self._stalled(number),
+        )
+        conn.tasks = [
+            self._loop.create_task(self._listen_to(number, conn)),
+            self._loop.create_task(self._talk_to(number, conn)),
+        ]
+        for task in conn.tasks:
+            task.add_done_callback(_raise_in_loop)
+        return number
+
+    async def _listen_to(self, number: int, conn: PeerConnection) -> None:
+        why = "the connection has ended"
+        try:
+            while number in self._conns:
+                head = decode_head(await conn.stream.read(HEAD_BYTES))
+                greets = not self.core.peers.is_ready(number)
+                if greets and (head.payload_bytes or head.message_bytes > MAX_HANDSHAKE_BYTES):
+                    raise PeerWireError("so much is not said before it is known who speaks")
+                if head.payload_bytes > self._max_payload_bytes:
+                    raise PeerWireError(
+                        f"a payload of {head.payload_bytes} bytes is too long, expected at most "
+                        f"{self._max_payload_bytes}; give all engines the same chunk_bytes"
+                    )
+                message = decode(await conn.stream.read(head.message_bytes))
+                if head.payload_bytes and not isinstance(message, DataMessage):
+                    raise PeerWireError(f"{type(message).__name__} has no payload")
+                payload = await conn.stream.read(head.payload_bytes) if head.payload_bytes else b""
+                self.do(self.core.received, number, message, memoryview(payload))
+        except _CONNECTION_ERRORS as error:
+            why = str(error) or why
+        except PeerWireError as error:
+            why = str(error)
+            with self.changed:
+                self.core.transfer_context.counts["not_understood"] += 1
+        self._drop(number, why)
+
+    async def _talk_to(self, number: int, conn: PeerConnection) -> None:
+        why = "the connection has ended"
+        try:
+            await conn.talk()
+        except _CONNECTION_ERRORS as error:
+            why = str(error) or why
+        self._drop(number, why)
+
+    def _stalled(self, number: int) -> None:
+        """A peer takes nothing. What is open with it ends for that reason, then its connection."""
+        if number not in self._conns:
+            return
+        self.do(self.core.stalled, number)
+        self._drop(number, "the peer takes nothing")
+
+    def _drop(self, number: int, why: str) -> None:
+        """A connection is over: its other task ends by that, and what was to be said never will be."""
+        conn = self._conns.pop(number, None)
+        if conn is None:
+            return
+        conn.stream.close()
+        unsaid = conn.unsaid()
+        conn.finish()
+        self.do(self.core.lost, number, why)
+        for item in unsaid:
+            self.do(self.core.sent, item)
+
+
+def _event_target(event: TransferEvent) -> tuple[str, str]:
+    if isinstance(event, (LayerLoaded, LoadEnded)):
+        return "load", event.load
+    if isinstance(event, PushEnded):
+        return "push", event.transfer
+    assert isinstance(event, PromptTransferEnded)
+    return "prompt", event.transfer
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A mistake of ours in a task is seen, and not kept until the task is forgotten."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        threading.excepthook(
+            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+        )

@@ -1,0 +1,458 @@
+"""What is asked of the paths for each request: the connector's half beside the scheduler, without any I/O.
+
+    prefill, or whole                          decode
+    ────────────────                           ──────
+                                               in the queue: its context is wanted
+    asked ── Fetch ──▶ FETCHING                asked ── Expect ──▶ EXPECTING
+      wait, without KV blocks                    wait, without KV blocks
+    first layers are here ──▶ READY            all of it is here ──▶ READY     never will be ──▶ as whole
+    has blocks ── Stream ──▶ RUNNING           has blocks ── Take ──▶ TAKING ──▶ RUNNING
+    last chunk of the prompt ── Push ──▶       each Full Block, when full ── Save ──▶
+    finished: held until the push is over      finished: what is left ── Save ──▶ held until that is given
+
+A request that has to wait is told so each time it is asked for, and is asked for in every step. Every ask is
+answered, by the worker's promise, so none waits for ever. Whatever fails is computed.
+
+A request is preempted by being asked for anew: then it begins again, and what it had stored serves it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .transfer_jobs import (
+    ExpectJob,
+    FetchJob,
+    FillJob,
+    PushJob,
+    SaveJob,
+    StreamJob,
+    TransferJobs,
+    TransferResults,
+)
+from .transfer_params import (
+    WHOLE_REQUEST,
+    TransferParams,
+    TransferRole,
+    context_name,
+    parse_transfer_params,
+    tail_key,
+    transfer_answer_params,
+)
+from .transfer_request import WAITING_PHASES, RequestView, TransferPhase, TransferRequest
+
+MAX_FETCHES = 3
+"""In a row for one request. A second is needed where the device has lost, while it waited, what stood before
+what was fetched."""
+
+NULL_BLOCK = 0
+"""What vLLM has in a request's blocks where it keeps none, as behind a sliding window."""
+
+
+class ExternalMatch(NamedTuple):
+    """Tokens that can be had from elsewhere."""
+
+    tokens: int | None
+    """``None``: not known yet."""
+    beside: bool = False
+    """They are brought while the engine does other things, not in the step that computes the request."""
+
+
+NO_MATCH = ExternalMatch(0)
+MATCH_PENDING = ExternalMatch(None)
+
+
+class FinishOutcome(NamedTuple):
+    """What becomes of a request that has finished."""
+
+    hold: bool
+    """Its blocks are not free yet."""
+    answer: dict[str, Any] | None
+
+
+class ScheduledRequest(NamedTuple):
+    """A request of the step that was just planned."""
+
+    request_id: str
+    tokens_after: int
+    """Computed once this step is over."""
+
+
+class TransferPlanner:
+    """Of one engine. One thread."""
+
+    def __init__(
+        self, *, block_tokens: int, blocks_per_full: int, saves: bool = True, max_saves: int = 32
+    ) -> None:
+        """``block_tokens`` are an engine block's. ``max_saves`` is how many Full Blocks of one request are
+        stored in one step: of a long prompt it takes some."""
+        self.counts: Counter[str] = Counter()
+        self._block_tokens = block_tokens
+        self._per_full = blocks_per_full
+        self._full_tokens = block_tokens * blocks_per_full
+        self._saves = saves
+        self._max_saves = max_saves
+        self._entries: dict[str, TransferRequest] = {}
+        self._asks: dict[int, str] = {}
+        """Asks that wait for an answer, and whose they are."""
+        self._last_ask = 0
+        self._wants: Counter[str] = Counter()
+        """Contexts that requests want and have not asked for yet, and how many do."""
+        self._orders = TransferJobs()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def open_fetches(self) -> int:
+        """Asks that were neither ended nor handed over to the worker."""
+        return sum(entry.ask != 0 for entry in self._entries.values())
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._orders)
+
+    # -- what vLLM asks ---------------------------------------------------------------
+
+    def arrived(self, view: RequestView) -> str | None:
+        """A new request; why what it says of its transfer is no good, so that it goes without."""
+        self._forget(view.request_id)
+        try:
+            params, wrong = parse_transfer_params(view.kv_transfer_params), None
+        except ValueError as error:
+            params, wrong = WHOLE_REQUEST, str(error)
+        if params.part is not TransferRole.WHOLE and view.prompt_token_ids is None:
+            params, wrong = WHOLE_REQUEST, "a prompt without tokens cannot go from engine to engine"
+        entry = self._entries[view.request_id] = TransferRequest(view, params)
+        if params.part is not TransferRole.WHOLE:
+            entry.context = self._context(view, params)
+        if params.part is TransferRole.DECODE:
+            entry.stored = entry.saved = params.stored
+            entry.waits_for_prompt = True
+            if not entry.has_context_mismatch:
+                # vLLM may come to it only much later: until then somebody has to say that it is not left.
+                if not self._wants[params.context]:
+                    orders = self._orders
+                    orders.drops = [drop for drop in orders.drops if drop.context != params.context]
+                    orders.wants.append(params.context)
+                self._wants[params.context] += 1
+        self.counts["unreadable" if wrong else params.part.value] += 1
+        return wrong
+
+    def ask(self, request_id: str, computed: int) -> ExternalMatch:
+        """What can be had behind ``computed`` tokens that the device has, which are whole engine blocks."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return NO_MATCH
+        entry.computed = 0  # it has no blocks, or not any more
+        if entry.phase in WAITING_PHASES:
+            return MATCH_PENDING
+        if entry.phase is TransferPhase.READY:
+            tokens = self._ready_tokens(entry, computed)
+            if tokens > 0:
+                return ExternalMatch(tokens, beside=entry.is_prompt)
+            self._end(entry)
+            if tokens == 0:
+                return NO_MATCH
+        elif entry.phase in (TransferPhase.TAKING, TransferPhase.RUNNING):  # that failed, or it was preempted
+            entry.fetches = 0
+        if entry.waits_for_prompt:
+            return self._expect(entry, computed)
+        return self._fetch(entry, computed)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """It has blocks: for what the device has, ``external_tokens`` behind it, and what is computed."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.phase is not TransferPhase.READY:
+            if external_tokens:  # nothing was promised
+                self._orders.not_filled += block_ids
+            if entry is not None and not external_tokens:
+                entry.phase = TransferPhase.RUNNING
+            return
+        if not external_tokens:
+            self._end(entry)
+            entry.phase = TransferPhase.RUNNING
+            return
+        end = self._ready_end(entry)
+        computed = end - external_tokens
+        skip = computed // self._block_tokens - entry.first * self._per_full
+        ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
+        entry.fetches = 0
+        if entry.is_prompt:
+            self._orders.takes.append(FillJob(entry.ask, request_id, skip, ids))
+            self.counts["tokens_taken"] += external_tokens
+            entry.phase = TransferPhase.TAKING
+        else:
+            self._orders.streams.append(StreamJob(entry.ask, skip, ids))
+            self.counts["tokens_streamed"] += external_tokens
+            entry.phase = TransferPhase.RUNNING
+        self._close(entry)
+
+    def reject_fill(self, request_id: str, block_ids: Sequence[int], beside: bool) -> None:
+        """It counts on what is to come into these blocks, and nothing will: the worker is to say so."""
+        if beside:
+            self._orders.takes.append(FillJob(0, request_id, 0, list(block_ids)))
+        else:
+            self._orders.not_filled += block_ids
+
+    def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
+        """A step is planned; these compute in it. ``block_ids`` tells a request's blocks."""
+        for request_id, tokens_after in step:
+            entry = self._entries.get(request_id)
+            if entry is None:
+                continue
+            prompt_tokens = entry.view.num_prompt_tokens
+            if entry.params.part is TransferRole.PREFILL:
+                if not entry.pushed and tokens_after >= prompt_tokens:
+                    self._push(entry, block_ids)
+            elif self._saves:
+                entry.computed = min(tokens_after, entry.view.num_tokens)
+                entry.sure = entry.saved
+                self._save(entry, block_ids)
+
+    def take_jobs(self) -> TransferJobs:
+        """What the worker has to do with the step that was just planned."""
+        orders, self._orders = self._orders, TransferJobs()
+        return orders
+
+    def take_results(self, reports: TransferResults) -> None:
+        """What has come of earlier orders."""
+        for ask, blocks in reports.ready.items():
+            entry = self._answered(ask)
+            if entry is not None:
+                self.counts["blocks_found"] += blocks
+                # Blocks before them were found on the device: whether the store has those is not known.
+                if entry.first <= entry.stored:
+                    entry.stored = max(entry.stored, entry.first + blocks)
+                self._ready(entry, blocks)
+        for ask, blocks in reports.prompts.items():
+            entry = self._answered(ask)
+            if entry is not None:
+                whole = blocks == self._prompt_blocks(entry)
+                self.counts["prompts_whole" if whole else "prompts_lost"] += 1
+                self._ready(entry, blocks if whole else 0)
+        for request_id, index in reports.stored.items():
+            saver = self._entries.get(request_id)
+            if saver is not None:
+                saver.saved = min(saver.saved, index)
+                self.counts["saves_put_off"] += 1
+
+    def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
+        """It has ended, and will not be asked for again; ``well``: with an answer. What of it is not stored
+        yet is stored from ``block_ids``, which are held for that."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return FinishOutcome(False, None)
+        self._forget(request_id)
+        if not entry.pushed:
+            late = self._late(entry, block_ids) if well else []
+            if late:
+                self._orders.saves += late
+                self._orders.holds.append(request_id)
+            return FinishOutcome(bool(late), None)
+        self._orders.holds.append(request_id)
+        if not well:
+            self._orders.aborts.append(request_id)
+            return FinishOutcome(True, None)
+        return FinishOutcome(True, transfer_answer_params(entry.params, entry.context, entry.stored))
+
+    def abandon(self) -> None:
+        """Something of ours has failed: ask for nothing more. What is promised or held already stays so."""
+        for entry in self._entries.values():
+            if entry.phase in WAITING_PHASES:
+                self._end(entry)
+            self._drop(entry)
+            entry.fetches = MAX_FETCHES
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _context(self, view: RequestView, params: TransferParams) -> str:
+        whole = view.num_prompt_tokens // self._block_tokens
+        last = bytes(view.block_hashes[whole - 1]) if whole else b""
+        tail = (view.prompt_token_ids or ())[whole * self._block_tokens :]
+        return context_name(params.transfer, last, tail, view.num_prompt_tokens)
+
+    def _prompt_blocks(self, entry: TransferRequest) -> int:
+        return -(-entry.view.num_prompt_tokens // self._full_tokens)
+
+    def _key(self, entry: TransferRequest, index: int) -> bytes:
+        return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
+
+    def _keys(self, entry: TransferRequest, first: int, tokens: int) -> list[bytes]:
+        """Keys of the Full Blocks from ``first`` on that ``tokens`` fill."""
+        hashed = len(entry.view.block_hashes) // self._per_full
+        return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
+
+    def _ready_end(self, entry: TransferRequest) -> int:
+        """Tokens up to the end of what is ready."""
+        if entry.is_prompt:
+            return entry.view.num_prompt_tokens
+        return (entry.first + entry.blocks) * self._full_tokens
+
+    def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
+        """Of what is ready, the tokens behind ``computed``; below 0: there is a gap between the two."""
+        if entry.first * self._full_tokens > computed:
+            return -1
+        return max(0, self._ready_end(entry) - computed)
+
+    def _expect(self, entry: TransferRequest, computed: int) -> ExternalMatch:
+        if entry.has_context_mismatch:
+            entry.waits_for_prompt = False
+            # It was made of other tokens, by the name that the prefill engine gave it. Another request may
+            # wait for it, as of several prompts that were sent as one: where none does, its lease ends it.
+            self.counts["prompts_foreign"] += 1
+            return self._fetch(entry, computed)
+        if entry.view.num_prompt_tokens <= computed:
+            self._drop(entry)
+            return NO_MATCH
+        self._wants_no_more(entry)
+        self._open(entry, TransferPhase.EXPECTING)
+        entry.first, entry.is_prompt = 0, True
+        self._orders.expects.append(ExpectJob(entry.ask, entry.params.context, entry.params.epoch))
+        return MATCH_PENDING
+
+    def _fetch(self, entry: TransferRequest, computed: int) -> ExternalMatch:
+        entry.phase = TransferPhase.NEW
+        if entry.fetches >= MAX_FETCHES:
+            return NO_MATCH
+        first = computed // self._full_tokens
+        # One token at least is computed: its logits are asked for.
+        keys = self._keys(entry, first, entry.view.num_tokens - 1)
+        if not keys:
+            return NO_MATCH
+        entry.fetches += 1
+        self._open(entry, TransferPhase.FETCHING)
+        entry.first, entry.is_prompt = first, False
+        params = entry.params
+        fetch = FetchJob(entry.ask, keys)
+        if params.part is TransferRole.PREFILL and not entry.pushed:
+            fetch = fetch._replace(
+                decode_share=params.decode_share,
+                peer=params.peer,
+                context=entry.context,
+                total=self._prompt_blocks(entry),
+                epoch=params.epoch,
+            )
+        self._orders.fetches.append(fetch)
+        return MATCH_PENDING
+
+    def _push(self, entry: TransferRequest, block_ids: Callable[[str], Sequence[int]]) -> None:
+        view = entry.view
+        keys = self._keys(entry, 0, view.num_prompt_tokens)
+        if len(keys) < self._prompt_blocks(entry):
+            keys.append(tail_key(entry.context))
+        count = -(-view.num_prompt_tokens // self._block_tokens)
+        ids = list(block_ids(view.request_id)[:count])
+        if NULL_BLOCK in ids:
+            self.counts["prompts_with_holes"] += 1
+            return
+        params = entry.params
+        self._orders.pushes.append(
+            PushJob(view.request_id, entry.context, params.peer, params.epoch, keys, ids)
+        )
+        self.counts["pushes"] += 1
+        entry.pushed = True
+
+    def _save(self, entry: TransferRequest, block_ids: Callable[[str], Sequence[int]]) -> None:
+        first = max(entry.saved, entry.stored)
+        end = min(self._full(entry), first + self._max_saves)
+        if end <= first:
+            return
+        ids = list(block_ids(entry.view.request_id))
+        for place in range(first, min(end, len(ids) // self._per_full)):
+            start = place * self._per_full
+            if NULL_BLOCK not in ids[start : start + self._per_full]:
+                self._orders.saves.append(self._save_of(entry, place, ids, ids[:start]))
+            entry.saved = place + 1
+
+    def _late(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
+        """What is not known to be stored of a request that has ended."""
+        first = max(min(entry.sure, entry.saved), entry.stored)
+        end = min(self._full(entry), len(ids) // self._per_full)
+        saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
+        return [save for save in saves if NULL_BLOCK not in save.block_ids]
+
+    def _full(self, entry: TransferRequest) -> int:
+        """Full Blocks of it that are full once the last planned step is over."""
+        return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
+
+    def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
+        start = place * self._per_full
+        return SaveJob(
+            request=entry.view.request_id,
+            place=place,
+            key=self._key(entry, place),
+            parent=self._key(entry, place - 1) if place else b"",
+            block_ids=list(ids[start : start + self._per_full]),
+            before=before,
+        )
+
+    def _open(self, entry: TransferRequest, phase: TransferPhase) -> None:
+        self._last_ask += 1
+        entry.ask, entry.phase, entry.blocks = self._last_ask, phase, 0
+        self._asks[entry.ask] = entry.view.request_id
+
+    def _answered(self, ask: int) -> TransferRequest | None:
+        request_id = self._asks.pop(ask, None)
+        return None if request_id is None else self._entries[request_id]
+
+    def _ready(self, entry: TransferRequest, blocks: int) -> None:
+        entry.phase, entry.blocks = TransferPhase.READY, blocks
+        if blocks:
+            return
+        self._end(entry)
+        if not entry.is_prompt:
+            entry.fetches = MAX_FETCHES  # the store has been asked, and would say so again
+
+    def _end(self, entry: TransferRequest) -> None:
+        """What it asked for is not wanted any more."""
+        if entry.ask and not self._take_back(entry.ask):
+            self._orders.ends.append(entry.ask)
+        self._close(entry)
+        entry.phase = TransferPhase.NEW
+
+    def _take_back(self, ask: int) -> bool:
+        """Whether the worker has not heard of an ask, and never will."""
+        orders = self._orders
+        for fetch in orders.fetches:
+            if fetch.ask == ask:
+                orders.fetches.remove(fetch)
+                return True
+        for expect in orders.expects:
+            if expect.ask == ask:
+                orders.expects.remove(expect)
+                self._order_drop(expect)
+                return True
+        return False
+
+    def _close(self, entry: TransferRequest) -> None:
+        self._asks.pop(entry.ask, None)
+        entry.ask = 0
+
+    def _forget(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        self._end(entry)
+        self._drop(entry)
+
+    def _drop(self, entry: TransferRequest) -> None:
+        """Let go of a context that it will not ask for."""
+        if entry.waits_for_prompt:
+            self._wants_no_more(entry)
+            self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
+
+    def _order_drop(self, expect: ExpectJob) -> None:
+        if not self._wants[expect.context]:  # else another request in the queue sees to it
+            self._orders.drops.append(expect._replace(ask=0))
+
+    def _wants_no_more(self, entry: TransferRequest) -> None:
+        """It asks, or never will."""
+        entry.waits_for_prompt = False
+        if not entry.has_context_mismatch:
+            context = entry.params.context
+            self._wants[context] -= 1
+            if not self._wants[context]:
+                del self._wants[context]

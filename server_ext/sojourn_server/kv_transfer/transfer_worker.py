@@ -1,0 +1,490 @@
+"""The connector's half beside the model: carries out each step's orders with the traffic manager.
+
+    begin_step       orders come in; reads and pushes begin
+    wait_for_layer   returns once this step's streams have filled a layer
+    save_layer       a layer is computed: what is pushed of it goes out beside the next one's computing
+    end_step         copies of this step are made; what became full is given to the store
+    take_*           what has come of it all
+
+Every method is called by the thread that runs the model. Beside it work two threads for looking into the
+store, which wait for disks, one that gathers what is pushed, and one that fills blocks of requests that do
+not compute yet. None of the methods raises, unless ``strict``: an error ends what it was about, and that is
+computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..kv_offload.cpu_device_backend import KvBlockArrays
+from ..kv_offload.transfer_thread import TransferThread
+from . import transfer_jobs
+from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
+from .split_fetch import SplitFetch
+from .transfer_jobs import TransferJobs, TransferResults
+from .transfer_protocols import PromptTransfer, TransferService
+from .transfer_protocols import PushTransfer as PushHandle
+from .transfer_step_times import TransferStepTimes
+
+MANAGER_TIMEOUT_S = 30.0
+"""The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
+
+WANT_INTERVAL_S = 0.5
+"""How often it is said again what requests in the queue want: well within a lease."""
+
+
+@dataclass(slots=True, eq=False)
+class _ActiveStream:
+    """Blocks of one request that this step fills."""
+
+    ask: int
+    split_fetch: SplitFetch | None
+    skip: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _ActivePush:
+    """One prompt on its way out."""
+
+    order: transfer_jobs.PushJob
+    handle: PushHandle | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    spoiled: bool = False
+    """What it would send was made of blocks that were not filled."""
+    given: int = 0
+    """Layers on their way, or beyond."""
+
+    @property
+    def over(self) -> bool:
+        return self.handle is None or self.handle.outcome is not None
+
+    def spoil(self) -> None:
+        with self.lock:
+            if not self.spoiled:
+                self.spoiled = True
+                if self.handle is not None:
+                    self.handle.abort()
+
+
+class TransferWorker:
+    """Of one engine's worker."""
+
+    def __init__(
+        self,
+        traffic: TransferService,
+        leading: Callable[[Sequence[bytes]], int],
+        kv: KvBlockArrays,
+        *,
+        slots: int,
+        log: Callable[[str, BaseException], None] = lambda what, error: None,
+        strict: bool = False,
+        layerwise: bool = True,
+        patience_s: float = MANAGER_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``leading`` returns how many leading blocks the store has; it may block. ``slots``: Full Blocks
+        that fit the buffers. ``log`` receives sojourn's own errors; ``strict`` raises them, for tests.
+        ``layerwise`` false: a request computes only when all its layers have arrived, to measure the benefit
+        of layerwise loading; it may change at any time. ``patience_s``: how long the store may take to answer
+        for a few blocks, and how long it may accept none of the blocks held for it."""
+        self.counts: Counter[str] = Counter()
+        self.times = TransferStepTimes()
+        """Of all steps so far."""
+        self.layerwise = layerwise
+        self._traffic = traffic
+        self._leading = leading
+        self._kv = kv
+        self._slots = slots
+        self._log = log
+        self._strict = strict
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Over what other threads change: ``_fetchings``, ``_looking``, ``_look_began_s``, ``_store_hangs``,
+        ``_accept_stream``, ``_not_filled``."""
+        self._looking: dict[int, float] = {}
+        """Asks that wait for the store to be looked into, and until when."""
+        self._look_began_s: float | None = None
+        """When the store was last asked for something that it has not answered."""
+        self._store_hangs = False
+        """It has not for so long that nobody is to wait for it."""
+        self._fetchings: dict[int, SplitFetch] = {}
+        self._unready: set[int] = set()
+        """Asks whose fetch has not been answered."""
+        self._prompts: dict[int, PromptTransfer] = {}
+        self._unsure: set[int] = set()
+        """Asks whose context is waited for."""
+        self._wanted: dict[str, None] = {}
+        """Contexts that requests in the queue will ask for, in that order."""
+        self._wants_said_s = float("-inf")
+        self._taken: set[str] = set()
+        self._not_filled: set[int] = set()
+        self._streams: list[_ActiveStream] = []
+        self._step_pushes: list[_ActivePush] = []
+        self._pushes: dict[str, _ActivePush] = {}
+        self._held: set[str] = set()
+        self._takes: list[transfer_jobs.FillJob] = []
+        self._bad: set[int] = set()
+        """Blocks of this step that were not filled."""
+        self._reports = TransferResults()
+        self._step_times = TransferStepTimes()
+        self._new_times = TransferStepTimes()
+        self._look_lane = TransferThread("paths-look")
+        self._give_lane = TransferThread("paths-give")
+        self._take_lane = TransferThread("paths-take")
+        self._patience_s = patience_s
+        self._saving = BlockSaver(
+            traffic, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
+            log=log,
+        )  # fmt: skip
+
+    # -- a step -----------------------------------------------------------------------
+
+    def begin_step(self, step: TransferJobs) -> None:
+        """Before the forward pass, if there is one."""
+        self._bad = set()
+        self._streams, self._step_pushes = [], []
+        self._takes = step.takes
+        self._saving.begin_step(step.saves, step.holds)
+        self._bad.update(step.not_filled)
+        for ask in step.ends:
+            self._do("end an ask", self._end, ask)
+        self._wanted.update(dict.fromkeys(step.wants))
+        for drop in step.drops:
+            self._do("let go of a context", self._drop, drop)
+        for request in step.aborts:
+            if request in self._pushes:
+                self._do("end a push", self._pushes[request].spoil)
+        for fetch in step.fetches:
+            with self._lock:
+                hangs = self._store_hangs
+                if not hangs:
+                    self._looking[fetch.ask] = self._clock() + MANAGER_TIMEOUT_S
+            if hangs:
+                self._reports.ready[fetch.ask] = 0
+                self.counts["looks_given_up"] += 1
+                continue
+            self._unready.add(fetch.ask)
+            self._look_lane.give(lambda fetch=fetch: self._look(fetch))  # type: ignore[misc]
+        for expect in step.expects:
+            self._unsure.add(expect.ask)
+            self._do("expect a context", self._expect, expect)
+        self._do("keep contexts", self._send_wants, bool(step.wants))
+        for order in step.streams:
+            with self._lock:
+                split_fetch = self._fetchings.pop(order.ask, None)
+            self._unready.discard(order.ask)
+            self._streams.append(_ActiveStream(order.ask, split_fetch, order.skip, order.block_ids))
+        for push in step.pushes:
+            made = _ActivePush(push, None)
+            self._pushes[push.request] = made
+            self._step_pushes.append(made)
+            self._do("offer a prompt", self._offer, made)
+        self._held.update(step.holds)
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward pass has come to a layer: it returns when what is streamed into it is there."""
+        if not self._streams and not self._bad:
+            return
+        layer = self._kv.index.get(name)
+        if layer is None:  # it has no KV of its own
+            return
+        for stream in self._streams:
+            filled: Sequence[int] = ()
+            if stream.split_fetch is not None:
+                filled = self._do("fill a layer", self._fill, stream, layer) or ()
+            if len(filled) < len(stream.block_ids):
+                self._bad.update(stream.block_ids[len(filled) :])
+        if layer == len(self._kv) - 1:
+            self._step_times.streamed_s += sum(
+                stream.split_fetch.streamed_s for stream in self._streams if stream.split_fetch is not None
+            )
+        if self._bad:
+            for push in self._step_pushes:
+                if not self._bad.isdisjoint(push.order.block_ids):
+                    self._do("end a push", push.spoil)
+
+    def save_layer(self, name: str) -> None:
+        """The forward pass has computed a layer."""
+        layer = self._kv.index.get(name)
+        if layer is None:
+            return
+        for push in self._step_pushes:
+            if not push.spoiled and push.handle is not None and push.given == layer:
+                push.given += 1
+                self._give_lane.give(lambda push=push, layer=layer: self._give(push, layer))  # type: ignore[misc]
+
+    def end_step(self) -> None:
+        """After the forward pass, or where there was none: blocks may be others' when it returns."""
+        if self._step_pushes:
+            began_s = time.perf_counter()
+            self._wait_for_lane(self._give_lane)
+            self._step_times.push_waited_s += time.perf_counter() - began_s
+        for push in self._step_pushes:
+            if push.given < len(self._kv):  # a pass that left layers out, and will not come to them
+                self._do("end a push", push.spoil)
+        for stream in self._streams:
+            if stream.split_fetch is not None:
+                self._do("let go of blocks", stream.split_fetch.end)
+        self._reports.stored.update(self._saving.end_step(self._bad))
+        for take in self._takes:
+            prompt = self._prompts.pop(take.ask, None)
+            self._unsure.discard(take.ask)
+            self._take_lane.give(lambda take=take, prompt=prompt: self._take(take, prompt))  # type: ignore[misc]
+        self._streams, self._step_pushes, self._takes = [], [], []
+        if self._step_times:
+            times, self._step_times = self._step_times, TransferStepTimes()
+            self.times.add(times)
+            self._new_times.add(times)
+
+    # -- what has come of it ------------------------------------------------------------
+
+    def take_sent(self) -> set[str]:
+        """Requests that are held, and need not be any more."""
+        sent = {
+            request
+            for request in self._held
+            if (request not in self._pushes or self._pushes[request].over) and request not in self._saving
+        }
+        for request in sent:
+            self._held.discard(request)
+            self._pushes.pop(request, None)
+        return sent
+
+    def take_received(self) -> set[str]:
+        """Requests whose blocks have been filled beside the computing, or never will be."""
+        with self._lock:
+            taken, self._taken = self._taken, set()
+        return taken
+
+    def take_not_filled(self) -> set[int]:
+        """Blocks that were not filled, of this step's requests and of those in ``take_received``."""
+        with self._lock:
+            found, self._not_filled = self._not_filled, set()
+        found |= self._bad
+        self._bad = set()
+        self.counts["blocks_not_filled"] += len(found)
+        return found
+
+    def take_results(self) -> TransferResults:
+        """For the planner."""
+        with self._lock:
+            looked = [(ask, self._fetchings[ask]) for ask in self._unready if ask in self._fetchings]
+            now_s = self._clock()
+            began_s = self._look_began_s
+            if began_s is not None and now_s - began_s >= self._patience_s:
+                self._store_hangs = True  # whoever stands behind that look would wait as long
+            hung = [ask for ask, end_s in self._looking.items() if self._store_hangs or end_s <= now_s]
+            for ask in hung:
+                del self._looking[ask]
+        for ask in hung:  # what it finds is let go of when it comes back, if ever
+            self._unready.discard(ask)
+            self._reports.ready[ask] = 0
+            self.counts["looks_given_up"] += 1
+        for ask, split_fetch in looked:
+            blocks = self._do("look at a fetch", split_fetch.ready, self.layerwise, otherwise=0)
+            if blocks is not None:
+                self._unready.discard(ask)
+                self._reports.ready[ask] = blocks
+        for ask in list(self._unsure):
+            blocks = self._do("look at a context", self._gathered, ask, otherwise=0)
+            if blocks is not None:
+                self._unsure.discard(ask)
+                self._reports.prompts[ask] = blocks
+        reports, self._reports = self._reports, TransferResults()
+        return reports
+
+    def take_times(self) -> TransferStepTimes:
+        """Of the steps since the last call."""
+        times, self._new_times = self._new_times, TransferStepTimes()
+        return times
+
+    @property
+    def open_operations(self) -> int:
+        """Asks, pushes and holds that have not been ended, here or in other threads."""
+        with self._lock:
+            found = len(self._looking) + len(self._fetchings) + len(self._taken)
+        found += len(self._wanted)
+        return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
+
+    def close(self) -> None:
+        """The engine ends."""
+        for lane in (self._look_lane, self._give_lane, self._take_lane):
+            lane.close()
+        self._saving.close()
+
+    # -- asks -------------------------------------------------------------------------
+
+    def _look(self, fetch: transfer_jobs.FetchJob) -> int:
+        """In its own thread: see what the store has, and have it brought here."""
+        stored = 0
+        try:
+            stored = self._stored(fetch)
+        except Exception as error:
+            self._log("look into the store", error)
+        finally:
+            with self._lock:
+                self._look_began_s, self._store_hangs = None, False
+        with self._lock:
+            if fetch.ask not in self._looking:  # nobody waits for it any more
+                return 0
+        split_fetch = SplitFetch(self._traffic, fetch)
+        try:
+            split_fetch.begin(stored)
+        except Exception as error:
+            self._log("begin a fetch", error)
+        with self._lock:
+            wanted = self._looking.pop(fetch.ask, None) is not None
+            if wanted:
+                self._fetchings[fetch.ask] = split_fetch
+        if not wanted:
+            split_fetch.end()
+        return 0
+
+    def _stored(self, fetch: transfer_jobs.FetchJob) -> int:
+        """Leading blocks that the store has, of as many as fit the buffers."""
+        stored = 0
+        keys = fetch.keys[: self._slots]
+        for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
+            with self._lock:
+                if fetch.ask not in self._looking:
+                    break
+                self._look_began_s = self._clock()
+            some = keys[at : at + LOOKUP_BATCH_KEYS]
+            here = self._leading(some)
+            stored += here
+            if here < len(some):
+                break
+        return stored
+
+    def _send_wants(self, more: bool) -> None:
+        """While the engine takes steps its queue is served: what is in it is not left."""
+        now_s = self._clock()
+        if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
+            self._wants_said_s = now_s
+            self._traffic.want(list(self._wanted))
+
+    def _expect(self, expect: transfer_jobs.ExpectJob) -> None:
+        self._wanted.pop(expect.context, None)
+        try:
+            self._prompts[expect.ask] = self._traffic.expect(expect.context, epoch=expect.epoch)
+        except ValueError:  # another request waits for it
+            self.counts["prompts_twice"] += 1
+
+    def _gathered(self, ask: int) -> int | None:
+        """Full Blocks of a context that is whole; 0: it never will be, ``None``: wait."""
+        prompt = self._prompts.get(ask)
+        if prompt is None:
+            return 0
+        if prompt.outcome is None:
+            return None
+        try:
+            return len(prompt.blocks()) if prompt.outcome.complete else 0
+        except ValueError:
+            return 0
+
+    def _drop(self, drop: transfer_jobs.ExpectJob) -> None:
+        self._wanted.pop(drop.context, None)
+        try:
+            self._traffic.expect(drop.context, epoch=drop.epoch).end()
+        except ValueError:  # another request waits for it, and sees to it
+            self.counts["prompts_twice"] += 1
+
+    def _end(self, ask: int) -> None:
+        self._unready.discard(ask)
+        self._unsure.discard(ask)
+        with self._lock:
+            self._looking.pop(ask, None)
+            split_fetch = self._fetchings.pop(ask, None)
+        prompt = self._prompts.pop(ask, None)
+        if split_fetch is not None:
+            split_fetch.end()
+        if prompt is not None:
+            prompt.end()
+
+    def _fill(self, stream: _ActiveStream, layer: int) -> list[int]:
+        assert stream.split_fetch is not None
+        began_s = time.perf_counter()
+        blocks = stream.split_fetch.layer(layer, MANAGER_TIMEOUT_S)
+        came_s = time.perf_counter()
+        filled = self._kv.scatter(layer, blocks, stream.skip, stream.block_ids)
+        self._step_times.waited_s += came_s - began_s
+        self._step_times.copied_s += time.perf_counter() - came_s
+        return filled
+
+    def _take(self, take: transfer_jobs.FillJob, prompt: PromptTransfer | None) -> int:
+        """In its own thread: fill a request's blocks with a context that is here."""
+        filled: list[int] = []
+        try:
+            if prompt is not None:
+                blocks = prompt.blocks()
+                for layer in range(len(self._kv)):
+                    filled = self._kv.scatter(layer, blocks, take.skip, take.block_ids, part=layer)
+        except Exception as error:
+            filled = []
+            self._failed("fill a request's blocks", error)
+        finally:
+            with self._lock:
+                self._not_filled.update(take.block_ids[len(filled) :])
+                self._taken.add(take.request)
+            if prompt is not None:
+                prompt.end()
+        return len(filled) * self._kv.engine_bytes * len(self._kv)
+
+    # -- pushes -------------------------------------------------------------------------
+
+    def _offer(self, push: _ActivePush) -> None:
+        order = push.order
+        try:
+            push.handle = self._traffic.offer(order.context, order.address, order.keys, epoch=order.epoch)
+        except ValueError:
+            self.counts["pushes_refused"] += 1
+
+    def _give(self, push: _ActivePush, layer: int) -> int:
+        """In its own thread: copy a layer and send it."""
+        try:
+            began_s = time.perf_counter()
+            blocks = self._kv.gather(layer, push.order.block_ids)
+            self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this lane
+            with push.lock:
+                if push.spoiled or push.handle is None:
+                    return 0
+                push.handle.give(layer, blocks)
+            return len(blocks) * self._kv.layer_bytes
+        except Exception as error:
+            self._failed("send a layer", error)
+            self._do("end a push", push.spoil)
+            return 0
+
+    # -- errors -------------------------------------------------------------------------
+
+    def _do(
+        self, what: str, call: Callable[..., object], *arguments: object, otherwise: object = None
+    ) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._failed(what, error)
+            return otherwise
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.counts["errors"] += 1
+        if self._strict:
+            raise error
+        self._log(what, error)
+
+    @staticmethod
+    def _wait_for_lane(lane: TransferThread) -> None:
+        done = threading.Event()
+
+        def tell() -> int:
+            done.set()
+            return 0
+
+        lane.give(tell)
+        done.wait(MANAGER_TIMEOUT_S)

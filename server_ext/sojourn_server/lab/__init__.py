@@ -1,1 +1,0 @@
-"""The lab: the engine's own scheduler in virtual time; only the forward pass is made up."""

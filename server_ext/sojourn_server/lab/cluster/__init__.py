@@ -1,1 +1,0 @@
-"""Several engines behind one gateway or router, in one virtual time."""

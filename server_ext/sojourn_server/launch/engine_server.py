@@ -1,0 +1,242 @@
+"""A ``sojourn serve`` process with a process group of its own on a free port.
+
+The demo, the replay and the tests use it: start, wait until ready, stop with all child processes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+Progress = Callable[[float, str], None]
+"""Called about once a second while the server starts, with the seconds so far and the current stage."""
+
+_POLL_S = 0.25
+_INTERRUPT_GRACE_S = 10.0
+"""Time for a server to end after SIGINT before its group is killed."""
+
+_STARTUP_STAGES = (
+    ("Waiting for application startup", "opening the port"),
+    ("KV cache size", "preparing the KV cache"),
+    ("Loading weights took", "preparing the KV cache"),
+    ("Starting to load model", "loading the weights"),
+    ("Initializing a V1 LLM engine", "starting the worker"),
+    ("Resolved architecture", "starting the engine"),
+    ("making the model", "making the model (first use only)"),
+    ("policy ", "importing vLLM"),
+)
+"""Texts of the log, latest first, and their stages. A text missing in a release makes the stages coarser."""
+
+
+class ServerStartError(RuntimeError):
+    """The server ended or did not become ready; the text ends with the end of its log."""
+
+
+class EngineServer:
+    """``sojourn serve MODEL`` as a context manager.
+
+    ``serve_args`` are flags of sojourn and vLLM, passed unchanged. ``env`` is added to this process's
+    environment. ``log_path`` defaults to a temporary file that is deleted with the server; a named file
+    stays. ``policy`` ``None`` is the default of ``sojourn serve``, ``port`` 0 a free port. Entering blocks
+    until the server answers and raises ``ServerStartError`` after ``ready_timeout_s``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        policy: str | None = "continuum",
+        serve_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        api_key: str | None = None,
+        ready_timeout_s: float = 300.0,
+        progress: Progress | None = None,
+        port: int = 0,
+    ) -> None:
+        self.model = model
+        self.policy = policy
+        self.port = 0
+        self.log_path = log_path
+        self._wanted_port = port
+        self._serve_args = tuple(serve_args)
+        self._env = dict(env or {})
+        self._api_key = api_key
+        self._ready_timeout_s = ready_timeout_s
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._own_log = log_path is None
+        # A secret alias identifies our child: another server on a reused port does not have it.
+        self._alias = f"sojourn-{secrets.token_hex(6)}"
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:PORT``, without ``/v1``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The API server's process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request: the API key, if there is one."""
+        return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+
+    def __enter__(self) -> EngineServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> EngineServer:
+        """Start the process and wait until it answers; returns ``self``."""
+        if self._process is not None:
+            raise RuntimeError("this server is already started")
+        self.port = self._wanted_port or _free_port()
+        if self.log_path is None:
+            handle, name = tempfile.mkstemp(prefix="sojourn-serve-", suffix=".log")
+            os.close(handle)
+            self.log_path = Path(name)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self._env}
+        if self._api_key:
+            environment["VLLM_API_KEY"] = self._api_key  # not on the command line, where ps shows it
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # A group of its own: all child processes can be ended together, and a Ctrl-C at the
+                # terminal reaches this process only.
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End the server: SIGINT, then SIGKILL to the whole group. Further calls do nothing."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_INTERRUPT_GRACE_S)
+        _kill_group(process.pid)
+        process.wait()
+        self._process = None
+        if self._own_log and self.log_path is not None:
+            self.log_path.unlink(missing_ok=True)
+            self.log_path = None
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the log, or "" without a log."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 200 * 400))
+            text = log.read().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    @property
+    def _named_by_caller(self) -> bool:
+        return "--served-model-name" in self._serve_args
+
+    def _command(self) -> list[str]:
+        names = [] if self._named_by_caller else ["--served-model-name", self.model, self._alias]
+        policy = [] if self.policy is None else ["--policy", self.policy]
+        return [
+            sys.executable, "-m", "sojourn_server.cli", "serve", self.model, *policy,
+            "--host", "127.0.0.1", "--port", str(self.port), *names, *self._serve_args,
+        ]  # fmt: skip
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        start = time.monotonic()
+        next_report = 0.0
+        with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
+            while True:
+                elapsed_s = time.monotonic() - start
+                if self._progress is not None and elapsed_s >= next_report:
+                    next_report = elapsed_s + 1.0
+                    self._progress(elapsed_s, self._stage())
+                code = self._process.poll()
+                if code is not None:
+                    raise ServerStartError(
+                        f"the server ended with code {code} while starting:\n{self.log_tail()}"
+                    )
+                if self._answers(client):
+                    return
+                if elapsed_s > self._ready_timeout_s:
+                    raise ServerStartError(
+                        f"the server was not ready after {self._ready_timeout_s:.0f} s:\n{self.log_tail()}"
+                    )
+                time.sleep(_POLL_S)
+
+    def _answers(self, client: httpx.Client) -> bool:
+        try:
+            if client.get("/health").status_code != 200:
+                return False
+            models = client.get("/v1/models")
+        except httpx.HTTPError:
+            return False
+        if models.status_code == 401:
+            raise ServerStartError("the server needs an API key; pass api_key")
+        if models.status_code != 200:
+            return False
+        served = {entry["id"] for entry in models.json()["data"]}
+        if self._named_by_caller or self._alias in served:
+            return True
+        raise ServerStartError(
+            f"another server answers on port {self.port}; it serves {', '.join(sorted(served))}"
+        )
+
+    def _stage(self) -> str:
+        """Current stage of the start, derived from the log."""
+        log = self.log_tail(400)
+        return next((stage for sign, stage in _STARTUP_STAGES if sign in log), "starting the process")
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kill_group(group: int, timeout_s: float = 10.0) -> None:
+    """Kill the rest of a process group and wait until it is gone."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        except PermissionError:  # macOS's answer for a group of zombies
+            return
+        # The leader is our child: a zombie keeps the group alive until it is reaped.
+        with suppress(ChildProcessError):
+            os.waitpid(group, os.WNOHANG)
+        time.sleep(0.05)

@@ -1,0 +1,187 @@
+"""Checks of the tiers before an engine starts, because the engine's own checks come minutes later.
+
+The engine still checks everything: only it knows the whole identity of a store, and the machine may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..kv_offload.block_file import NO_SPACE
+from ..kv_offload.store_folder import (
+    FoundStore,
+    IncompatibleStore,
+    StoreInUse,
+    block_files_bytes,
+    find_stores,
+)
+from .kv_offload_options import GIB, KvOffloadOptions
+from .launch_errors import InvalidOption
+from .machine_memory import MachineMemory, read_memory
+
+DISK_FLAG = "--kv-disk"
+_FOLDER_ADVICE = {
+    DISK_FLAG: f"give {DISK_FLAG} a directory that this user can make and write, on a local disk"
+}
+_MAX_LISTED = 3
+"""Most names of a folder's entries in a note."""
+
+
+def check_kv_offload(
+    options: KvOffloadOptions,
+    *,
+    vllm_version: str | None,
+    weights: str | None,
+    block_tokens: int | None,
+    try_writing: bool = True,
+) -> list[str]:
+    """Notes of one line on what the engine may reject; ``InvalidOption`` for what it surely rejects.
+
+    ``options`` have passed ``offload_transfer_config``. ``vllm_version`` and ``weights`` (``known_weights``)
+    are those of the engine, ``block_tokens`` is its option; ``None`` means unknown. The check takes no lock
+    and leaves nothing on the disk. Without ``try_writing`` it writes nothing and trusts the permissions.
+    """
+    notes = []
+    if options.host_gib is not None:
+        notes += check_host_memory(options.host_gib, read_memory())
+    if options.disk is not None and options.disk_gib is not None:
+        root = Path(os.path.realpath(options.disk))  # the path that the engine opens
+        stores = find_usable_stores(options.disk, root, vllm_version, weights, options.disk_name)
+        there = writable_directory(options.disk, root, allow_full=bool(stores), probe_system=try_writing)
+        if there not in (root, root.parent):  # probably a mistyped parent directory
+            notes.append(
+                f"--kv-disk {options.disk} does not exist: the start makes it and its parents in {there}"
+            )
+        notes += _contents_notes(options.disk, root, stores, block_tokens)
+        ours = [store for store in stores if store.name == options.disk_name]
+        notes += free_space_notes(options.disk, options.disk_gib, there, ours)
+    return notes
+
+
+def check_host_memory(host_gib: float, memory: MachineMemory, flag: str = "--kv-host-gib") -> list[str]:
+    """Raise ``InvalidOption`` for more than the total memory; returns a note for more than is available."""
+    if host_gib * GIB > memory.total_bytes:
+        raise InvalidOption(
+            f"{flag} is {host_gib:g}; expected at most the {_format_gib(memory.total_bytes)} of "
+            f"{memory.owner}",
+            "leave memory for the model, its KV cache and vLLM",
+        )
+    if host_gib * GIB > memory.available_bytes:
+        return [
+            f"{flag} is {host_gib:g}, but {_format_gib(memory.available_bytes)} of the "
+            f"{_format_gib(memory.total_bytes)} of {memory.owner} are available now, also for the model and "
+            "its KV cache: the system may kill the engine when host memory fills"
+        ]
+    return []
+
+
+def find_usable_stores(
+    disk: str,
+    root: Path,
+    vllm_version: str | None,
+    weights: str | None,
+    name: str | None,
+    flag: str = DISK_FLAG,
+) -> list[FoundStore]:
+    """Stores in the directory of ``flag``. Raises ``InvalidOption`` if the engine would reject it."""
+    # Of a KvIdentity the release is known here and, for most directories, the weights. The rest is not:
+    # vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest of model
+    # come from the model's configuration as vLLM reads it; hash_scheme's default algorithm is vLLM's.
+    known = {} if vllm_version is None else {"vllm_version": vllm_version}
+    try:
+        return find_stores(root, known, weights, name)
+    except (IncompatibleStore, StoreInUse) as error:
+        advice = error.advice.replace(f"{DISK_FLAG}-name", f"{flag}-name")
+        raise InvalidOption(f"{flag} {disk} cannot be used: {error.what}", advice) from None
+    except NotADirectoryError:  # writable_directory names the part that is no directory
+        return []
+    except OSError as error:
+        raise InvalidOption(f"{flag} {disk} cannot be read: {error.strerror}", _advice(flag)) from None
+
+
+def writable_directory(
+    disk: str, root: Path, *, allow_full: bool, probe_system: bool, flag: str = DISK_FLAG
+) -> Path:
+    """The directory or its nearest existing parent. Raises ``InvalidOption`` if it is not writable."""
+    there, mode = _nearest_existing(disk, root, flag)
+    failed = f"{flag} {disk} cannot be " + ("written" if there == root else f"made in {there}")
+    if not stat.S_ISDIR(mode):
+        what = f"{flag} {disk}" if there == root else f"{failed}, which"
+        raise InvalidOption(f"{what} is not a directory; expected one", _advice(flag))
+    expected = "expected a directory in which the engine can make folders"
+    if not probe_system:
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise InvalidOption(f"{failed}: {os.strerror(errno.EACCES)}; {expected}", _advice(flag))
+        return there
+    # A trial is better than permissions, which mislead for root, remote disks and file systems like proc.
+    try:
+        probe = tempfile.mkdtemp(prefix=".sojourn-check-", dir=there)
+    except OSError as error:
+        # An existing store is readable, and evicts its own blocks when the disk is full.
+        if not (allow_full and error.errno in NO_SPACE):
+            raise InvalidOption(f"{failed}: {error.strerror}; {expected}", _advice(flag)) from None
+    else:
+        with contextlib.suppress(OSError):
+            os.rmdir(probe)
+    return there
+
+
+def _nearest_existing(disk: str, root: Path, flag: str) -> tuple[Path, int]:
+    for path in (root, *root.parents):
+        try:
+            return path, path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise InvalidOption(f"{flag} {disk} cannot be reached: {error.strerror}", _advice(flag)) from None
+    raise InvalidOption(f"{flag} {disk}: not even {root.anchor} exists", _advice(flag))
+
+
+def _advice(flag: str) -> str:
+    return _FOLDER_ADVICE.get(flag, f"give {flag} a directory that this user can write")
+
+
+def _contents_notes(
+    disk: str, root: Path, stores: list[FoundStore], block_tokens: int | None
+) -> Iterator[str]:
+    if not stores:
+        # Not an error: stores have folders of their own, and the top of a disk has a lost+found.
+        with contextlib.suppress(OSError):
+            names = sorted(set(os.listdir(root)) - {"lost+found"})
+            if names:
+                shown = ", ".join([*names[:_MAX_LISTED], *(["…"] if len(names) > _MAX_LISTED else [])])
+                yield f"--kv-disk {disk} has no KV store but other files, which stay untouched: {shown}"
+    sizes = {store.manifest.get("block_tokens") for store in stores}
+    if stores and block_tokens is not None and block_tokens not in sizes:
+        listed = ", ".join(sorted(map(str, sizes)))
+        yield (
+            f"--kv-disk {disk} has blocks of {listed} tokens, and --block-size is {block_tokens}: the "
+            "engine will reject it, unless vLLM gives this model that size"
+        )
+
+
+def free_space_notes(
+    disk: str, disk_gib: float, there: Path, stores: list[FoundStore], flag: str = DISK_FLAG
+) -> Iterator[str]:
+    """A note if the disk has less free space than the capacity of the store, which is one of ``stores``."""
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(there)
+        # Blocks in the store count as free. Of several stores only the engine knows its own.
+        held = max((block_files_bytes(store.path) for store in stores), default=0)
+        if usage.total and usage.free + held < disk_gib * GIB:  # some network file systems report 0 of 0
+            has = f", which holds {_format_gib(held)} of blocks already" if held else ""
+            yield (
+                f"{flag}-gib is {disk_gib:g}, but {_format_gib(usage.free)} are free in {disk}{has}: the "
+                "store stops growing when the disk is full"
+            )
+
+
+def _format_gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

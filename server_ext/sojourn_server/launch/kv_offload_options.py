@@ -1,0 +1,105 @@
+"""Options of KV in host memory and on disk, and their ``--kv-transfer-config`` of vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..kv_offload.store_folder import is_store_name
+from .launch_errors import InvalidOption
+
+GIB = 1 << 30
+BACKENDS = ("sojourn", "vllm")
+OFFLOAD_CONNECTOR = "SojournConnector"
+OFFLOAD_CONNECTOR_MODULE = "sojourn_server.vllm.kv_offload_connector"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOffloadOptions:
+    """Options of the tiers below the device. Sizes in GiB."""
+
+    host_gib: float | None = None
+    disk: str | None = None
+    """A directory; the engine makes it if necessary."""
+    disk_gib: float | None = None
+    disk_name: str | None = None
+    """Name of this engine's store in a directory that several engines share."""
+    backend: str = "sojourn"
+
+    @property
+    def any(self) -> bool:
+        """Whether any option is set."""
+        return self != KvOffloadOptions()
+
+
+def offload_transfer_config(options: KvOffloadOptions, *, cpu_build: bool, stock: bool) -> dict[str, Any]:
+    """``kv_transfer_config`` for ``options``. Raises ``InvalidOption``."""
+    if options.backend not in BACKENDS:
+        raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
+    if options.host_gib is None:
+        raise InvalidOption(
+            "tiers below the device need host memory, which also fills the disk: give --kv-host-gib"
+        )
+    check_size("--kv-host-gib", options.host_gib)
+    if (options.disk is None) != (options.disk_gib is None):
+        raise InvalidOption("--kv-disk and --kv-disk-gib go together: give the directory and its capacity")
+    if options.disk_name is not None and options.disk is None:
+        raise InvalidOption(
+            "--kv-disk-name names a store in a directory: give --kv-disk and --kv-disk-gib too"
+        )
+    if options.disk_name is not None and not is_store_name(options.disk_name):
+        raise InvalidOption(
+            f"--kv-disk-name is {options.disk_name!r}; expected letters, digits, '.', '_' and '-', at most "
+            "64, the first a letter or digit"
+        )
+    host_bytes = int(options.host_gib * GIB)
+    if options.backend == "vllm":
+        if options.disk is not None:
+            raise InvalidOption(
+                "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only"
+            )
+        if cpu_build:
+            raise InvalidOption(
+                "--tier-backend vllm needs CUDA: vLLM's own connector does not serve CPU engines"
+            )
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
+            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": False},
+        }
+    if stock:
+        raise InvalidOption(
+            "--tier-backend sojourn needs our scheduler: choose a policy, for example observe"
+        )
+    if not cpu_build:
+        raise InvalidOption(
+            "--tier-backend sojourn supports CPU engines only: on CUDA give --tier-backend vllm"
+        )
+    extra: dict[str, Any] = {"host_bytes": host_bytes}
+    if options.disk is not None and options.disk_gib is not None:
+        check_size("--kv-disk-gib", options.disk_gib)
+        extra |= {"disk": options.disk, "disk_bytes": int(options.disk_gib * GIB)}
+        if options.disk_name is not None:
+            extra["disk_name"] = options.disk_name
+    return {
+        "kv_connector": OFFLOAD_CONNECTOR,
+        "kv_connector_module_path": OFFLOAD_CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        # KV that cannot be loaded is computed; by default the request would fail.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make block hashes equal in every process, so that stored blocks are found again."""
+    return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
+
+
+def check_size(flag: str, gib: float) -> None:
+    """Raise ``InvalidOption`` unless ``gib`` is positive and finite."""
+    if not 0 < gib < math.inf:
+        raise InvalidOption(f"{flag} is {gib}; expected a size in GiB above 0")

@@ -1,0 +1,34 @@
+"""Facts of this machine for ``build_command``, read without importing vLLM."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib import metadata
+
+from ..vllm.compat import SELECTABLE_PLUGIN_GROUPS, is_cpu_build
+from .serve_command import PLUGIN_NAME, LaunchEnvironment
+
+
+def detect_launch_environment() -> LaunchEnvironment:
+    """Facts of this interpreter and this machine."""
+    plugins = {
+        entry.name for group in SELECTABLE_PLUGIN_GROUPS for entry in metadata.entry_points(group=group)
+    }
+    return LaunchEnvironment(
+        python=sys.executable,
+        cpu_build=is_cpu_build(),
+        has_vllm_cli=_has_distribution("vllm"),
+        plugins=tuple(sorted(plugins - {PLUGIN_NAME})),
+        hostname=socket.gethostname(),
+        cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+    )
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,14 @@
+"""Error of an unusable option."""
+
+from __future__ import annotations
+
+
+class InvalidOption(ValueError):
+    """An unusable option; the text says what was expected.
+
+    ``next_step`` says what to do; "" if the text says it already.
+    """
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.next_step = next_step

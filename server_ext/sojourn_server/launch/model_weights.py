@@ -1,0 +1,150 @@
+"""Identity of a model's weights, determined without loading them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+HASHED_TAIL_BYTES = 1 << 16
+"""Hashed bytes at the end of each file of weights; files of the same shapes begin alike."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
+"""File types by priority. A commit may have its weights in several types, a snapshot one of them; the types
+are not known to be equal."""
+
+
+class UnknownWeights(ValueError):
+    """A name without fixed weights; the text says what to give instead."""
+
+
+def weights_fingerprint(
+    model: str, revision: str | None, *, cache: Path | None = None, since_s: float | None = None
+) -> str:
+    """Name of the weights and what distinguishes them from other weights of this name.
+
+    For a directory or file: its path, and sizes and dates of the files. For a hub id or the path of a
+    snapshot: the commit, so that all copies of a commit are equal; it is that of the snapshot in ``cache``,
+    the hub's folder on this machine (``None``: unknown). ``since_s`` is the start of the engine in Unix time:
+    a revision that moved later may have been loaded in its older state; ``None`` skips this check.
+    Raises ``UnknownWeights`` and ``OSError``.
+    """
+    path = Path(model)
+    if path.is_file():
+        return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    if path.is_dir():
+        return _commit_of(path) or f"{path.resolve()} {_sizes_and_dates(_weight_files(path))}"
+    if path.is_absolute():  # a missing path; the engine reports it
+        return f"{model}@{revision}"
+    commit = revision if revision and _COMMIT.fullmatch(revision) else None
+    if commit is None:
+        commit = _loaded_commit(model, revision, cache, since_s)
+    snapshot = _hub_folder(cache, model) / "snapshots" / commit if cache is not None else None
+    if snapshot is None or not snapshot.is_dir():
+        return f"{model}@{commit}"
+    if _commit_of(snapshot) is None:  # the snapshot has files of another origin
+        return f"{model}@{commit} {snapshot.resolve()} {_sizes_and_dates(_weight_files(snapshot))}"
+    return f"{model}@{commit}{_suffix_label(snapshot)}"
+
+
+def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
+    """Commit of a branch, or of the default one, when the engine loaded it. Raises ``UnknownWeights``."""
+    advice = "give --revision and a full commit, or the path of a copy"
+    name = f"{model} at {revision or 'no revision'}"
+    if cache is None:
+        raise UnknownWeights(f"the weights of {name} are unknown; {advice}")
+    folder = _hub_folder(cache, model)
+    ref = folder / "refs" / (revision or "main")
+    try:
+        commit, moved_s = ref.read_text(encoding="utf-8").strip(), ref.stat().st_mtime
+        loaded = [
+            each.name for each in (folder / "snapshots").iterdir() if each.is_dir() and _weight_files(each)
+        ]
+    except (OSError, ValueError) as error:
+        raise UnknownWeights(f"no snapshot of {name} is in {cache}: {error}; {advice}") from None
+    if not _COMMIT.fullmatch(commit) or commit not in loaded:
+        raise UnknownWeights(f"{cache} has no weights of {name}, commit {commit[:40]!r}; {advice}")
+    if len(loaded) > 1 and since_s is not None and moved_s >= since_s:
+        raise UnknownWeights(
+            f"{name} changed its commit while this engine started, and the engine may have loaded either; "
+            f"start it again, or {advice}"
+        )
+    return commit
+
+
+def _hub_folder(cache: Path, model: str) -> Path:
+    """Folder of a model in a hub's cache. A colon in ``model`` begins a selection of files."""
+    return cache / f"models--{model.partition(':')[0].replace('/', '--')}"
+
+
+def _commit_of(folder: Path) -> str | None:
+    """Name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder.
+
+    In such a snapshot each file of weights is a link to a blob.
+    """
+    path = Path(os.path.abspath(folder))
+    if path.is_symlink():
+        path = path.resolve()
+    hub = path.parent.parent
+    if path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):
+        return None
+    if not hub.name.startswith("models--"):
+        return None
+    blobs = (hub / "blobs").resolve()
+    weights = _weight_files(path)
+    if not weights or not all(file.is_symlink() and file.resolve().parent == blobs for file in weights):
+        return None
+    return f"{hub.name.removeprefix('models--').replace('--', '/')}@{path.name}{_suffix_label(path)}"
+
+
+def _suffix_label(snapshot: Path) -> str:
+    """Label of the file type that an engine reads by default; empty for safetensors."""
+    kinds = {file.suffix for file in _weight_files(snapshot)}
+    return next(
+        (f" of {kind}" if at else "" for at, kind in enumerate(_SUFFIX_PRIORITY) if kind in kinds),
+        " of others",
+    )
+
+
+def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash of the names, sizes and last ``HASHED_TAIL_BYTES`` of the weights in a folder, wherever it is.
+
+    It differs for weights of the same shapes. Raises ``OSError``.
+    """
+    found = hashlib.sha256()
+    for file in _weight_files(folder):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as weights:
+            weights.seek(max(0, size - HASHED_TAIL_BYTES))
+            found.update(weights.read(HASHED_TAIL_BYTES))
+    return found.hexdigest()[:16]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Files of a model without its descriptions."""
+    texts = (".json", ".txt", ".md")
+    return sorted(file for file in folder.iterdir() if file.is_file() and file.suffix not in texts)
+
+
+def known_weights(model: str) -> str | None:
+    """The ``weights_fingerprint`` of an engine started on ``model``; ``None`` if it is unknown.
+
+    It is certain for directories only: vLLM may replace a hub id by the path of its own copy. For the
+    directory of a draft model vLLM loads the target model instead.
+    """
+    path = Path(model)
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or "speculators_config" in config:
+            return None
+        return weights_fingerprint(model, None)
+    except (OSError, ValueError):  # the engine reports the error
+        return None

@@ -1,0 +1,148 @@
+"""Checks of an engine of a pair before it starts, like ``kv_offload_checks`` for tiers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+from ..kv_offload.store_folder import FoundStore
+from .kv_offload_checks import check_host_memory, find_usable_stores, free_space_notes, writable_directory
+from .launch_errors import InvalidOption
+from .machine_memory import read_memory
+from .prefill_decode_options import (
+    DEFAULT_BUFFER_GIB,
+    DEFAULT_LISTEN_ADDRESS,
+    DEFAULT_STORE_GIB,
+    PrefillDecodeOptions,
+)
+
+STORE_FLAG = "--kv-store"
+_MAX_LISTED = 3
+"""Most names of stores in a message."""
+_CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
+"""Marks of latent attention in a model's configuration; vLLM on the CPU sets such a model's block size."""
+
+
+def check_prefill_decode(
+    options: PrefillDecodeOptions,
+    name: str,
+    *,
+    vllm_version: str | None,
+    weights: str | None,
+    block_tokens: int | None,
+    block_tokens_certain: bool,
+    probe_system: bool = True,
+) -> list[str]:
+    """Notes of one line on what the engine may reject; ``InvalidOption`` for what it surely rejects.
+
+    ``name`` is that of the engine's part of the store. ``block_tokens`` is the option --block-size;
+    ``block_tokens_certain``: the engine keeps it (``keeps_block_size``). The rest is as in
+    ``check_kv_offload``. Without ``probe_system`` the check writes nothing and opens no port.
+    """
+    notes = check_host_memory(
+        DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib,
+        read_memory(),
+        "--kv-buffer-gib",
+    )
+    assert options.store is not None, "prefill_decode_transfer_config has let it through"
+    root = Path(os.path.realpath(options.store))
+    if not root.exists():
+        raise InvalidOption(
+            f"{STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
+            "mount it, or make it with mkdir",
+        )
+    stores = find_usable_stores(options.store, root, vllm_version, weights, name, STORE_FLAG)
+    writable_directory(
+        options.store, root, allow_full=bool(stores), probe_system=probe_system, flag=STORE_FLAG
+    )
+    notes += _block_size_notes(options.store, stores, block_tokens, certain=block_tokens_certain)
+    ours = [store for store in stores if store.name == name]
+    store_gib = DEFAULT_STORE_GIB if options.store_gib is None else options.store_gib
+    notes += free_space_notes(options.store, store_gib, root, ours, STORE_FLAG)
+    if probe_system:
+        _check_listen_address(DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen)
+    return notes
+
+
+def keeps_block_size(model_path: str) -> bool:
+    """Whether an engine keeps the block size of its option; ``False`` if that is unknown.
+
+    vLLM on the CPU overrides it for models with latent attention, which their configuration shows. The
+    configuration of a hub id is not available here.
+    """
+    try:
+        text = (Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text)
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and not any(word in text for word in _CUSTOM_BLOCK_SIZE_KEYS)
+
+
+def _block_size_notes(
+    folder: str, stores: list[FoundStore], block_tokens: int | None, *, certain: bool
+) -> list[str]:
+    """Notes on another block size in the store. Raises ``InvalidOption`` if the engine would reject it.
+
+    All engines of a store need the same block size, because the names of stored KV depend on it. The engine
+    reports a difference after a minute, without the name of the option.
+    """
+    if block_tokens is None:
+        return []
+    others: list[FoundStore] = []
+    sizes: set[int] = set()
+    for store in stores:
+        size = _engine_block_tokens(store)
+        if size is None or size == block_tokens:
+            return []  # one store with our block size is enough; the engine checks unknown ones
+        others.append(store)
+        sizes.add(size)
+    if not others:
+        return []
+    listed = " or ".join(map(str, sorted(sizes)))
+    names = ", ".join(
+        [str(store.name) for store in others[:_MAX_LISTED]] + ["…"] * (len(others) > _MAX_LISTED)
+    )
+    is_of = (
+        f"{STORE_FLAG} {folder} has KV of {names} in engine blocks of {listed} tokens, and this engine's "
+        f"blocks have {block_tokens} (--block-size {block_tokens})"
+    )
+    start = f"start with --block-size {listed}, like the other engines"
+    if not certain:
+        return [f"{is_of}: the engine will reject it, unless vLLM gives this model that size; if so, {start}"]
+    paths = ", ".join(
+        [str(store.path) for store in others[:_MAX_LISTED]] + ["…"] * (len(others) > _MAX_LISTED)
+    )
+    raise InvalidOption(is_of, f"{start}; or name another directory, or delete {paths} if no engine uses it")
+
+
+def _engine_block_tokens(store: FoundStore) -> int | None:
+    """Engine block size in the store's manifest, in the format of ``hash_identity``; ``None`` if unknown."""
+    size = str(store.manifest.get("hash_scheme")).rpartition("/")[2]
+    return int(size) if size.isdecimal() else None
+
+
+def _check_listen_address(address: str) -> None:
+    """Raise ``InvalidOption`` for an unusable address now instead of after the model has been loaded."""
+    scheme, _, rest = address.partition(":")
+    if scheme != "tcp":
+        folder = Path(rest).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise InvalidOption(
+                f"--kv-listen {address}: no socket can be made in {folder}",
+                "give a path in a directory that this user can write",
+            )
+        return
+    host, _, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise InvalidOption(
+            f"--kv-listen {address}: cannot listen there: {error.strerror}",
+            "give an address of this machine, with port 0 for any free port",
+        ) from None

@@ -1,0 +1,142 @@
+"""Options of an engine of a pair, and their ``--kv-transfer-config`` of vLLM.
+
+Prefill and decode engines have the same connector and settings; each request says what an engine does for it.
+The role is for the gateway that sends requests.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..kv_offload.block_store import FULL_BLOCK_TOKENS, blocks_per_full
+from ..kv_offload.store_folder import is_store_name
+from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from .kv_offload_options import GIB, check_size
+from .launch_errors import InvalidOption
+
+ROLES = ("prefill", "decode")
+PREFILL_DECODE_CONNECTOR = "PathsConnector"
+PREFILL_DECODE_CONNECTOR_MODULE = "sojourn_server.vllm.kv_transfer_connector"
+
+DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
+"""Any free port, for engines of one machine."""
+DEFAULT_STORE_GIB = 16.0
+DEFAULT_BUFFER_GIB = 1.0
+
+_BYTES_PER_GBIT = 1e9 / 8
+_MAX_NAME_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDecodeOptions:
+    """Options of an engine of a pair; ``None`` means the default."""
+
+    role: str | None = None
+    """One of ``ROLES``; the other options need it."""
+    store: str | None = None
+    """Existing directory that all engines of the pair share; it may be a disk that must be mounted."""
+    store_gib: float | None = None
+    """Capacity of this engine in the store."""
+    store_name: str | None = None
+    """Name of this engine's part of the store: unique, and the same after a restart."""
+    listen: str | None = None
+    """Address for peers."""
+    node: str | None = None
+    """Machine whose storage link the engine uses."""
+    buffer_gib: float | None = None
+    """Host memory for KV in transfer."""
+    storage_gbit: float | None = None
+    compute_gbit: float | None = None
+    """Limits of the links, each way, Gbit/s; ``None``: no limit."""
+
+    @property
+    def any(self) -> bool:
+        """Whether any option is set."""
+        return self != PrefillDecodeOptions()
+
+    def named_store(self, hostname: str, port: int | None) -> str:
+        """Name of the engine's part of the store; by default made of node, role and port."""
+        if self.store_name is not None:
+            return self.store_name
+        ending = f"-{self.role}" if port is None else f"-{self.role}-{port}"
+        node = re.sub(r"[^A-Za-z0-9._-]+", "-", self.node or hostname).lstrip("._-") or "node"
+        return node[: _MAX_NAME_CHARS - len(ending)] + ending
+
+
+def prefill_decode_transfer_config(
+    options: PrefillDecodeOptions, *, cpu_build: bool, hostname: str, port: int | None
+) -> dict[str, Any]:
+    """``kv_transfer_config`` of an engine of a pair. Raises ``InvalidOption``.
+
+    ``hostname`` is this machine's name, ``port`` that of the engine's HTTP server; ``None``: a Unix socket.
+    """
+    if options.role is None:
+        raise InvalidOption(
+            "--kv-store and related options are for an engine of a pair: add --role prefill or --role decode"
+        )
+    if options.role not in ROLES:
+        raise InvalidOption(f"--role is {options.role!r}; expected {' or '.join(ROLES)}")
+    if not cpu_build:
+        raise InvalidOption(f"--role {options.role}: pairs support CPU engines only")
+    if options.store is None:
+        raise InvalidOption(
+            f"--role {options.role} needs --kv-store, the directory through which the pair shares KV"
+        )
+    store_gib = DEFAULT_STORE_GIB if options.store_gib is None else options.store_gib
+    buffer_gib = DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib
+    check_size("--kv-store-gib", store_gib)
+    check_size("--kv-buffer-gib", buffer_gib)
+    name = options.named_store(hostname, port)
+    if not is_store_name(name):
+        raise InvalidOption(
+            f"--kv-store-name is {name!r}; expected letters, digits, '.', '_' and '-', at most "
+            f"{_MAX_NAME_CHARS}, the first a letter or digit"
+        )
+    listen = DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen
+    try:
+        check_address(listen)
+    except (ValueError, UnknownTransport) as error:
+        raise InvalidOption(f"--kv-listen: {error}") from None
+    node = hostname if options.node is None else options.node
+    if not node.strip():
+        raise InvalidOption(f"--kv-node is {node!r}; expected the name of the machine")
+    extra: dict[str, Any] = {
+        "role": options.role,
+        "node": node,
+        "listen": listen,
+        "store": options.store,
+        "store_name": name,
+        "store_bytes": int(store_gib * GIB),
+        "buffer_bytes": int(buffer_gib * GIB),
+    }
+    if options.storage_gbit is not None:
+        rate = _bytes_per_s("--storage-nic-gbit", options.storage_gbit)
+        extra |= {"storage_read_rate": rate, "storage_write_rate": rate}
+    if options.compute_gbit is not None:
+        extra["compute_rate"] = _bytes_per_s("--compute-nic-gbit", options.compute_gbit)
+    return {
+        "kv_connector": PREFILL_DECODE_CONNECTOR,
+        "kv_connector_module_path": PREFILL_DECODE_CONNECTOR_MODULE,
+        "kv_role": "kv_both",  # both send and receive: a decode engine also reads for a prefill engine
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def check_block_size(block_size: str | None) -> None:
+    """Raise ``InvalidOption`` unless Full Blocks consist of whole engine blocks of ``block_size`` tokens."""
+    if block_size is None or not block_size.isdecimal():
+        return
+    try:
+        blocks_per_full(int(block_size), FULL_BLOCK_TOKENS)
+    except ValueError as error:
+        raise InvalidOption(f"--block-size is {block_size}: {error}") from None
+
+
+def _bytes_per_s(flag: str, gbit: float) -> float:
+    if not 0 < gbit < math.inf:
+        raise InvalidOption(f"{flag} is {gbit}; expected Gbit/s above 0")
+    return gbit * _BYTES_PER_GBIT

@@ -1,0 +1,378 @@
+"""Command line and environment of ``sojourn serve``, as a pure function of its options.
+
+Flags of the user take precedence; defaults are added only for missing flags. No vLLM import and no process.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
+from .kv_offload_options import KvOffloadOptions, hash_seed_environment, offload_transfer_config
+from .launch_errors import InvalidOption
+from .prefill_decode_options import PrefillDecodeOptions, check_block_size, prefill_decode_transfer_config
+from .redaction import redacted
+
+STOCK_POLICY = "stock"
+"""The policy of plain vLLM, without any code of sojourn."""
+
+PLUGIN_NAME = "sojourn"
+"""Name of our plugin in both entry-point groups and in ``VLLM_PLUGINS``."""
+
+SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
+WORKER_CLASSES = {
+    "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
+    "cuda": "sojourn_server.vllm.hidden_state_worker_gpu.HiddenStateGPUWorker",
+}
+"""Values of ``--worker-cls``: vLLM's workers with access to hidden states."""
+FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
+"""Value of ``--logits-processors``: requests with ``replay_ids`` generate these tokens."""
+
+CPU_BLOCK_SIZE = 32
+"""Tokens. vLLM's default on CPUs is 128, but only full blocks are reused; blocks below 32 are slow."""
+
+CPU_BATCHED_TOKENS = 1024
+"""Tokens per step. Events wait for the current step; a small CPU prefills about 500 tokens per second."""
+
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnvironment:
+    """Facts of the machine that the command depends on; ``launch_environment`` reads them."""
+
+    python: str
+    cpu_build: bool
+    has_vllm_cli: bool
+    """Whether ``vllm serve`` works; in the CPU build it misses its metadata."""
+    plugins: tuple[str, ...] = ()
+    """Names of the installed general and platform plugins that vLLM loads by default."""
+    cpus: tuple[int, ...] = ()
+    """Ids of the CPUs that this process may use."""
+    hostname: str = "localhost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """One ``sojourn serve`` invocation."""
+
+    model: str
+    model_path: str
+    """Resolved ``model``: a directory or a hub id."""
+    policy: str
+    policy_file: str | None = None
+    reads_hidden_states: bool = False
+    """The policy reads hidden states."""
+    history_file: str | None = None
+    network_file: str | None = None
+    profile_file: str | None = None
+    lease_budget_fraction: float | None = None
+    """Share of the KV cache that leases may hold, 0 to 1."""
+    max_ttl_s: float | None = None
+    """Longest lease of a client's hint."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ``additional_config.sojourn``."""
+    tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
+    pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
+    chat_template: str | None = None
+    """Set for the models made here, which also get tool calling and a served name."""
+    engine_args: tuple[str, ...] = ()
+    """The user's flags for ``vllm serve``, unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """A command line and its changes of the environment."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Variables to set."""
+    unset: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """One line for each option without effect."""
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` with the changes."""
+        return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
+
+    def as_shell(self) -> str:
+        """The command as a line for a shell, with ``***`` for the values of secret flags."""
+        unset = [part for name in self.unset for part in ("-u", name)]
+        assignments = [f"{name}={value}" for name, value in self.env.items()]
+        prefix = ["env", *unset, *assignments] if unset or assignments else []
+        return shlex.join([*prefix, *redacted(self.argv)])
+
+
+def build_command(
+    options: ServeOptions, facts: LaunchEnvironment, environ: Mapping[str, str]
+) -> EngineCommand:
+    """The engine's command for ``options``. Raises ``InvalidOption``."""
+    flags = EngineFlags(options.engine_args)
+    env: dict[str, str] = {}
+    added: list[str] = []
+
+    def default(flag: str, *values: str) -> None:
+        if not flags.has(flag):
+            added.extend([flag, *values])
+
+    if flags.has("--model"):
+        raise InvalidOption(
+            "the model is the first argument, not --model; write: sojourn serve MODEL [flags]"
+        )
+    if options.policy != STOCK_POLICY:
+        if flags.has("--scheduler-cls"):
+            raise InvalidOption(
+                f"policy {options.policy!r} sets --scheduler-cls; "
+                "remove the flag, or serve with --policy stock"
+            )
+        added += ["--scheduler-cls", SCHEDULER_CLS]
+        if options.reads_hidden_states:
+            if flags.has("--worker-cls"):
+                raise InvalidOption(
+                    f"policy {options.policy!r} sets --worker-cls to read hidden states; "
+                    "remove the flag, or choose a policy that reads none"
+                )
+            added += ["--worker-cls", WORKER_CLASSES["cpu" if facts.cpu_build else "cuda"]]
+            _check_network(options.network_file)
+        elif options.network_file is not None:
+            raise InvalidOption(
+                f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none"
+            )
+        flags, merged = flags.pop_json("--additional-config")
+        merged[PLUGIN_NAME] = _sojourn_config(options, merged.get(PLUGIN_NAME, {}))
+        added += ["--additional-config", json.dumps(merged)]
+    elif _sojourn_config(options, {}) != {"policy": STOCK_POLICY}:
+        raise InvalidOption("policy stock is plain vLLM and takes no --sojourn options")
+    if options.tiers.any:
+        if flags.has("--kv-transfer-config"):
+            raise InvalidOption("tiers set --kv-transfer-config; give either that flag or --kv-host-gib")
+        stock = options.policy == STOCK_POLICY
+        config = offload_transfer_config(options.tiers, cpu_build=facts.cpu_build, stock=stock)
+        if options.tiers.backend == "sojourn":
+            _check_parallelism(flags, "tiers below the device")
+        added += ["--kv-transfer-config", json.dumps(config)]
+        if options.tiers.disk is not None:
+            env.update(hash_seed_environment(environ))
+    if options.pair.any:
+        config = _pair_config(options, flags, facts)
+        added += ["--kv-transfer-config", json.dumps(config)]
+        env.update(hash_seed_environment(environ))
+    # An engine of a pair reports itself to gateways, with any scheduler.
+    env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
+    # Changes the answers only: they report the reused part of the prompt.
+    default("--enable-prompt-tokens-details")
+
+    if options.chat_template is not None:
+        default("--served-model-name", options.model)
+        default("--chat-template", options.chat_template)
+        default("--enable-auto-tool-choice")
+        default("--tool-call-parser", "hermes")
+    if facts.cpu_build:
+        default("--block-size", str(CPU_BLOCK_SIZE))
+        default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
+        if not (flags.has("--compilation-config") or flags.has("-cc") or flags.has("-O")):
+            default("--enforce-eager")  # compiling needs a C++ compiler and a minute
+        env.update(_cpu_environment(flags, facts, environ))
+
+    argv = [facts.python, *_entry_command(options, facts), *added, *flags.args]
+    return EngineCommand(
+        argv=tuple(argv),
+        env=env,
+        # Without byte code every process of the engine compiles all imports again.
+        unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
+        warnings=_warnings(flags, facts),
+    )
+
+
+def listen_address(engine_args: Sequence[str]) -> tuple[str, int] | None:
+    """Host and port of the server; ``None`` for a Unix socket. Raises ``InvalidOption``."""
+    flags = EngineFlags(tuple(engine_args))
+    if flags.has("--uds"):
+        return None
+    port = flags.value("--port") or str(DEFAULT_PORT)
+    if not port.isdigit() or int(port) > 65535:
+        raise InvalidOption(f"--port {port} is not a port number")
+    return flags.value("--host") or "", int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """Flags of a command line; as in vLLM, ``--a-b``, ``--a_b`` and ``--a-b=value`` are the same flag."""
+
+    args: tuple[str, ...]
+
+    def has(self, flag: str) -> bool:
+        """Whether the flag or its ``--no-`` form is present."""
+        negated = "--no-" + flag.removeprefix("--")
+        return any(_flag_name(arg) in (flag, negated) for arg in self.args)
+
+    def value(self, flag: str) -> str | None:
+        """Value of the last occurrence of the flag; ``None`` without one."""
+        found = None
+        for index, arg in enumerate(self.args):
+            if _flag_name(arg) == flag:
+                if "=" in arg:
+                    found = arg.split("=", 1)[1]
+                elif index + 1 < len(self.args):
+                    found = self.args[index + 1]
+        return found
+
+    def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
+        """The flags without ``flag``, and the JSON object of ``flag``; {} without one."""
+        if any(_flag_name(arg).startswith(f"{flag}.") for arg in self.args):
+            raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
+        text = self.value(flag)
+        if text is None:
+            return self, {}
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise InvalidOption(f"{flag} is not JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise InvalidOption(f"{flag} is a JSON {type(document).__name__}; expected an object")
+        rest: list[str] = []
+        skip_value = False
+        for arg in self.args:
+            if skip_value:
+                skip_value = False
+            elif _flag_name(arg) == flag:
+                skip_value = "=" not in arg
+            else:
+                rest.append(arg)
+        return EngineFlags(tuple(rest)), document
+
+
+def _flag_name(arg: str) -> str:
+    """``--A_b=c`` → ``--A-b``; anything but a long flag is unchanged."""
+    if not arg.startswith("--"):
+        return arg
+    return arg.split("=", 1)[0].replace("_", "-")
+
+
+def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]:
+    if facts.has_vllm_cli:
+        return ["-m", CLI_MODULE, "serve", options.model_path]
+    # The module warns at every start that it is deprecated.
+    quiet = ["-W", "ignore::DeprecationWarning:__main__"]
+    return [*quiet, "-m", API_SERVER_MODULE, "--model", options.model_path]
+
+
+def _warnings(flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
+    if facts.has_vllm_cli:
+        return ()
+    for flag in ("--api-server-count", "-asc"):
+        count = flags.value(flag)
+        if count not in (None, "1"):
+            return (f"{flag} {count} has no effect: the CPU build of vLLM runs one API server",)
+    return ()
+
+
+def _check_network(network_file: str | None) -> None:
+    """Raise ``InvalidOption`` for a file that the engine would reject after it has loaded the model."""
+    if network_file is None:
+        return
+    from ..predictors.weights_format import WeightsError, read_weights_metadata
+
+    try:
+        read_weights_metadata(Path(network_file))
+    except WeightsError as error:
+        raise InvalidOption(f"--sojourn-network: {error}") from None
+
+
+def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise InvalidOption(
+            f"--additional-config: {PLUGIN_NAME} is a {type(given).__name__}; expected an object"
+        )
+    budget, max_ttl_s = options.lease_budget_fraction, options.max_ttl_s
+    if budget is not None and not 0 <= budget <= 1:
+        raise InvalidOption(f"--sojourn-lease-budget is {budget}; expected a share of the KV cache, 0 to 1")
+    if max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"):
+        raise InvalidOption(f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0")
+    own = {
+        "policy": options.policy,
+        "policy_file": options.policy_file,
+        "history_file": options.history_file,
+        "network_file": options.network_file,
+        "profile_file": options.profile_file,
+        "lease_budget_fraction": budget,
+        "max_hinted_ttl_s": max_ttl_s,
+    }
+    return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
+
+
+def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
+    """Value of ``--kv-transfer-config``. Raises ``InvalidOption``."""
+    pair = options.pair
+    address = listen_address(options.engine_args)
+    port = None if address is None else address[1]
+    config = prefill_decode_transfer_config(
+        pair, cpu_build=facts.cpu_build, hostname=facts.hostname, port=port
+    )
+    if options.tiers.any:
+        raise InvalidOption(
+            f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of "
+            "them: KV of a pair is in --kv-store"
+        )
+    if flags.has("--kv-transfer-config"):
+        raise InvalidOption("--role sets --kv-transfer-config; give one of the two")
+    for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
+        if any(_flag_name(arg) == flag for arg in flags.args):
+            raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
+    ranks = flags.value("--data-parallel-size") or flags.value("-dp")
+    if ranks not in (None, "1"):
+        raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
+    _check_parallelism(flags, "the paths of a pair")
+    check_block_size(flags.value("--block-size"))
+    return config
+
+
+_EXCLUDED_WITH_PREFILL_DECODE = {
+    "--speculative-config": "pairs do not support speculative decoding",
+    "--enable-lora": "KV of an adapter is identified by the adapter's name and not by its weights",
+    "--no-enable-prefix-caching": "stored KV is found by the block hashes of prefix caching",
+}
+
+
+def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+    """Value of ``VLLM_PLUGINS``, an allow-list: ours alone would turn the user's other plugins off."""
+    listed = environ.get("VLLM_PLUGINS")
+    names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
+    kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN_NAME]
+    return ",".join([*kept, PLUGIN_NAME] if ours else kept)
+
+
+_PARALLELISM_FLAGS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+
+
+def _check_parallelism(flags: EngineFlags, what: str) -> None:
+    """Raise ``InvalidOption`` for engines that our connectors would reject minutes later."""
+    for flag in _PARALLELISM_FLAGS:
+        count = flags.value(flag)
+        if count not in (None, "1"):
+            raise InvalidOption(f"{flag} is {count}; {what} support engines with one worker only")
+    if any(_flag_name(arg) == "--async-scheduling" for arg in flags.args):
+        raise InvalidOption(f"--async-scheduling: {what} support one step at a time only")
+
+
+def _cpu_environment(
+    flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
+) -> dict[str, str]:
+    wanted: dict[str, str] = {}
+    if not flags.has("--kv-cache-memory-bytes"):
+        # GiB. The default is a share of all memory, even with a fixed number of blocks.
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    # vLLM needs a list of cores for each worker.
+    several = any(map(flags.has, ("--data-parallel-size", "-dp", *_PARALLELISM_FLAGS)))
+    if len(facts.cpus) == 2 and not several:
+        # "auto" keeps one core for the server; on two cores that halves prefill (331 instead of 665 tokens
+        # per second at 4k, smol). With both cores, spinning threads starve the server and slow decoding (11
+        # instead of 33 tokens per second), so threads sleep while they wait.
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, facts.cpus))
+        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+    return {name: value for name, value in wanted.items() if name not in environ}

@@ -1,0 +1,59 @@
+"""The decision log: a bounded ring buffer of decisions, with time and reason."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision. ``at_s`` is on the engine's monotonic clock."""
+
+    seq: int
+    at_s: float
+    kind: str
+    """``keep``, ``release``, ``drop``, ``preempt`` or ``late_keep``."""
+    program_id: str | None
+    reason: str
+    numbers: dict[str, float]
+    """Inputs and results of the decision, e.g. ``ttl_s``, ``blocks``."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The decision as flat JSON data."""
+        return {
+            "seq": self.seq,
+            "at_s": round(self.at_s, 6),
+            "kind": self.kind,
+            "program_id": self.program_id,
+            "reason": self.reason,
+            **self.numbers,
+        }
+
+
+class DecisionLog:
+    """The last ``capacity`` decisions."""
+
+    def __init__(self, capacity: int = 20_000) -> None:
+        self._ring: deque[Decision] = deque(maxlen=capacity)
+        self._next = 0
+
+    def add(self, at_s: float, kind: str, program_id: str | None, reason: str, **numbers: float) -> Decision:
+        """Append a decision and return it."""
+        decision = Decision(self._next, at_s, kind, program_id, reason, numbers)
+        self._next += 1
+        self._ring.append(decision)
+        return decision
+
+    def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:
+        """Decisions from ``seq`` on, at most ``limit``, and the number to ask from next time.
+
+        A number beyond the newest one comes from before a restart of the engine; the answer then starts with
+        this engine's first decisions.
+        """
+        first = self._ring[0].seq if self._ring else self._next
+        start = max(0, seq - first)
+        chosen = list(islice(self._ring, start, start + limit))
+        return chosen, (chosen[-1].seq + 1 if chosen else self._next)

@@ -1,0 +1,350 @@
+"""The closed list of metrics, with their labels and label values.
+
+It is closed because every label value is a time series that takes storage. A program, session or call id is
+never a label. Open labels are bounded: ``TOOL`` by the recorder (``MAX_TOOLS`` learnt names, the rest is
+``other``), ``TEXT`` because it occurs only on gauges with one value per process. The API server adds the
+label ``engine``, the engine's index, as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming
+from sojourn_server.policies.placement.placement_views import Tier
+from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
+from sojourn_server.programs.program_status import ProgramStatus
+
+from .turn_ledger import LossCause
+
+MAX_TOOLS = 32
+"""Maximum number of tool names used as label values, per engine."""
+OTHER_TOOL = "other"
+"""The label of all other tools."""
+MAX_TEXT_CHARS = 64
+"""Maximum length of an open label's value; longer ones are cut."""
+ENGINE_LABEL = "engine"
+SERIES_BUDGET = 3000
+"""Maximum number of lines that one engine adds to the exposition, comments included."""
+
+
+class MetricKind(str, Enum):
+    """The three types of metric in use."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class OpenLabel(Enum):
+    """Labels whose values are not known in advance."""
+
+    TOOL = "tool"
+    TEXT = "text"
+
+
+LabelValues = frozenset[str] | OpenLabel
+"""The allowed values of a label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric."""
+
+    name: str
+    """The exposed name; counters end in ``_total``, units are spelled out."""
+    kind: MetricKind
+    help: str
+    labels: Mapping[str, LabelValues] = field(default_factory=lambda: MappingProxyType({}))
+    """Label name → its allowed values; the order is that of storage."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, ascending, without +Inf."""
+    shown_at_zero: frozenset[tuple[str, ...]] | None = None
+    """Label values of a counter that are exposed from 0 on, in the order of ``labels``; ``None``: all
+    combinations. Others appear once they are counted."""
+
+    def series(self) -> int:
+        """Maximum number of sample lines of this metric for one engine."""
+        combinations = 1
+        for values in self.labels.values():
+            if isinstance(values, frozenset):
+                combinations *= len(values)
+            elif values is OpenLabel.TOOL:
+                combinations *= MAX_TOOLS + 1
+        # A histogram has its buckets, +Inf, _sum and _count; the client adds _created to all but gauges.
+        each = {MetricKind.COUNTER: 2, MetricKind.GAUGE: 1, MetricKind.HISTOGRAM: len(self.buckets) + 4}[
+            self.kind
+        ]
+        return combinations * each
+
+
+TIERS = frozenset({"device"})
+LOWER_TIERS = frozenset({"host", "disk"})
+TIER_STATES = frozenset({"used", "free"})
+TIER_MOVES = frozenset(
+    {
+        "saved",
+        "stored",
+        "kept",
+        "no_room",
+        "loaded",
+        "failed",
+        "discarded",
+        "dropped",
+        "dropped_on_disk",
+        "disk_dropped",
+    }
+    | {"spilled", "spill_full", "spill_failed", "spill_missing"}
+    | {"staged", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
+)
+"""What happened to blocks below the device; ``docs/kv-offload.md`` explains each value."""
+LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
+LINKS = frozenset({"storage", "compute"})
+LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
+LINK_LANES = frozenset(
+    {("storage", "read"), ("storage", "write"), ("compute", "sent"), ("compute", "received")}
+)
+"""The links with their directions."""
+SLOT_STATES = frozenset({"used", "free"})
+PATH_OUTCOMES = frozenset(
+    {"loads_whole", "loads_short", "loads_aborted"}
+    | {"pushes_complete", "pushes_failed", "pushes_refused", "prompts_complete", "prompts_failed"}
+    | {"blocks_read", "blocks_unread", "blocks_merged", "blocks_not_filled"}
+    | {"write_stored", "write_already", "write_full", "write_disk_full", "write_failed", "write_stalled"}
+    | {"writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors"}
+)
+"""Results of loads, pushes, contexts and blocks between engines (``docs/kv-transfer.md``)."""
+PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
+TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
+PROGRAM_OUTCOMES = frozenset({"ok", "error", "cancelled", "silent"})
+"""As reported by the client; ``silent`` if the program was removed for inactivity."""
+PREEMPTION_MODES = frozenset(recovery.value for recovery in RecoveryMethod)
+KV_STATES = frozenset({"running", "leased", "cached", "free"})
+PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "no_tier"})
+PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
+LOST_CAUSES = frozenset(cause.value for cause in LossCause)
+EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
+"""Why the evicted block was free, in the ledger's words. Blocks without a program are not counted."""
+LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
+PLACES = frozenset(tier.value for tier in Tier)
+MOVE_TIMES = frozenset(when.value for when in MoveTiming)
+MOVE_REASONS = frozenset(reason.value for reason in MoveReason)
+_BELOW = (Tier.HOST, Tier.DISK, Tier.WAITING)
+_UP = (
+    MoveReason.FREE_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT,
+    MoveReason.EXCHANGE, MoveReason.KEPT, MoveReason.GIVEN_UP,
+)  # fmt: skip
+_DOWN = (MoveReason.OVER_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT)
+PLACEMENTS = frozenset(
+    (to.value, when.value, reason.value)
+    for to, when, reason in (
+        *((Tier.DEVICE, MoveTiming.NOW, reason) for reason in _UP),
+        *((to, MoveTiming.NOW, reason) for to in _BELOW for reason in _DOWN),
+        # For these two reasons, reasoning programs are also marked to leave after their turn.
+        *((to, MoveTiming.AFTER_TURN, reason) for to in _BELOW for reason in _DOWN[:2]),
+        *((to, MoveTiming.NOW, MoveReason.EXCHANGE) for to in (Tier.HOST, Tier.DISK)),
+        (Tier.DISK, MoveTiming.NOW, MoveReason.HOST_FULL),
+        (Tier.WAITING, MoveTiming.NOW, MoveReason.OVER),
+    )
+)
+"""The moves that shipped policies make: a third of the label combinations. Other policies may make more."""
+GAP_SOURCES = frozenset({"reported", "inferred"})
+EVENT_TYPES = frozenset(
+    {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
+)
+OUTCOMES = frozenset({"applied", "deferred", "duplicate", "clipped", "rejected", "unsupported", "missing"})
+HOOKS = frozenset({"retention", "event"})
+DROP_REASONS = frozenset({"unknown_metric", "wrong_labels", "bad_value"})
+
+GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
+"""0.05 s to 1,638 s, doubling: tools take milliseconds to half an hour."""
+PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
+"""1 s to 32,768 s."""
+CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
+"""1 to 256 preemptions."""
+RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
+"""1/64 to 64."""
+ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))
+"""1 ms to 4.1 s."""
+QUOTA_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1, 1.5, 2.0)
+"""Values above 1 are steps that compute one block although it does not fit."""
+POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
+"""1 µs to 1.05 s, factor 4."""
+
+METRICS_DROPPED = "sojourn_metrics_dropped_total"
+"""Counts measurements outside this catalogue."""
+
+
+def _counter(
+    name: str, help: str, shown_at_zero: frozenset[tuple[str, ...]] | None = None, **labels: LabelValues
+) -> MetricSpec:
+    return MetricSpec(
+        name=name,
+        kind=MetricKind.COUNTER,
+        help=help,
+        labels=MappingProxyType(labels),
+        shown_at_zero=shown_at_zero,
+    )
+
+
+def _gauge(name: str, help: str, **labels: LabelValues) -> MetricSpec:
+    return MetricSpec(name=name, kind=MetricKind.GAUGE, help=help, labels=MappingProxyType(labels))
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: LabelValues) -> MetricSpec:
+    return MetricSpec(
+        name=name, kind=MetricKind.HISTOGRAM, help=help, buckets=buckets, labels=MappingProxyType(labels)
+    )
+
+
+_ALL = (
+    _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
+    _counter("sojourn_program_turns_total", "LLM requests of programs that finished.", outcome=TURN_OUTCOMES),
+    _counter("sojourn_programs_finished_total", "Programs that ended.", outcome=PROGRAM_OUTCOMES),
+    _histogram(
+        "sojourn_program_duration_seconds",
+        "Time from a program's first request or start event to its end.",
+        PROGRAM_BUCKETS_S,
+    ),
+    _gauge("sojourn_kv_blocks", "KV blocks by what holds them.", tier=TIERS, state=KV_STATES),
+    _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
+    _gauge("sojourn_tier_blocks", "Blocks below the device.", tier=LOWER_TIERS, state=TIER_STATES),
+    _counter(
+        "sojourn_tier_moves_total",
+        "Blocks moved or lost below the device, by result.",
+        what=TIER_MOVES,
+    ),
+    _counter("sojourn_tier_bytes_total", "KV bytes copied, by direction.", lane=LANES),
+    _counter("sojourn_tier_seconds_total", "Seconds during which copies ran, by direction.", lane=LANES),
+    _counter(
+        "sojourn_tier_wait_seconds_total",
+        "Seconds that forward passes waited for copies between device and host memory.",
+    ),
+    _gauge("sojourn_tier_jobs", "Copy jobs between tiers, running or queued."),
+    _counter(
+        "sojourn_link_bytes_total",
+        "KV bytes moved over a link of this engine: to and from storage, to and from other engines.",
+        LINK_LANES,
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge(
+        "sojourn_link_queued_seconds",
+        "Seconds until a new transfer on a link would start; also 0 while the link's speed is unknown.",
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge(
+        "sojourn_link_queued_bytes",
+        "KV bytes queued or in flight on a link.",
+        link=LINKS,
+        direction=LINK_DIRECTIONS,
+    ),
+    _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers, by state.", state=SLOT_STATES),
+    _counter(
+        "sojourn_path_outcomes_total",
+        "Loads, pushes, contexts and blocks between engines and storage, by result.",
+        what=PATH_OUTCOMES,
+    ),
+    _counter(
+        "sojourn_prompt_tokens_total",
+        "Prompt tokens of programs' turns: reused on the device or from host memory, new, in the last "
+        "partial block, or recomputed because they were lost.",
+        result=PROMPT_RESULTS,
+    ),
+    _counter(
+        "sojourn_lost_tokens_total",
+        "Recomputed tokens, by why their KV was lost; those of preempted requests include their output.",
+        cause=LOST_CAUSES,
+    ),
+    _counter(
+        "sojourn_evictions_total",
+        "Cached KV blocks evicted, by why they were free.",
+        tier=TIERS,
+        cause=EVICTION_CAUSES,
+    ),
+    _counter(
+        "sojourn_evicted_bytes_total",
+        "Cached KV bytes evicted, by why they were free.",
+        tier=TIERS,
+        cause=EVICTION_CAUSES,
+    ),
+    _counter(
+        "sojourn_evictions_regretted_total",
+        "Evicted KV blocks that their program needed again.",
+        tier=TIERS,
+    ),
+    _counter(
+        "sojourn_prefetches_total",
+        "Prefixes to load back before their program's next request, by result.",
+        outcome=PREFETCH_OUTCOMES,
+    ),
+    _gauge("sojourn_placed_programs", "Programs by the tier of their placement queue.", tier=PLACES),
+    _counter(
+        "sojourn_placements_total",
+        "Programs moved to another tier's queue, or marked to leave after their turn.",
+        PLACEMENTS,
+        to=PLACES,
+        when=MOVE_TIMES,
+        reason=MOVE_REASONS,
+    ),
+    _counter("sojourn_gate_timeouts_total", "Requests refused because placement held them for too long."),
+    _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
+    _counter("sojourn_lease_ends_total", "Leases that ended, by reason.", reason=LEASE_ENDS),
+    _histogram("sojourn_lease_ttl_seconds", "TTL granted with a lease.", GAP_BUCKETS_S, tool=OpenLabel.TOOL),
+    _histogram(
+        "sojourn_tool_gap_seconds",
+        "Time between a turn's end and the program's next request.",
+        GAP_BUCKETS_S,
+        tool=OpenLabel.TOOL,
+    ),
+    _counter(
+        "sojourn_tool_gap_source_total",
+        "Tool gaps, reported by the client or inferred by the engine from requests.",
+        source=GAP_SOURCES,
+    ),
+    _counter("sojourn_events_total", "Events received, by result.", type=EVENT_TYPES, outcome=OUTCOMES),
+    _counter("sojourn_hints_total", "Hints received, by result.", outcome=OUTCOMES),
+    _counter(
+        "sojourn_preemptions_total",
+        "Preempted running requests, by how they recover their KV.",
+        mode=PREEMPTION_MODES,
+    ),
+    _histogram(
+        "sojourn_preemption_cascade_length",
+        "Preemptions in a row, each within ten engine steps of the previous one; 1: a single one.",
+        CASCADE_BUCKETS,
+    ),
+    _histogram(
+        "sojourn_step_attention_seconds",
+        "Predicted attention time of a step with prompts, by the profile. Only with a compute quota.",
+        ATTENTION_BUCKETS_S,
+    ),
+    _histogram(
+        "sojourn_step_quota_ratio",
+        "Attention time of a step in which not all prompts fitted, as a share of the compute quota.",
+        QUOTA_BUCKETS,
+    ),
+    _counter("sojourn_quota_cuts_total", "Prompts cut by the compute quota, counted in each step."),
+    _histogram(
+        "sojourn_output_length_ratio",
+        "Final output tokens over the number predicted within the first 32 tokens: 1 is exact.",
+        RATIO_BUCKETS,
+    ),
+    _histogram("sojourn_policy_seconds", "CPU time of one policy call.", POLICY_BUCKETS_S, hook=HOOKS),
+    _counter("sojourn_client_silent_total", "Clients that announced heartbeats and stopped sending them."),
+    _gauge(
+        "sojourn_build_info",
+        "Constant 1; the labels name the running versions.",
+        version=OpenLabel.TEXT,
+        vllm=OpenLabel.TEXT,
+        preset=OpenLabel.TEXT,
+        adapter=OpenLabel.TEXT,
+    ),
+    _counter(METRICS_DROPPED, "Measurements dropped: not in the catalogue.", reason=DROP_REASONS),
+)
+
+METRIC_CATALOG: Mapping[str, MetricSpec] = MappingProxyType({spec.name: spec for spec in _ALL})
+"""Every metric by its name."""

@@ -1,0 +1,249 @@
+"""The engine's side of the metrics: increments in bounded memory until they are drained.
+
+The engine core cannot serve a scrape, and each of several API servers would count what it polled. So the
+engine keeps increments, and ``drain`` hands out each of them once; Prometheus sums over the API servers.
+
+``drain`` may never be called. So a histogram keeps bucket counts and no values, and the catalogue bounds the
+number of label combinations.
+
+Not thread-safe: for the engine core's thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .metric_catalog import (
+    MAX_TEXT_CHARS,
+    MAX_TOOLS,
+    METRIC_CATALOG,
+    METRICS_DROPPED,
+    OTHER_TOOL,
+    MetricKind,
+    MetricSpec,
+    OpenLabel,
+)
+
+GaugeRows = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
+"""Gauge name → its (labels, value) pairs, read from the engine's state when draining."""
+
+
+class _Counter:
+    __slots__ = ("labels", "total")
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.labels = labels
+        self.total: float = 0
+
+
+class _Histogram:
+    __slots__ = ("bounds", "buckets", "count", "labels", "sum")
+
+    def __init__(self, labels: dict[str, str], bounds: tuple[float, ...]) -> None:
+        self.labels = labels
+        self.bounds = bounds
+        self.reset()
+
+    def reset(self) -> None:
+        self.buckets = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+        self.count = 0
+
+
+class MetricsRecorder:
+    """Counts and observes the metrics of the catalogue.
+
+    A measurement outside it is dropped and counted in ``sojourn_metrics_dropped_total``, because a wrong
+    metric must not stop an engine. With ``strict``, as in tests, it raises ``AssertionError``.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._tools = ToolLabels()
+        self._counters: dict[str, dict[tuple[str, ...], _Counter]] = {}
+        self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
+        # Call sites repeat, so the arguments map directly to the cell. Only labels that name their own cell
+        # are cached here, so many tool names add nothing.
+        self._counter_at: dict[tuple[Any, ...], _Counter] = {}
+        self._histogram_at: dict[tuple[Any, ...], _Histogram] = {}
+
+    def count(self, name: str, n: float = 1, **labels: str) -> None:
+        """Add ``n`` ≥ 0 to the counter ``name``."""
+        at = (name, *labels.items())
+        cell = self._counter_at.get(at)
+        if cell is None:
+            cell = self._find_counter(name, labels, at)
+            if cell is None:
+                return
+        if not 0 <= n < math.inf:
+            self._drop("bad_value", f"{name} incremented by {n}")
+            return
+        cell.total += n
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation, in the unit its name ends with, to the histogram ``name``."""
+        at = (name, *labels.items())
+        cell = self._histogram_at.get(at)
+        if cell is None:
+            cell = self._find_histogram(name, labels, at)
+            if cell is None:
+                return
+        if not 0 <= value < math.inf:
+            self._drop("bad_value", f"{name} observed {value}")
+            return
+        cell.buckets[bisect_left(cell.bounds, value)] += 1
+        cell.sum += value
+        cell.count += 1
+
+    def drain(self, gauges: GaugeRows | None = None) -> dict[str, Any]:
+        """All increments since the last drain, and the present ``gauges``, as JSON data.
+
+        ``{"counters": {name: [[labels, increment], …]},
+        "histograms": {name: [[labels, {"buckets": [count per bucket, not cumulative, +Inf last],
+        "sum": …, "count": …}], …]}, "gauges": {name: [[labels, value], …]}}``
+        """
+        kept_gauges = self._checked(gauges or {})
+        counters: dict[str, Any] = {}
+        for name, counter_cells in self._counters.items():
+            rows = []
+            for counter in counter_cells.values():
+                if counter.total:
+                    rows.append([counter.labels, counter.total])
+                    counter.total = 0
+            if rows:
+                counters[name] = rows
+        histograms: dict[str, Any] = {}
+        for name, histogram_cells in self._histograms.items():
+            rows = []
+            for cell in histogram_cells.values():
+                if cell.count:
+                    rows.append(
+                        [cell.labels, {"buckets": cell.buckets, "sum": cell.sum, "count": cell.count}]
+                    )
+                    cell.reset()
+            if rows:
+                histograms[name] = rows
+        return {"counters": counters, "histograms": histograms, "gauges": kept_gauges}
+
+    def _find_counter(self, name: str, labels: dict[str, str], at: tuple[Any, ...]) -> _Counter | None:
+        found = self._resolve(name, MetricKind.COUNTER, labels)
+        if found is None:
+            return None
+        _, values = found
+        cells = self._counters.setdefault(name, {})
+        key = tuple(values.values())
+        cell = cells.get(key)
+        if cell is None:
+            cell = cells[key] = _Counter(values)
+        if values == labels:
+            self._counter_at[at] = cell
+        return cell
+
+    def _find_histogram(self, name: str, labels: dict[str, str], at: tuple[Any, ...]) -> _Histogram | None:
+        found = self._resolve(name, MetricKind.HISTOGRAM, labels)
+        if found is None:
+            return None
+        spec, values = found
+        cells = self._histograms.setdefault(name, {})
+        key = tuple(values.values())
+        cell = cells.get(key)
+        if cell is None:
+            cell = cells[key] = _Histogram(values, spec.buckets)
+        if values == labels:
+            self._histogram_at[at] = cell
+        return cell
+
+    def _resolve(
+        self, name: str, kind: MetricKind, labels: Mapping[str, str]
+    ) -> tuple[MetricSpec, dict[str, str]] | None:
+        """The metric and the label values to store under, in the catalogue's order."""
+        spec = METRIC_CATALOG.get(name)
+        if spec is None or spec.kind is not kind:
+            self._drop("unknown_metric", f"{name} is not a {kind.value} of the catalogue")
+            return None
+        if spec.labels.keys() != labels.keys():
+            self._drop("wrong_labels", f"{name} takes {sorted(spec.labels)}, got {sorted(labels)}")
+            return None
+        values: dict[str, str] = {}
+        for label, allowed in spec.labels.items():
+            value = labels[label]
+            if not isinstance(value, str):
+                self._drop("wrong_labels", f"{name}: {label} is {value!r}, expected text")
+                return None
+            if allowed is OpenLabel.TOOL:
+                value = self._tools.label(value)
+            elif allowed is OpenLabel.TEXT:
+                value = printable_label(value)
+            elif value not in allowed:
+                self._drop("wrong_labels", f"{name}: {label} is one of {sorted(allowed)}, got {value!r}")
+                return None
+            values[label] = value
+        return spec, values
+
+    def _checked(self, gauges: GaugeRows) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for name, rows in gauges.items():
+            for labels, value in rows:
+                found = self._resolve(name, MetricKind.GAUGE, labels)
+                if found is None:
+                    continue
+                if not math.isfinite(value):
+                    self._drop("bad_value", f"{name} is {value}")
+                    continue
+                kept.setdefault(name, []).append([found[1], value])
+        return kept
+
+    def _drop(self, reason: str, detail: str) -> None:
+        assert not self.strict, detail
+        self.count(METRICS_DROPPED, reason=reason)
+
+
+class ToolLabels:
+    """At most ``max_names`` learnt names. They never change, so a series keeps its meaning.
+
+    Half of the places go to the first names seen, so that a small deployment is labelled from its first call
+    on. The other half takes ``EARNED_AFTER`` sightings, so that a client with random names cannot take all
+    places. ``MAX_CANDIDATES`` names of at most 64 characters bound the memory.
+    """
+
+    EARNED_AFTER = 8
+    MAX_CANDIDATES = 256
+
+    def __init__(self, max_names: int = MAX_TOOLS) -> None:
+        self._max_names = max_names
+        self._at_sight = max_names // 2
+        self._learnt: set[str] = set()
+        self._candidates: dict[str, int] = {}
+
+    def label(self, tool: str) -> str:
+        """The label value for ``tool``: its printable name, or ``other``."""
+        name = printable_label(tool)
+        if name in self._learnt or name == OTHER_TOOL:
+            return name
+        if len(self._learnt) >= self._max_names:
+            return OTHER_TOOL
+        if len(self._learnt) < self._at_sight or self._earned(name):
+            self._learnt.add(name)
+            return name
+        return OTHER_TOOL
+
+    def _earned(self, name: str) -> bool:
+        seen = self._candidates.get(name, 0) + 1
+        if seen >= self.EARNED_AFTER:
+            self._candidates.pop(name, None)
+            return True
+        if name not in self._candidates and len(self._candidates) >= self.MAX_CANDIDATES:
+            # Misra–Gries: every candidate loses a sighting, so only frequent names survive.
+            self._candidates = {other: n - 1 for other, n in self._candidates.items() if n > 1}
+            return False
+        self._candidates[name] = seen
+        return False
+
+
+def printable_label(text: str) -> str:
+    """A text as the value of an open label: encodable, and at most ``MAX_TEXT_CHARS`` long."""
+    # A lone surrogate would make the whole exposition unencodable.
+    return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")

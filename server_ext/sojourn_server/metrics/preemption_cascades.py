@@ -1,0 +1,35 @@
+"""Cascades: chains of preemptions that follow one another closely (Tetris §1)."""
+
+from __future__ import annotations
+
+CASCADE_STEPS = 10
+"""Maximum number of engine steps between two preemptions of a cascade. Tetris §1 gives no number; ten steps
+are well under a second of decoding."""
+
+
+class PreemptionCascades:
+    """The present chain of preemptions, by engine step."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        """Preemptions in the present chain."""
+        self._at_step = 0
+
+    def preempted(self, step: int) -> int:
+        """Record a preemption. Returns the length of the previous chain if this one starts a new chain, else
+        0."""
+        if self.length and step - self._at_step <= CASCADE_STEPS:
+            self.length += 1
+            over = 0
+        else:
+            over, self.length = self.length, 1
+        self._at_step = step
+        return over
+
+    def over(self, step: int) -> int:
+        """End the chain if no preemption from ``step`` on can extend it. Returns its length, or 0 if it
+        continues."""
+        if not self.length or step - self._at_step <= CASCADE_STEPS:
+            return 0
+        over, self.length = self.length, 0
+        return over

@@ -1,0 +1,281 @@
+"""The turn ledger: the sources of every turn's prompt tokens, and its seconds, in parts that add up exactly.
+
+For a prompt of P tokens: P = device + host + new + tail + Σ lost[cause]. For its seconds: wall = queued +
+prefilling + decoding. Missing knowledge is recorded as ``unknown``, never guessed. The ring is bounded, and
+nothing here is computed for a viewer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+
+class LossCause(str, Enum):
+    """Why KV that was computed for this program was lost and recomputed."""
+
+    EVICTED = "evicted"
+    """Another request took the blocks while no lease held them."""
+    EXPIRED = "expired"
+    """The lease had expired before the program returned."""
+    SILENT = "silent"
+    """The lease had ended because the client stopped sending heartbeats."""
+    PRESSURE = "pressure"
+    """The lease was reclaimed for another request."""
+    CHANGED = "changed"
+    """The prompt differs from the previous turn's context from some token on."""
+    DROPPED = "dropped"
+    """Dropped at the program's end or by a cache reset."""
+    PREEMPTED = "preempted"
+    """The request itself was preempted, and its blocks were taken before it resumed."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlock:
+    """The fate of a cached block that was reused."""
+
+    cause: LossCause
+    owner: str | None
+    evictor: str | None
+    """Program that took the block, if known."""
+    at_s: float
+    score: tuple[float, ...] | None = None
+    """The owner's place in the eviction order at that time, lowest first, if there is such an order."""
+
+
+class EvictionLog:
+    """Evicted blocks by hash, bounded: the oldest entries are dropped and become ``unknown``."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = max(1, capacity)
+        self._evicted_blocks: OrderedDict[Any, EvictedBlock] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._evicted_blocks)
+
+    def add(self, block_hash: Any, evicted_block: EvictedBlock) -> None:
+        """Record the eviction of the block with this hash."""
+        self._evicted_blocks[block_hash] = evicted_block
+        self._evicted_blocks.move_to_end(block_hash)
+        if len(self._evicted_blocks) > self.capacity:
+            self._evicted_blocks.popitem(last=False)
+
+    def find(self, block_hash: Any) -> EvictedBlock | None:
+        """The record of the block, if it is still in the log."""
+        return self._evicted_blocks.get(block_hash)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """The sources of a prompt's tokens. They add up to the prompt."""
+
+    prompt: int
+    device: int
+    """Reused from device memory."""
+    new: int
+    """Never computed for this program before."""
+    tail: int
+    """Computed before, but in a partial block, which is never cached."""
+    lost: dict[LossCause, int]
+    """Recomputed, by cause."""
+    host: int = 0
+    """Reused from host memory, possibly loaded from disk."""
+
+    def computed(self) -> int:
+        """Tokens that the engine had to prefill."""
+        return self.prompt - self.device - self.host
+
+    def again(self) -> int:
+        """Prefilled tokens that had been computed for this program before."""
+        return self.tail + sum(self.lost.values())
+
+
+def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
+    """Length of the common prefix of two chained hash lists, in O(log n).
+
+    A chained hash covers everything before it, so equality at one index means equality before it, and
+    bisection finds the end.
+    """
+    low, high = 0, min(len(before), len(now))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if before[middle - 1] == now[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def split_tokens(
+    *,
+    prompt: int,
+    device: int,
+    block_size: int,
+    before_tokens: int,
+    before_full_blocks: int,
+    shared_blocks: int | None,
+    cause: LossCause,
+    dropped_hit_blocks: int = 0,
+) -> TokenSplit:
+    """Split a prompt of ``prompt`` tokens, of which ``device`` were found in the cache.
+
+    ``before_tokens``: the program's context after its previous turn (0 for the first), with
+    ``before_full_blocks`` full blocks; the new prompt starts with ``shared_blocks`` of them. ``cause``: why
+    the first missing one of these is missing. The last prompt token is always computed, so a full hit stops
+    one block short. ``shared_blocks`` None: the previous context is unknown, and all of it may be lost by
+    ``cause``. ``dropped_hit_blocks``: blocks at a hit's end that the engine recomputes on purpose; they count
+    as ``tail``.
+    """
+    if shared_blocks is None:
+        again = max(0, min(before_tokens, prompt) - device)
+        return TokenSplit(prompt, device, prompt - device - again, 0, {cause: again} if again else {})
+    reusable = min(shared_blocks, max(0, prompt - 1) // block_size)
+    usable = max(0, reusable - dropped_hit_blocks) * block_size
+    lost: dict[LossCause, int] = {}
+    if usable > device:
+        lost[cause] = usable - device
+    rest = prompt - max(device, usable)
+    known = max(0, min(before_tokens, prompt) - max(device, usable))
+    if shared_blocks < min(before_full_blocks, prompt // block_size):
+        changed = min(rest, known)
+        if changed:
+            lost[LossCause.CHANGED] = lost.get(LossCause.CHANGED, 0) + changed
+        tail = 0
+    else:
+        changed = 0
+        tail = min(rest, known)
+    return TokenSplit(prompt, device, rest - changed - tail, tail, lost)
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One turn. Times are seconds on the engine's monotonic clock."""
+
+    program_id: str
+    turn: int
+    request_id: str
+    arrived_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    tokens: TokenSplit | None = None
+    output_tokens: int = 0
+    recomputed_after_preemption: int = 0
+    preemptions: int = 0
+    evictor: str | None = None
+    """Program that took the first missing block."""
+    evicted_score: tuple[float, ...] | None = None
+    """The program's place in the eviction order at that time, lowest first; ``None``: there is no order."""
+    goes_on: float | None = None
+    """Predicted probability of another turn, when this one ended."""
+    tier: str | None = None
+    """Source of ``goes_on``."""
+    p_reuse: float | None = None
+    """``goes_on`` times the expected share of the next prompt in the cache."""
+    tool_before: str | None = None
+    gap_s: float | None = None
+    """Seconds between the previous turn's end and this arrival."""
+    leased: bool = False
+    """The program had a lease when the request arrived."""
+    client_request_id: str | None = None
+    """The client's id of the logical request, by which it finds its turn here."""
+    lease_ttl_s: float | None = None
+    """TTL of the lease granted at the end of the turn; ``None``: no lease."""
+    outcome: str = "running"
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of a finished turn by phase; they add up to ``wall``."""
+        end = self.finished_s if self.finished_s is not None else self.arrived_s
+        admitted = self.admitted_s if self.admitted_s is not None else end
+        first = self.first_token_s if self.first_token_s is not None else end
+        return {
+            "wall": end - self.arrived_s,
+            "queued": admitted - self.arrived_s,
+            "prefilling": first - admitted,
+            "decoding": end - first,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The turn as flat JSON data."""
+        document: dict[str, Any] = {
+            "program_id": self.program_id,
+            "turn": self.turn,
+            "request_id": self.client_request_id,
+            "outcome": self.outcome,
+            "arrived_s": round(self.arrived_s, 6),
+            "gap_s": self.gap_s,
+            "tool_before": self.tool_before,
+            "leased": self.leased,
+            "lease_ttl_s": self.lease_ttl_s,
+            "preemptions": self.preemptions,
+            "recomputed_after_preemption_tokens": self.recomputed_after_preemption,
+            "output_tokens": self.output_tokens,
+            "evictor": self.evictor,
+            "evicted_score": self.evicted_score,
+            "goes_on": self.goes_on,
+            "tier": self.tier,
+            "p_reuse": self.p_reuse,
+            "seconds": {name: round(value, 6) for name, value in self.seconds().items()},
+        }
+        if self.tokens is not None:
+            document["tokens"] = {
+                "prompt": self.tokens.prompt,
+                "device": self.tokens.device,
+                "host": self.tokens.host,
+                "new": self.tokens.new,
+                "tail": self.tokens.tail,
+                "lost": {cause.value: count for cause, count in self.tokens.lost.items()},
+            }
+        return document
+
+
+@dataclass(slots=True)
+class LedgerTotals:
+    """Sums over all turns ever recorded."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    new_tokens: int = 0
+    tail_tokens: int = 0
+    output_tokens: int = 0
+    recomputed_after_preemption_tokens: int = 0
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, record: TurnRecord) -> None:
+        """Add a finished turn."""
+        self.turns += 1
+        self.output_tokens += record.output_tokens
+        self.recomputed_after_preemption_tokens += record.recomputed_after_preemption
+        if record.tokens is not None:
+            self.prompt_tokens += record.tokens.prompt
+            self.device_tokens += record.tokens.device
+            self.host_tokens += record.tokens.host
+            self.new_tokens += record.tokens.new
+            self.tail_tokens += record.tokens.tail
+            for cause, count in record.tokens.lost.items():
+                self.lost_tokens[cause.value] = self.lost_tokens.get(cause.value, 0) + count
+
+
+class TurnLedger:
+    """The last ``capacity`` finished turns, and the sums over all."""
+
+    def __init__(self, capacity: int = 20_000) -> None:
+        self.totals = LedgerTotals()
+        self._ring: deque[TurnRecord] = deque(maxlen=capacity)
+
+    def close(self, record: TurnRecord) -> None:
+        """Add a finished turn."""
+        self.totals.add(record)
+        self._ring.append(record)
+
+    def of_program(self, program_id: str, limit: int = 200) -> list[TurnRecord]:
+        """The program's newest finished turns, oldest first."""
+        found = islice((r for r in reversed(self._ring) if r.program_id == program_id), limit)
+        return list(found)[::-1]

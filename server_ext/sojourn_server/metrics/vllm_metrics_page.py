@@ -1,0 +1,65 @@
+"""Reads an engine's ``/metrics`` page: vLLM's line about its KV pool, and the process start time.
+
+Another program writes the page, so nothing here raises: a missing or malformed value is ``None``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+_CACHE_LINE = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED_LINE = re.compile(r"^process_start_time_seconds (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePool:
+    """The KV pool of an engine, or of one of its data-parallel ranks."""
+
+    engine: str | None = None
+    """The engine's index, as vLLM writes it."""
+    block_size: int | None = None
+    """Tokens per block."""
+    num_blocks: int | None = None
+    """Blocks on the device; vLLM reserves one of them."""
+
+
+def cache_pools(page: str) -> list[CachePool]:
+    """The pool of each engine on the page; empty if the page is not vLLM's."""
+    found = []
+    for labels in _CACHE_LINE.findall(page):
+        told = dict(_LABEL.findall(labels))
+        found.append(
+            CachePool(told.get("engine"), whole(told.get("block_size")), whole(told.get("num_gpu_blocks")))
+        )
+    return found
+
+
+def cache_pool(page: str) -> CachePool:
+    """The first engine's pool; with data parallelism all have the same size. All ``None`` without one."""
+    return next(iter(cache_pools(page)), CachePool())
+
+
+def process_start_time(page: str) -> str | None:
+    """The process's start time in seconds, as written but without an exponent. A new text means a new
+    process."""
+    found = _STARTED_LINE.search(page)
+    if found is None:
+        return None
+    try:
+        seconds = Decimal(found.group(1))
+    except InvalidOperation:
+        return found.group(1)
+    # Only plausible times: an absurd exponent would fill the memory with zeros.
+    return f"{seconds:f}" if seconds.is_finite() and abs(seconds.adjusted()) < 20 else found.group(1)
+
+
+def whole(value: object) -> int | None:
+    """A whole number above 0, also from text; ``None`` for anything else."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        return None
+    return number if number > 0 else None

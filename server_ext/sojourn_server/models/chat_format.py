@@ -1,0 +1,63 @@
+"""Canonical text of an assistant message, whose KV a prefix cache finds again on the next turn.
+
+A prefix cache compares tokens. On the next turn the client sends the assistant message back as structured
+data and the server renders it again. The cache finds the KV only if the rendered tokens equal the generated
+ones.
+``chat_template.jinja`` and ``assistant_text`` write the same form:
+
+    {content}\\n<tool_call>\\n{"name": "bash", "arguments": {"command": "ls"}}\\n</tool_call>
+
+- JSON has the format of ``json.dumps(..., ensure_ascii=False)``: ``", "`` and ``": "``, keys in their order.
+  vLLM's hermes parser and transformers' ``tojson`` write arguments in this format too.
+- The content is unchanged, but ends with a newline before the first tool call: the hermes parser returns
+  everything before ``<tool_call>``, the newline included.
+- Content does not start with white space: the newline after ``assistant`` in the prompt is one token, and
+  white space after it would merge with it into another token.
+- One newline joins several calls. ``<|im_end|>`` ends the message and is not part of the text.
+
+Text that contains ``</tool_call>`` or ``<|im_end|>`` cannot round-trip in this format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""Template of both models; ``sojourn serve`` passes it as ``--chat-template``."""
+
+END_OF_MESSAGE = "<|im_end|>"
+"""The token that ends a message; forced token ids end with it, so that the engine stops by itself."""
+
+
+def assistant_text(content: str | None, tool_calls: Iterable[Mapping[str, Any]] | None = None) -> str:
+    """Text that a model must generate for this assistant message to be rendered equally later.
+
+    ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare
+    functions; ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is
+    dropped, see above. Raises ``ValueError`` if the message cannot round-trip.
+    """
+    text = (content or "").lstrip()
+    calls = [_tool_call(call) for call in tool_calls or ()]
+    for part, forbidden in [(text, "<tool_call>"), *((call, "</tool_call>") for call in calls)]:
+        if forbidden in part or END_OF_MESSAGE in part:
+            raise ValueError(
+                f"the message contains {forbidden} or {END_OF_MESSAGE}, which the parser reads as markup"
+            )
+    if calls and text and not text.endswith("\n"):
+        text += "\n"
+    return text + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def _tool_call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"arguments of {function.get('name')!r} are a {type(arguments).__name__}, not an object"
+        )
+    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)

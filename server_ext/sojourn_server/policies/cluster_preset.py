@@ -1,0 +1,111 @@
+"""A cluster preset: one policy for each question of the gateway, and the preset of its engines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .custom_policies import CustomClassLoader, custom_class_loader
+from .fairness.fair_share import SharePolicy
+from .fairness.tenant_preemption import TenantPreemptionPolicy
+from .preset_store import PolicyRegistry, PresetError, PresetStore, number_option, read_preset_text
+from .routing.routing_policies import RoutingPolicy
+from .routing.work_stealing import StealingPolicy
+
+POLICY_CLASSES: dict[str, dict[str, str]] = {
+    "routing": {
+        "random": "routing.routing_policies:RandomRouting",
+        "round-robin": "routing.routing_policies:RoundRobinRouting",
+        "prefix-affinity": "routing.prefix_affinity_routing:PrefixAffinityRouting",
+        "session-affinity": "routing.routing_policies:SessionAffinityRouting",
+        "room-for-all": "routing.capacity_routing:CapacityRouting",
+        "least-delay": "routing.least_delay_routing:LeastDelayRouting",
+    },
+    "stealing": {
+        "none": "routing.work_stealing:NoStealing",
+        "work-stealing": "routing.work_stealing:WorkStealing",
+    },
+    "sharing": {
+        "in-order": "fairness.fair_share:FcfsSharing",
+        "agent-fair-share": "fairness.fair_share:AgentFairShare",
+    },
+    "yielding": {
+        "none": "fairness.tenant_preemption:NoTenantPreemption",
+        "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
+    },
+}
+"""Question → policy name → ``module:class`` in this package; imported only when chosen."""
+
+DEFAULT_POLICIES = {"stealing": "none", "sharing": "in-order", "yielding": "none"}
+"""The policies of presets that do not name one for these questions."""
+
+POLICY_PROTOCOLS: dict[str, type] = {
+    "routing": RoutingPolicy,
+    "stealing": StealingPolicy,
+    "sharing": SharePolicy,
+    "yielding": TenantPreemptionPolicy,
+}
+"""Question → the protocol that its policies implement."""
+
+_REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, unasked=DEFAULT_POLICIES)
+_PRESETS = PresetStore("cluster_presets", "cluster policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPreset:
+    """One policy for each question, and two numbers that they share."""
+
+    name: str
+    paper: str
+    """The paper and sections it follows, or its purpose."""
+    engine: str
+    """The engine preset it was made for; ``stock`` for plain vLLM."""
+    routing: RoutingPolicy
+    stealing: StealingPolicy
+    sharing: SharePolicy
+    yielding: TenantPreemptionPolicy
+    send_below_load: float = math.inf
+    """Requests wait at the gateway while their replica's load is at least this; ``inf``: engines queue
+    them."""
+    size_quantile: float = 0.5
+    """Probability that a program does not outgrow its estimated size, between 0 and 1."""
+
+
+def cluster_preset_names() -> list[str]:
+    """Names of the cluster presets that ship with sojourn."""
+    return _PRESETS.names()
+
+
+def load_cluster_preset(name: str) -> ClusterPreset:
+    """Load a shipped cluster preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    return parse_cluster_preset(_PRESETS.text(name), source=f"{name}.toml")
+
+
+def read_cluster_preset(path: Path) -> ClusterPreset:
+    """Read a cluster preset file, which may name classes of its own. Raises ``PresetError``."""
+    return parse_cluster_preset(
+        read_preset_text(path), source=str(path), own=custom_class_loader(path.parent)
+    )
+
+
+def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> ClusterPreset:
+    """Build a cluster preset from TOML; ``extends = "NAME"`` starts from a shipped one.
+
+    Raises ``PresetError``.
+    """
+    document = _PRESETS.document(text, source, (field.name for field in fields(ClusterPreset)))
+    send_below_load = number_option(document, "send_below_load", math.inf, source)
+    if not send_below_load > 0:
+        raise PresetError(f"{source}: send_below_load is {send_below_load}; expected > 0")
+    size_quantile = number_option(document, "size_quantile", 0.5, source)
+    if not 0 < size_quantile < 1:
+        raise PresetError(f"{source}: size_quantile is {size_quantile}; expected between 0 and 1")
+    return ClusterPreset(
+        name=str(document.get("name", source)),
+        paper=str(document.get("paper", "")),
+        engine=str(document.get("engine", "stock")),
+        send_below_load=send_below_load,
+        size_quantile=size_quantile,
+        **{question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES},
+    )

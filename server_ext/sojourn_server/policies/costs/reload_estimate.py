@@ -1,0 +1,45 @@
+"""Estimated time to rebuild a context, from a measured profile or learned from engine steps."""
+
+from __future__ import annotations
+
+from .engine_profile import PrefillCurve
+
+MIN_STEP_TOKENS = 64
+"""Steps with fewer tokens carry no information about prefill speed."""
+
+MIN_TOKENS_A_REQUEST = 8
+"""Steps with fewer tokens per request are mostly decoding and are ignored."""
+
+
+class ReloadEstimate:
+    """PrefillReload(r) of Continuum §4.1.
+
+    With a ``PrefillCurve`` (C9): that curve. Without: tokens divided by the prefill speed of the engine's
+    steps, an exponentially weighted mean; 0 until the first such step.
+    """
+
+    def __init__(self, curve: PrefillCurve | None = None, *, smoothing: float = 0.1) -> None:
+        self._curve = curve
+        self._smoothing = smoothing
+        self._s_per_token: float | None = None
+
+    def observe_step(self, tokens: int, seconds: float, requests: int = 1) -> None:
+        """Learn from an engine step: ``tokens`` of ``requests`` took ``seconds``."""
+        if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
+            return
+        sample = seconds / tokens
+        if self._s_per_token is None:
+            self._s_per_token = sample
+        else:
+            self._s_per_token += self._smoothing * (sample - self._s_per_token)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a curve or at least one learned step."""
+        return self._curve is not None or self._s_per_token is not None
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds to compute a context of ``tokens`` from scratch."""
+        if self._curve is not None:
+            return self._curve.seconds(tokens)
+        return tokens * self._s_per_token if self._s_per_token is not None else 0.0

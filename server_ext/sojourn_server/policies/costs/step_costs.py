@@ -1,0 +1,114 @@
+"""Cost of an engine step: a weighted sum of its work, fitted to a live engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .least_squares import non_negative_least_squares
+
+
+class StepSample(NamedTuple):
+    """One measurement: sums over ``steps`` engine steps, and the seconds they took together.
+
+    A request that adds n tokens to c cached ones has n·c + n·(n+1)/2 pairs and reads KV of c + n tokens.
+    """
+
+    seconds: float
+    steps: float
+    tokens: float
+    attention_pairs: float
+    kv_tokens_read: float
+    requests: float
+    """Sum over the steps: a request in two steps counts twice."""
+    calls: float = 0.0
+    """1 for a time to first token over HTTP, which includes the server's share; 0 between tokens."""
+
+
+class StepCosts(NamedTuple):
+    """seconds = step + token·tokens + pair·attention_pairs + kv_token·kv_tokens_read + request·requests."""
+
+    step_s: float
+    token_s: float
+    pair_s: float
+    kv_token_s: float
+    request_s: float
+    call_s: float = 0.0
+    """The API server's share of every time to first token, outside of the steps."""
+
+    def seconds(self, sample: StepSample) -> float:
+        """The seconds these costs predict for a sample."""
+        return math.fsum(cost * amount for cost, amount in zip(self, sample[1:], strict=True))
+
+    def relative_error(self, samples: Sequence[StepSample]) -> float:
+        """Root mean square of (fitted - measured) / max(fitted, measured), 0 to 1; 0.0 without samples."""
+        return (
+            math.sqrt(math.fsum(_relative_deviation(self, s) ** 2 for s in samples) / len(samples))
+            if samples
+            else 0.0
+        )
+
+
+_NOISE = 0.05
+"""Relative deviation of samples on a quiet machine."""
+_ROUNDS = 16
+"""Maximum rounds of the fit."""
+_CONVERGENCE_TOLERANCE = 1e-3
+"""The fit ends after a round that lowers the error by at most this share."""
+
+
+def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
+    """Six costs ≥ 0 with the least sum of relative deviations: (fitted - measured) / max(fitted, measured).
+
+    So a short step weighs as much as a long one, and half the time is as wrong as twice the time. Deviations
+    up to ``_NOISE`` count squared, larger ones linearly (Huber's loss), so that single outliers do not
+    decide. Raises ``ValueError`` without samples, or unless all values are finite, seconds and steps > 0.
+    """
+    if not samples:
+        raise ValueError("no samples of engine steps to fit costs to")
+    for sample in samples:
+        if not all(math.isfinite(value) and value >= 0 for value in sample) or not (
+            sample.seconds > 0 and sample.steps > 0
+        ):
+            raise ValueError(f"{sample}; expected seconds and steps > 0, all else ≥ 0")
+    # Two starts: the largest seconds of all samples, and each sample's own. Only the first escapes from a
+    # sample that is absurdly small.
+    starts = ([max(sample.seconds for sample in samples)] * len(samples), [s.seconds for s in samples])
+    found = [_refined_fit(samples, scales) for scales in starts]
+    return min(found, key=lambda costs: _huber_loss(costs, samples))
+
+
+def _refined_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
+    """Fit weighted by 1/``scales``, then reweighted by each fit's predictions."""
+    best = _weighted_fit(samples, scales)
+    for _ in range(_ROUNDS):
+        scales = [
+            max(s.seconds, best.seconds(s)) * math.sqrt(max(1.0, abs(_relative_deviation(best, s)) / _NOISE))
+            for s in samples
+        ]
+        following = _weighted_fit(samples, scales)
+        before, after = _huber_loss(best, samples), _huber_loss(following, samples)
+        if after < before:
+            best = following
+        if not after < before * (1 - _CONVERGENCE_TOLERANCE):
+            break
+    return best
+
+
+def _weighted_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
+    rows = [[amount / scale for amount in s[1:]] for s, scale in zip(samples, scales, strict=True)]
+    targets = [sample.seconds / scale for sample, scale in zip(samples, scales, strict=True)]
+    return StepCosts(*non_negative_least_squares(rows, targets))
+
+
+def _relative_deviation(costs: StepCosts, sample: StepSample) -> float:
+    """-1 to 1."""
+    fitted = costs.seconds(sample)
+    return (fitted - sample.seconds) / max(fitted, sample.seconds)
+
+
+def _huber_loss(costs: StepCosts, samples: Sequence[StepSample]) -> float:
+    """Sum of Huber losses of the relative deviations."""
+    offs = (abs(_relative_deviation(costs, sample)) for sample in samples)
+    return math.fsum(off * off if off <= _NOISE else _NOISE * (2 * off - _NOISE) for off in offs)

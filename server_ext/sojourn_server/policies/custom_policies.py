@@ -1,0 +1,89 @@
+"""Policies of the operator's own: a preset file may name a class in a Python file next to it.
+
+Only a preset file on the operator's machine may do so. A preset from another source, such as a recording,
+imports nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CustomClassLoader = Callable[[str], type]
+"""Loads the class of a ``module:Class``; raises ``CustomPolicyError``."""
+
+
+class CustomPolicyError(ValueError):
+    """The class does not exist or is unsuitable. The message names what was searched and where."""
+
+
+def custom_class_loader(folder: Path) -> CustomClassLoader:
+    """A loader of ``module:Class`` from ``folder/module.py``, else from the installed packages."""
+
+    def find(place: str) -> type:
+        module_name, _, class_name = place.partition(":")
+        module = _import_policy_module(module_name, folder, place)
+        found = getattr(module, class_name, None)
+        if not isinstance(found, type):
+            known = [name for name, value in vars(module).items() if isinstance(value, type)]
+            near = difflib.get_close_matches(class_name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise CustomPolicyError(f"{place}: {module.__file__} has no class {class_name!r}{hint}")
+        return found
+
+    return find
+
+
+def check_implements_protocol(policy: Any, protocol: type, question: str, place: str) -> None:
+    """Raise ``CustomPolicyError`` if ``policy`` lacks an attribute of its protocol."""
+    wanted = [
+        name for name in (*vars(protocol).get("__annotations__", ()), *vars(protocol)) if name[0] != "_"
+    ]
+    missing = [name for name in wanted if not hasattr(policy, name)]
+    if missing:
+        raise CustomPolicyError(
+            f"{place} has no {' and no '.join(missing)}; {question} needs what {protocol.__name__} in "
+            f"{protocol.__module__} declares"
+        )
+
+
+def _import_policy_module(name: str, folder: Path, place: str) -> ModuleType:
+    path = folder / f"{name}.py"
+    try:
+        if path.is_file():
+            return _import_file(path)
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise CustomPolicyError(f"{place} cannot be imported: {error}") from error
+        raise CustomPolicyError(f"{place}: there is neither {path} nor an installed {name}") from error
+    except Exception as error:
+        raise CustomPolicyError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    # A unique module name, so that a file called random.py does not replace the standard module.
+    whose = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"sojourn_own_{whose}_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up their module while they are created.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

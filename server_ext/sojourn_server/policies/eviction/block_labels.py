@@ -1,0 +1,42 @@
+"""Typed labels of blocks, from the placement queue of their program (M5; MORI §4.3.2).
+
+MORI also schedules busy requests first. That needs no order here: the other programs are not admitted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ..placement.placement_views import Tier
+
+
+class BlockLabel(str, Enum):
+    """A block's label. Blocks of ended or unknown programs are INACTIVE."""
+
+    BUSY = "busy"
+    IDLE = "idle"
+    COLD = "cold"
+    """Idle for so long that the KV belongs on disk: an addition to the paper, for its further tiers
+    (§7.1)."""
+    INACTIVE = "inactive"
+
+
+_LABEL_OF_TIER = {
+    Tier.DEVICE: BlockLabel.BUSY,
+    Tier.HOST: BlockLabel.IDLE,
+    Tier.DISK: BlockLabel.COLD,
+    Tier.WAITING: BlockLabel.INACTIVE,
+}
+_DEVICE_EVICTION_ORDER = {BlockLabel.INACTIVE: 0, BlockLabel.COLD: 1, BlockLabel.IDLE: 2, BlockLabel.BUSY: 3}
+HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
+"""Eviction order in host memory: KV that was placed there stays longest, as on the device."""
+
+
+def label_of_tier(tier: Tier) -> BlockLabel:
+    """The label of blocks whose program belongs in this tier."""
+    return _LABEL_OF_TIER[tier]
+
+
+def device_eviction_rank(marked: BlockLabel) -> int:
+    """Position in the device's eviction order, ascending: inactive, cold, idle, busy."""
+    return _DEVICE_EVICTION_ORDER[marked]

@@ -1,0 +1,95 @@
+"""Eviction order of cached blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..policy_views import EvictionCandidateView, EvictionScoreScale
+from .block_labels import device_eviction_rank, label_of_tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLruEviction:
+    """The engine's order: the least recently used block first, tails before heads."""
+
+    by_program: bool = False
+
+    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+        return (0.0,)
+
+    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestProgramEviction:
+    """Ended programs first, then the latest-arrived one.
+
+    Programs are served in order of arrival, so the latest one is needed last: Bélády's victim.
+    """
+
+    by_program: bool = True
+
+    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+        return (not owner.over, -owner.program_rank)
+
+    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedLabelEviction:
+    """Inactive programs' blocks first, then cold, idle and busy ones; LRU within each (M5; MORI §4.3.2).
+
+    Among the inactive ones, ended programs go before those that lost their place.
+    """
+
+    by_program: bool = True
+
+    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+        return (not owner.over, device_eviction_rank(label_of_tier(owner.tier)), owner.last_turn_s)
+
+    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        return standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowAwareLruEviction:
+    """WA-LRU: recency, likelihood of reuse and size in one score (S3; SAGA §4.1, eq. 1–4).
+
+        P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
+
+    The highest score goes first, after ended programs. ``now/τ_max`` is the same for all blocks and left out,
+    so a score holds until something happens to its program or the scale changes. A program without
+    prediction has P_reuse = ``cold_reuse``: among such programs, recency and size decide. Blocks that a
+    program's newest turn did not use belong to another branch; their P_reuse is multiplied by the share of
+    such blocks that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0.
+    """
+
+    recency: float = 0.3
+    reuse: float = 0.5
+    size: float = 0.2
+    cold_reuse: float = 0.5
+    by_program: bool = True
+
+    def __post_init__(self) -> None:
+        weights = (self.recency, self.reuse, self.size)
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ValueError(f"weights recency, reuse, size are {weights}; expected finite numbers ≥ 0")
+        if not 0 <= self.cold_reuse <= 1:
+            raise ValueError(f"cold_reuse is {self.cold_reuse}; expected 0 to 1")
+
+    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+        p_reuse = self.cold_reuse if owner.p_reuse is None else owner.p_reuse
+        if owner.wanted:
+            p_reuse = 1.0
+        return (not owner.over, owner.last_turn_s, p_reuse, owner.blocks, owner.in_abandoned_branch)
+
+    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        living, last_turn_s, p_reuse, blocks, in_abandoned_branch = standing
+        recent = last_turn_s / scale.longest_gap_s if scale.longest_gap_s > 0 else 0.0
+        size = min(1.0, blocks / scale.most_blocks) if scale.most_blocks > 0 else 0.0
+        if in_abandoned_branch:
+            p_reuse *= scale.branch_reuse
+        return (living, self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * size)

@@ -1,0 +1,223 @@
+"""The remaining question: how many tokens a running request will still generate (Tetris §2.2)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple, Protocol
+
+QUANTILE_POINTS = 8
+"""Number of equally likely lengths in a prediction."""
+
+MIN_OUTPUTS = 16
+"""Finished outputs of an agent type needed before its outputs are predicted."""
+
+MIN_TAIL = 4
+"""Minimum number of longest outputs to estimate the tail."""
+
+MIN_ERROR = 0.001
+"""Lower bound of a hint's assumed error, however exact earlier hints were."""
+
+
+RemainingTokens = tuple[float, ...]
+"""Equally likely numbers of tokens still to come, ascending, at least one value, each ≥ 1."""
+
+
+class OutputLengthView(NamedTuple):
+    """A running request. Remaining: how many tokens will it still generate?"""
+
+    request_id: str
+    output_tokens: int
+    """Output tokens so far."""
+    most_tokens: int
+    """Maximum number of further tokens: a bound, not an estimate."""
+    lengths: Sequence[int] = ()
+    """Lengths of finished outputs of its agent type, in tokens, ascending."""
+    hinted_tokens: int | None = None
+    """Total output length that the client announced."""
+    hint_off: float | None = None
+    """Error of hints for its agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
+    guess: RemainingTokens | None = None
+    """The network's prediction from hidden states, minus tokens written since; values already exceeded are
+    left out."""
+    prediction_error: float | None = None
+    """Error of such predictions: mean |ln(actual ÷ predicted)| of the rest; ``None``: too few samples."""
+    baseline_error: float | None = None
+    """Error of the prediction without the network, for the same outputs at the same positions."""
+
+
+class RemainingTokensPolicy(Protocol):
+    """How many tokens a request will still generate; ``None``: unknown.
+
+    ``predicts`` False: never asked, and output lengths are not recorded. ``reads_hidden_states`` True: the
+    policy needs ``guess``, and the engine must be started for it."""
+
+    predicts: bool
+    reads_hidden_states: bool
+
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None: ...
+
+
+_QUANTILE_SHARES = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoLengthPrediction:
+    """No prediction."""
+
+    predicts: bool = False
+    reads_hidden_states: bool = False
+
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanLengthPrediction:
+    """The mean of its agent type, minus the tokens written: the baseline for all other predictions.
+
+    A request beyond the mean is expected to end with its next token. Raises ``ValueError`` for
+    ``min_outputs`` below 1.
+    """
+
+    min_outputs: int = MIN_OUTPUTS
+    predicts: bool = True
+    reads_hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.min_outputs >= 1:
+            raise ValueError(f"min_outputs is {self.min_outputs}; expected ≥ 1")
+
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
+        if len(view.lengths) < self.min_outputs:
+            return None
+        mean = math.fsum(view.lengths) / len(view.lengths)
+        return (clamp_remaining(mean - view.output_tokens, view),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivalPrediction:
+    """Remaining lengths of outputs of its agent type that came this far: P(length | length > so far).
+
+    Given n longer outputs, the next one is equally likely to end in any of the n + 1 gaps between them.
+    Beyond the longest one, lengths fall off like a power of the length: the longer an output already is, the
+    more is expected (Hill's estimate of the exponent, from the longest ``tail_share`` of the outputs). At
+    least ``min_outputs`` finished outputs are needed.
+
+    With ``hints``, a client's hint is used instead if the hints for its agent type were more accurate. Raises
+    ``ValueError`` for numbers out of range.
+    """
+
+    min_outputs: int = MIN_OUTPUTS
+    tail_share: float = 0.1
+    hints: bool = True
+    predicts: bool = True
+    reads_hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.min_outputs >= 1 or not 0 < self.tail_share <= 1:
+            raise ValueError(
+                f"min_outputs {self.min_outputs}, tail_share {self.tail_share}; "
+                "expected ≥ 1, and above 0 up to 1"
+            )
+
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
+        lengths, so_far = view.lengths, view.output_tokens
+        known = len(lengths) >= self.min_outputs
+        if self.hints and view.hinted_tokens is not None:
+            told = _remaining_from_hint(view, _median_log_error(lengths) if known else math.inf)
+            if told is not None:
+                return told
+        if not known:
+            return None
+        ended = bisect_right(lengths, so_far)
+        came = len(lengths) - ended
+        longest = max(so_far, lengths[-1])
+        exponent = 0.0  # computed on demand: it is rarely needed and takes longer than the rest
+        left: list[float] = []
+        for share in _QUANTILE_SHARES:
+            # The length that this share of the outputs that came this far does not exceed.
+            place = share * (came + 1)
+            gap = int(place)
+            if gap == came:
+                exponent = exponent or tail_exponent(lengths, self.tail_share)
+                length = longest * (1 - (place - gap)) ** (-1 / exponent)
+            else:
+                begin, end = lengths[ended + gap - 1] if gap else so_far, lengths[ended + gap]
+                length = begin + (end - begin) * (place - gap)
+            left.append(clamp_remaining(length - so_far, view))
+        return tuple(left)
+
+
+def tail_exponent(lengths: Sequence[int], share: float) -> float:
+    """α of P(length > x) ~ x^-α, by Hill's estimate from the longest ``share`` of ascending ``lengths``.
+
+    Clipped to 1 to 8: a heavier tail has no mean, and a lighter one is no power law."""
+    count = min(len(lengths) - 1, max(MIN_TAIL, round(len(lengths) * share)))
+    if count < 2:
+        return 1.0
+    edge = lengths[-count - 1]
+    # The mean of ln(length / edge) with one logarithm instead of fifty: integer products are exact.
+    spread = math.log(math.prod(lengths[-count:])) / count - math.log(edge)
+    return min(8.0, max(1.0, 1 / spread)) if spread > 0 else 8.0
+
+
+def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> RemainingTokens | None:
+    """The client's hint, spread by the error of earlier hints, given the tokens written so far.
+
+    ``None``: there is no hint, the prediction without it (``error_without_hint``) is better, or the output
+    has outgrown it."""
+    hinted, off, so_far = view.hinted_tokens, view.hint_off, view.output_tokens
+    if hinted is None or hinted < 1 or off is None or not off < error_without_hint:
+        return None
+    # Mean |x| of a normal distribution is 0.8 of its deviation.
+    told = NormalDist(math.log(hinted), max(off / 0.8, MIN_ERROR))
+    ended = told.cdf(math.log(so_far)) if so_far > 0 else 0.0
+    left = 1.0 - ended
+    if left < 0.5 / QUANTILE_POINTS:
+        return None  # longer than the longest output that the hint makes plausible
+    longest = math.log(max(1, so_far + view.most_tokens))
+    return tuple(
+        clamp_remaining(
+            math.exp(min(longest, told.inv_cdf(ended + left * (point + 0.5) / QUANTILE_POINTS))) - so_far,
+            view,
+        )
+        for point in range(QUANTILE_POINTS)
+    )
+
+
+def _median_log_error(lengths: Sequence[int]) -> float:
+    """Error of predicting the median: mean |ln(length ÷ median)|, over about a hundred of them."""
+    stride = max(1, len(lengths) // 100)
+    some = lengths[stride // 2 :: stride]
+    middle = lengths[len(lengths) // 2]
+    return math.fsum(abs(math.log(length / middle)) for length in some) / len(some)
+
+
+def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
+    """Bound a prediction: at least the next token, at most what the request may write."""
+    return max(1.0, min(tokens, float(view.most_tokens)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStatePrediction(SurvivalPrediction):
+    """The network's prediction if its errors have been smaller than those of ``SurvivalPrediction``.
+
+    Otherwise ``SurvivalPrediction`` answers. So a network that has learned nothing yet, gets bad input or is
+    out of date changes nothing. Options and errors are those of ``SurvivalPrediction``.
+    """
+
+    reads_hidden_states: bool = True
+
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
+        known = SurvivalPrediction.remaining(self, view, now)
+        if not view.guess or view.prediction_error is None:
+            return known
+        if known is not None and (
+            view.baseline_error is None or view.prediction_error >= view.baseline_error
+        ):
+            return known
+        return tuple(clamp_remaining(tokens, view) for tokens in view.guess)

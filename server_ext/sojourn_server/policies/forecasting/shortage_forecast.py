@@ -1,0 +1,56 @@
+"""The forecast question: when running requests will run out of blocks (Tetris §2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .kv_demand import first_shortage_step
+
+
+class KvDemandView(NamedTuple):
+    """Expected demand of the running requests."""
+
+    needed_blocks: Sequence[float]
+    """Demand at each of ``kv_demand.STEP_POINTS``."""
+    available_blocks: int
+    """Blocks available to all running requests, shared ones counted for each."""
+
+
+class ShortageForecastPolicy(Protocol):
+    """Steps until running requests run out of blocks; ``None``: not soon enough to act.
+
+    ``looks`` False: never asked, and no victim is copied ahead. An answer copies data and never preempts.
+    """
+
+    looks: bool
+
+    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoShortageForecast:
+    """No forecast: a shortage is handled when it occurs."""
+
+    looks: bool = False
+
+    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedDemandForecast:
+    """The step at which expected demand exceeds the available blocks, within ``steps`` steps.
+
+    Raises ``ValueError`` for less than one step."""
+
+    steps: int = 128
+    looks: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.steps >= 1:
+            raise ValueError(f"steps is {self.steps}; expected ≥ 1")
+
+    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
+        return first_shortage_step(demand.needed_blocks, demand.available_blocks, self.steps)

@@ -1,0 +1,5 @@
+"""Room: which leases end early when blocks run short?
+
+Protocol ``LeaseReclaimPolicy``; policies ``latest-program-first``, ``later-programs-first``, ``any-lease``,
+``least-wanted-first``.
+"""

@@ -1,0 +1,97 @@
+"""The placement question: the tier of each program's KV, and the moves between tiers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from sojourn.ids import ProgramId
+
+from ...programs.idleness import WINDOW_CYCLES
+from .placement_views import PlacementView, ProgramTierView, Tier
+
+WaitingKey = tuple[int, float, float, str]
+
+
+class MoveTiming(str, Enum):
+    NOW = "now"
+    AFTER_TURN = "after_turn"
+    """After the running turn. At its end the policy is asked again and decides whether and where the program
+    moves; until then it is ``pending``."""
+
+
+class MoveReason(str, Enum):
+    """Why a program is moved."""
+
+    OVER_CAPACITY = "over_capacity"
+    """Its tier was over capacity."""
+    FREE_CAPACITY = "free_capacity"
+    """The device had room for it."""
+    OVERDUE = "overdue"
+    """A program waited for ``patience_s``: this one, or the one that takes its place."""
+    STANDSTILL = "standstill"
+    """Nothing ran for ``standstill_s`` although a program was ready."""
+    ABSENT = "absent"
+    """The program acted on the device for ``absent_s`` while another was ready."""
+    EXCHANGE = "exchange"
+    """The program acted on the device while another was ready, and the tiers below had room for it."""
+    HOST_FULL = "host_full"
+    """A busier program needs its place in host memory."""
+    KEPT = "kept"
+    """It no longer has to leave after its turn."""
+    OVER = "over"
+    """It has ended."""
+    GIVEN_UP = "given_up"
+    """The policy failed, and placement has stopped."""
+
+
+class TierMove(NamedTuple):
+    """A program's move to another queue. ``to`` DEVICE for a program on the device ends its ``pending``.
+
+    With ``AFTER_TURN``, ``to`` is the tier it would move to now.
+    """
+
+    program_id: ProgramId
+    to: Tier
+    when: MoveTiming
+    reason: MoveReason
+
+
+class PlacementPolicy(Protocol):
+    """Which tier each program's KV belongs in. ``places`` False: never asked, every program is on the device.
+
+    Asked at events and every ``tick_s`` seconds. The moves of an answer keep the tiers within capacity only
+    together: one move may use the room that another one frees.
+    """
+
+    places: bool
+    k: int
+    """Number of cycles over which idleness is measured."""
+    tick_s: float
+    idle_tick_s: float
+    """The tick while nothing runs although a program waits."""
+
+    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        """Sort key in the Waiting queue, ascending. Valid until something happens to the program."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlacement:
+    """Nothing is moved: the engine evicts as usual."""
+
+    places: bool = False
+    k: int = WINDOW_CYCLES
+    tick_s: float = math.inf
+    idle_tick_s: float = math.inf
+
+    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
+        return ()
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        return (0, program.waiting_since_s, program.arrived_s, program.program_id)

@@ -1,0 +1,160 @@
+"""The questions of an engine's preset: one protocol each. A frozen view and ``now`` in, a decision out.
+
+A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
+in the simulator. A policy that cannot decide returns a value for it and raises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from sojourn.ids import ProgramId
+
+from .policy_views import (
+    AdmissionView,
+    BlockShortage,
+    EvictionCandidateView,
+    EvictionScoreScale,
+    FinishedTurnView,
+    LeaseView,
+    PrefetchView,
+    ReclaimRequest,
+    RunningRequestView,
+    WaitingRequestView,
+    WorkflowStepView,
+)
+
+if TYPE_CHECKING:
+    from .prefetch.prefetch_policies import PrefetchTiming
+    from .workflow.workflow_prediction import NextStepPrediction
+
+
+class DecisionReason(str, Enum):
+    """Why a decision was taken. The decision log records it."""
+
+    NO_TOOL_CALL = "no_tool_call"
+    FINAL_TURN = "final_turn"
+    COLD_START = "cold_start"
+    ALL_TOOLS = "all_tools"
+    THIS_TOOL = "this_tool"
+    FIXED = "fixed"
+    LEAST_WASTE = "least_waste"
+    HINTED = "hinted"
+    NOT_WORTH_IT = "not_worth_it"
+    OVER_BUDGET = "over_budget"
+    POLICY_OFF = "policy_off"
+    NOTHING_CACHED = "nothing_cached"
+    # results of a prefetch
+    IN_PLACE = "in_place"
+    NO_TIER = "no_tier"
+    IN_HOST = "in_host"
+    FROM_DISK = "from_disk"
+    # ends of a lease
+    TTL = "ttl"
+    RETURN = "return"
+    END = "end"
+    SILENT = "silent"
+    PRESSURE = "pressure"
+    RESET = "reset"
+    SUPERSEDED = "superseded"
+    PLACED = "placed"
+    """The program's KV belongs in another tier."""
+
+
+class EndedKvHandling(str, Enum):
+    """What happens to the KV of a program that has ended."""
+
+    REUSED_FIRST = "reused-first"
+    """Blocks that only this program used are evicted first: no other request is expected to need them."""
+    LEFT = "left"
+    """The blocks stay cached in the ordinary eviction order, as in an engine without end-of-program hints."""
+
+
+class RetentionDecision(NamedTuple):
+    """How long to keep a turn's KV. ``ttl_s`` 0 grants no lease."""
+
+    ttl_s: float
+    reason: DecisionReason
+
+
+class RetentionPolicy(Protocol):
+    """How long to keep the KV of a turn that has just ended in a tool call."""
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision: ...
+
+
+class AdmissionPolicy(Protocol):
+    """Whether a program that holds no KV is admitted now.
+
+    ``gates`` False: every program is admitted. ``reserves_prompt_blocks``: blocks that running requests still
+    need for their prompts do not count as free. ``forecasts``: the scheduler asks for every request of a
+    program, also for preempted requests and for those with a lease, and fills the demand forecast in the
+    view."""
+
+    gates: bool
+    reserves_prompt_blocks: bool
+    forecasts: bool
+
+    def may_admit(self, entry: AdmissionView, now: float) -> bool: ...
+
+
+class QueueOrderPolicy(Protocol):
+    """The order of the waiting queue: requests are admitted in ascending order of ``key``."""
+
+    def key(self, request: WaitingRequestView) -> tuple[float, ...]: ...
+
+    def promoted_s(self, request: WaitingRequestView) -> float:
+        """Engine time at which waiting alone moves the request to the front; ``inf``: never.
+
+        From then on its key changes, and the time it waited and ran before then no longer counts.
+        """
+        ...
+
+
+class LeaseReclaimPolicy(Protocol):
+    """Which leases end early to free blocks. ``None``: no lease ends, and the request waits."""
+
+    def release(
+        self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
+    ) -> tuple[ProgramId, ...] | None: ...
+
+
+class VictimPolicy(Protocol):
+    """Which running request to preempt. ``None`` leaves the choice to the engine."""
+
+    def victim(
+        self, running: Sequence[RunningRequestView], need: BlockShortage, now: float
+    ) -> str | None: ...
+
+
+class EvictionPolicy(Protocol):
+    """The order in which cached blocks of programs are evicted: ascending ``score``.
+
+    ``by_program`` False keeps the engine's least-recently-used order. ``standing`` is computed when something
+    happens to a program, and stored. ``score`` converts a standing to the present scale; all scores are
+    recomputed when the scale changes.
+    """
+
+    by_program: bool
+
+    def standing(self, owner: EvictionCandidateView) -> tuple[float, ...]: ...
+
+    def score(self, standing: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]: ...
+
+
+class WorkflowPredictionPolicy(Protocol):
+    """What follows a turn. ``looks`` False: workflows are neither recorded nor predicted."""
+
+    looks: bool
+
+    def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction: ...
+
+
+class PrefetchPolicy(Protocol):
+    """When to load a program's prefix back from host memory or disk. ``plans`` False: never."""
+
+    plans: bool
+
+    def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None: ...

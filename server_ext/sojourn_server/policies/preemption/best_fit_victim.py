@@ -1,0 +1,102 @@
+"""Preempt the request whose removal ends the shortage, so that one preemption is enough (Tetris §1, §4)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_blocks
+from ..policy_views import BlockShortage, RunningRequestView
+
+MAX_CANDIDATES_COMPARED = 64
+"""Maximum number of candidates compared in full: half with the least loss, half with the most freed
+blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestFitVictim:
+    """Among the requests without which the others fit, the one that loses least.
+
+    The others fit if their expected demand within ``horizon_steps`` is available. If no single removal is
+    enough, the victim is the one that leaves the smallest shortage. A request's loss is the time until it
+    continues, divided by its total output tokens: the wait until there is room again, and the work to restore
+    its KV. The same pause hurts a short answer more than a long one.
+
+    A preempted request is immune until it has written ``immune_tokens`` more, and after ``most_preemptions``
+    preemptions, while there are other candidates. This prevents ping-pong and starvation. If nothing is known
+    about any program's request, the engine chooses.
+    """
+
+    horizon_steps: float = 1024.0
+    immune_tokens: int = 64
+    most_preemptions: int = 3
+
+    def __post_init__(self) -> None:
+        if not (self.horizon_steps > 0 and self.immune_tokens >= 0 and self.most_preemptions >= 1):
+            raise ValueError(
+                f"horizon_steps {self.horizon_steps}, immune_tokens {self.immune_tokens}, most_preemptions "
+                f"{self.most_preemptions}; expected above 0, ≥ 0 and ≥ 1"
+            )
+
+    def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
+        if not any(view.of_program and view.remaining for view in running):
+            return None
+        candidates = [view for view in running if not self._is_immune(view)]
+        if not candidates:
+            least = min(view.preemptions for view in running)
+            candidates = [view for view in running if view.preemptions == least]
+        # A fixed order, so that floating-point sums do not depend on the order of the requests.
+        in_order: Sequence[RunningRequestView] = sorted(running, key=lambda view: view.request_id)
+        needed = needed_blocks(in_order, need.block_size)
+
+        def worth(view: RunningRequestView) -> tuple[float, float, int, int]:
+            own = needed_blocks([view], need.block_size)
+            # Rounded to a millionth of a block, so that an exact fit does not fail in the last digit.
+            others = [round(whole - its, 6) for whole, its in zip(needed, own, strict=True)]
+            # Available blocks count shared ones for each request; the victim's stay in use without it.
+            available_blocks = need.available_blocks - view.shared_blocks
+            lacking = max(0.0, peak_demand_blocks(others, self.horizon_steps) - available_blocks)
+            back_at = next(
+                (
+                    at
+                    for at, taken in zip(STEP_POINTS, others, strict=True)
+                    if round(taken + own[0], 6) <= available_blocks
+                ),
+                2 * STEP_POINTS[-1],
+            )
+            return (lacking, _preemption_loss(view, back_at, need.step_s), -view.program_rank, -view.position)
+
+        return min(_preselected_candidates(candidates, need), key=worth).request_id
+
+    def _is_immune(self, view: RunningRequestView) -> bool:
+        return view.preemptions > 0 and (
+            view.preemptions >= self.most_preemptions or view.stayed_tokens < self.immune_tokens
+        )
+
+
+def _preselected_candidates(
+    candidates: Sequence[RunningRequestView], need: BlockShortage
+) -> Sequence[RunningRequestView]:
+    """At most ``MAX_CANDIDATES_COMPARED`` candidates that include a good one."""
+    if len(candidates) <= MAX_CANDIDATES_COMPARED:
+        return candidates
+    least = heapq.nsmallest(
+        MAX_CANDIDATES_COMPARED // 2,
+        candidates,
+        key=lambda view: (_preemption_loss(view, 0, need.step_s), -view.program_rank, -view.position),
+    )
+    most = heapq.nlargest(
+        MAX_CANDIDATES_COMPARED // 2,
+        candidates,
+        key=lambda view: (view.blocks - view.shared_blocks, view.program_rank, view.position),
+    )
+    return list({view.request_id: view for view in (*least, *most)}.values())
+
+
+def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:
+    """Steps until it continues, if there is room for it in ``back_at`` steps, per token of its output."""
+    work = view.recover_s / step_s if step_s > 0 else 0.0
+    left = math.fsum(view.remaining) / len(view.remaining) if view.remaining else 0.0
+    return (back_at + work) / max(1.0, view.output_tokens + left)

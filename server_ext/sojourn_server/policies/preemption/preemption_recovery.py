@@ -1,0 +1,127 @@
+"""Recovery: how a preempted request gets its KV back, by recomputing or by offloading (Tetris §2.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+NO_OFFLOAD_S_PER_TOKEN = 1e9
+"""Copy time per token that stands for no room in host memory: finite, because recordings cannot hold
+infinity."""
+
+
+class RecoveryMethod(str, Enum):
+    """How a preempted request's KV is recovered."""
+
+    RECOMPUTE = "recompute"
+    """Its KV may be lost when its blocks are reused."""
+    OFFLOAD = "offload"
+    """Reused blocks are copied to host memory first and loaded back from there."""
+
+
+class PreemptedRequestView(NamedTuple):
+    """A request about to be preempted. Times in seconds."""
+
+    tokens: int
+    """Context length."""
+    recompute_s: float
+    """Time to recompute the context."""
+    offload_s_per_token: float | None
+    """Time to copy a token's KV to host memory; ``None`` or ``NO_OFFLOAD_S_PER_TOKEN``: no host memory, or no
+    room in it."""
+    load_back_s_per_token: float | None
+    """Time to copy a token's KV back."""
+    copied_tokens: int = 0
+    """Tokens of the context that are already in host memory."""
+    queued_s: float = 0.0
+    """Time until the link is free."""
+
+    @property
+    def offload_s(self) -> float:
+        """Time to copy the rest out and all of it back; ``inf`` without host memory."""
+        if self.offload_s_per_token is None or self.load_back_s_per_token is None:
+            return math.inf
+        left = max(0, self.tokens - self.copied_tokens)
+        if left and self.offload_s_per_token >= NO_OFFLOAD_S_PER_TOKEN:
+            return math.inf
+        out_s = left * self.offload_s_per_token if left else 0.0
+        return self.queued_s + out_s + self.tokens * self.load_back_s_per_token
+
+
+class RecoveryPolicy(Protocol):
+    """How a victim's KV is recovered."""
+
+    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysRecompute:
+    """As in the unmodified engine: the KV of reused blocks is lost."""
+
+    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
+        return RecoveryMethod.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlwaysOffload:
+    """Reused blocks are copied to host memory if there is room."""
+
+    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
+        return RecoveryMethod.OFFLOAD if victim.offload_s < math.inf else RecoveryMethod.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheaperRecovery:
+    """The faster of the two: copying grows with the context, recomputing with its square."""
+
+    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
+        return RecoveryMethod.OFFLOAD if victim.offload_s < victim.recompute_s else RecoveryMethod.RECOMPUTE
+
+
+def break_even_tokens(
+    *,
+    layers: int,
+    hidden: int,
+    kv_bytes_per_token: float,
+    flops_per_s: float,
+    link_bytes_per_s: float,
+) -> float:
+    """Context in tokens from which offloading beats recomputing, without measurements; 0 or less: always
+    (§2.1, equations 1 to 3).
+
+    Computing S tokens: 4·L·(6·S·D² + S²·D) operations. Copying: 2·S·M bytes, M bytes per token. The paper's
+    K = 2·B_comp/B_mem − 6·D is this for M = 4·L·D: two-byte keys and values without grouped heads. Its
+    equation 2 ends in S·D·L/B_mem, an eighth of that. Raises ``ValueError`` unless all are > 0.
+    """
+    for name, value in (
+        ("layers", layers),
+        ("hidden", hidden),
+        ("kv_bytes_per_token", kv_bytes_per_token),
+        ("flops_per_s", flops_per_s),
+        ("link_bytes_per_s", link_bytes_per_s),
+    ):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value}; expected a number above 0")
+    return kv_bytes_per_token * flops_per_s / (2 * layers * hidden * link_bytes_per_s) - 6 * hidden
+
+
+def measured_break_even_tokens(
+    a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
+) -> float:
+    """The same from a measured prefill curve a + b·S + c·S² in seconds, and seconds to copy a token's KV out
+    and back. 0: copying is always faster; ``inf``: never beyond some length. Raises ``ValueError`` unless all
+    are finite and ≥ 0.
+    """
+    coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
+    if not all(math.isfinite(value) and value >= 0 for value in coefficients):
+        raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")
+    gained = b_s_per_token - copy_s_per_token
+    if gained >= 0:
+        return 0.0
+    if c_s_per_token2 == 0:
+        return math.inf
+    # The larger root of a + gained·S + c·S² = 0: below it copying costs more, except for very few tokens.
+    root = gained * gained - 4 * c_s_per_token2 * a_s
+    return 0.0 if root < 0 else (-gained + math.sqrt(root)) / (2 * c_s_per_token2)

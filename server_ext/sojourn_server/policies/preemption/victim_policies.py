@@ -1,0 +1,54 @@
+"""Victims: which request is preempted when a running request finds no free block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..policy_views import BlockShortage, RunningRequestView
+from ..queue_order.least_attained_service import ServiceLevels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineVictim:
+    """The engine's choice: the request admitted last."""
+
+    def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestProgramVictim:
+    """The request whose program arrived last.
+
+    The engine knows no programs: a returning program is admitted late although it arrived early, so "the last
+    admitted" would be the very program that the queue order prefers.
+    """
+
+    def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
+        if not running:
+            return None
+        return max(running, key=lambda view: (view.program_rank, view.position)).request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MostAttainedServiceVictim:
+    """The last admitted request in the lowest of Autellix's queues (arXiv 2502.13965, §4.2.2)."""
+
+    levels: int = 7
+    first_s: float = 2.0
+    quantum_s: float = 1.0
+    _levels: ServiceLevels = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
+        object.__setattr__(self, "_levels", levels)
+
+    def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
+        if not running:
+            return None
+
+        def standing(view: RunningRequestView) -> tuple[int, int]:
+            return (self._levels.level(view.attained_s, view.ran_s), view.position)
+
+        return max(running, key=standing).request_id

@@ -1,0 +1,55 @@
+"""Prefetch: load a program's prefix back before its next request (S5; SAGA §4.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..policy_views import PrefetchView
+
+
+class PrefetchTiming(NamedTuple):
+    """Start at ``at_s`` so that the prefix is there by ``by_s``; engine time."""
+
+    at_s: float
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPrefetch:
+    """Never prefetch."""
+
+    plans: bool = False
+
+    def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikeliestSuccessorPrefetch:
+    """Once a tool with a known likely successor runs, load the prefix by the time the tool may end.
+
+    The paper starts at once (``early_share`` 0). This policy waits until ``early_share`` of such calls have
+    ended, minus the copy time: KV that is loaded earlier only takes blocks from others. Raises
+    ``ValueError`` for a share outside 0 to 1.
+    """
+
+    early_share: float = 0.25
+    min_goes_on: float = 0.5
+    """Minimum probability of another turn."""
+    plans: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("early_share", self.early_share), ("min_goes_on", self.min_goes_on)):
+            if not (math.isfinite(value) and 0 <= value <= 1):
+                raise ValueError(f"{name} is {value}; expected 0 to 1")
+
+    def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
+        if view.goes_on < self.min_goes_on:
+            return None
+        by_s = now
+        if view.tool_durations_s:
+            durations = view.tool_durations_s
+            by_s = now + durations[min(len(durations) - 1, int(self.early_share * len(durations)))]
+        return PrefetchTiming(max(now, by_s - view.reload_s), by_s)

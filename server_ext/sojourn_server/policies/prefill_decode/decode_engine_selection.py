@@ -1,0 +1,365 @@
+"""Selection of the decode engine that writes a request's answer (DualPath §6.1, DE scheduling; D5)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from .prefill_decode_views import DecodeEngineView, PdRequest
+
+HIGH_TOKENS_RATIO = 1.05
+"""An engine has a high token count above this multiple of an even share. Our reading of the paper, whose
+formula for the threshold is illegible in the text available to us."""
+
+
+class DecodeLoad(Protocol):
+    """The load of a decode engine: a ``DecodeEngineView`` or the mutable state behind one."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def free_kv_tokens(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def most_requests(self) -> float: ...
+
+
+def choose_group(loads: Iterable[tuple[int, int]]) -> int | None:
+    """Phase 1: the group with the fewest tokens, of (group, tokens) of groups that can run more requests.
+
+    Ties go to the lowest number; ``None`` without groups."""
+    return min(loads, key=lambda load: (load[1], load[0]), default=(None, 0))[0]
+
+
+def high_token_threshold(
+    engines: Sequence[DecodeLoad], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
+) -> float:
+    """Z: ``ratio`` times an even share of the group's tokens, including the requests R.
+
+    R are the requests at the head of the group's queue that would fit its engines' free memory if it were
+    contiguous, and their request limits.
+    """
+    free = tokens = 0
+    places: float = 0
+    for engine in engines:
+        free += engine.free_kv_tokens
+        tokens += engine.tokens
+        places += max(0, engine.most_requests - engine.requests)
+    for request in queue:
+        free -= request.kv_tokens
+        places -= 1
+        if free < 0 or places < 0:
+            break
+        tokens += request.tokens
+    return ratio * tokens / len(engines)
+
+
+def choose_decode(engines: Iterable[DecodeLoad], request: PdRequest, most_tokens: float) -> int | None:
+    """Phase 2: the group's engine for a request; ``None``: no engine has enough memory or a free slot.
+
+    Among the engines with room: those that stay at or below ``most_tokens`` first, by fewest requests, then
+    fewest tokens; else the one with the fewest tokens. Ties go to the lowest number.
+    """
+    needs, adds = request.kv_tokens, request.tokens
+    best: tuple[int, int, int] | None = None
+    below = False
+    fewest = 0
+    for engine in engines:
+        if engine.free_kv_tokens < needs or engine.requests >= engine.most_requests:
+            continue
+        if engine.tokens + adds <= most_tokens:
+            requests = engine.requests
+            if below and requests > fewest:  # the common case; there are a thousand decisions per second
+                continue
+            mine = (requests, engine.tokens, engine.number)
+            if not below or best is None or mine < best:
+                best, below, fewest = mine, True, requests
+        elif not below:
+            mine = (engine.tokens, engine.requests, engine.number)
+            if best is None or mine < best:
+                best = mine
+    return None if best is None else best[2]
+
+
+class _DecodeEngine:
+    """The mutable state of a decode engine."""
+
+    __slots__ = (
+        "free_kv_tokens", "group", "is_suspended", "kv_tokens", "most_requests", "node", "number", "requests",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, number: int, node: int, group: _DecodeGroup, kv_tokens: int) -> None:
+        self.number = number
+        self.node = node
+        self.group = group
+        self.kv_tokens = self.free_kv_tokens = kv_tokens
+        self.tokens = self.requests = 0
+        self.most_requests = math.inf
+        self.is_suspended = False
+
+    def view(self) -> DecodeEngineView:
+        return DecodeEngineView(
+            self.number, self.node, self.group.number, self.free_kv_tokens, self.tokens, self.requests,
+            self.most_requests,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _DecodeGroup:
+    number: int
+    engines: list[_DecodeEngine] = field(default_factory=list)
+    tokens: int = 0
+    """Tokens of its engines and its queue. Without the queue, a burst would go to one group."""
+    queue: deque[PdRequest] = field(default_factory=deque)
+    largest: int = 0
+    """KV capacity of its largest engine, in tokens."""
+    requests: int = 0
+    """Requests on its engines, without its queue."""
+    most_requests: float = 0
+    """Request limit of its engines together."""
+
+    def key(self) -> tuple[bool, int, int]:
+        """Sort key: the group with the lowest key is chosen next."""
+        return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
+
+    def enter(self, engine: _DecodeEngine) -> None:
+        """Make the engine available."""
+        self.engines.append(engine)
+        self.tokens += engine.tokens
+        self.requests += engine.requests
+        self.largest = max(self.largest, engine.kv_tokens)
+        self.bound()
+
+    def leave(self, engine: _DecodeEngine) -> None:
+        """Make the engine unavailable."""
+        self.engines.remove(engine)
+        self.tokens -= engine.tokens
+        self.requests -= engine.requests
+        self.largest = max((left.kv_tokens for left in self.engines), default=0)
+        self.bound()
+
+    def bound(self) -> None:
+        """Update the group's request limit."""
+        self.most_requests = sum(engine.most_requests for engine in self.engines)
+
+
+class DecodeEngineSelector:
+    """Runs both phases and keeps their state: a queue for each group, in order of arrival.
+
+    Groups are in a heap by tokens, and outdated entries are dropped when they reach the top. Within a group
+    all engines are compared, as in the paper. KV memory counts as used from the choice on, although an engine
+    takes it when decoding begins; this prevents preemptions.
+
+    The paper has no limit on an engine's requests. Here it is a bound like memory, also from the choice on,
+    because a request in an engine's own queue holds its KV buffers. A request joins no group at its limit,
+    since another group may have room first.
+    """
+
+    def __init__(self, ratio: float = HIGH_TOKENS_RATIO) -> None:
+        if not ratio > 0:
+            raise ValueError(f"ratio is {ratio}; expected above 0")
+        self._ratio = ratio
+        self._engines: dict[int, _DecodeEngine] = {}
+        self._given: set[int] = set()
+        self._groups: dict[int, _DecodeGroup] = {}
+        self._heap: list[tuple[bool, int, int]] = []
+        self._changed: dict[int, None] = {}
+        """Groups whose queue or memory has changed since the last ``fetch``."""
+
+    def add(self, number: int, node: int, group: int, kv_tokens: int) -> None:
+        """Add an empty engine. Raises ``ValueError`` for a number used before, or less than one token."""
+        if number in self._given:
+            raise ValueError(f"decode engine {number} was there already; expected a new number")
+        if kv_tokens < 1:
+            raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
+        self._given.add(number)
+        place = self._groups.setdefault(group, _DecodeGroup(group))
+        engine = self._engines[number] = _DecodeEngine(number, node, place, kv_tokens)
+        place.enter(engine)
+        self._push(place)
+        self._changed[group] = None
+
+    def limit(self, number: int, most_requests: float) -> None:
+        """Set an engine's request limit; ``inf``, the initial value: unknown. Its present requests stay.
+
+        Raises ``ValueError`` for less than one, ``KeyError`` for an unknown engine."""
+        if not most_requests >= 1:
+            raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
+        engine = self._engines[number]
+        if engine.most_requests == most_requests:
+            return
+        engine.most_requests = most_requests
+        if not engine.is_suspended:
+            engine.group.bound()
+            self._push(engine.group)
+            self._changed[engine.group.number] = None
+
+    def remove(self, number: int) -> list[PdRequest]:
+        """Remove an engine. Returns the requests of its group's queue that no remaining engine can hold.
+
+        Raises ``KeyError`` for an unknown engine.
+        """
+        unqueued_ids = self.suspend(number)
+        del self._engines[number]
+        return unqueued_ids
+
+    def suspend(self, number: int) -> list[PdRequest]:
+        """Like ``remove``, until ``resume``: its present requests still count. No effect if it is suspended.
+
+        Raises ``KeyError`` for an unknown engine.
+        """
+        engine = self._engines[number]
+        if engine.is_suspended:
+            return []
+        engine.is_suspended = True
+        group = engine.group
+        group.leave(engine)
+        unqueued_ids = [request for request in group.queue if request.kv_tokens > group.largest]
+        if not group.engines:
+            unqueued_ids = list(group.queue)
+            del self._groups[group.number]
+            self._changed.pop(group.number, None)
+            return unqueued_ids
+        for request in unqueued_ids:
+            group.queue.remove(request)
+            group.tokens -= request.tokens
+        self._push(group)
+        return unqueued_ids
+
+    def resume(self, number: int) -> None:
+        """Make a suspended engine available again, with its present load. Raises ``KeyError``."""
+        engine = self._engines[number]
+        if not engine.is_suspended:
+            return
+        engine.is_suspended = False
+        group = engine.group = self._groups.setdefault(engine.group.number, _DecodeGroup(engine.group.number))
+        group.enter(engine)
+        self._push(group)
+        self._changed[group.number] = None
+
+    def largest_kv_tokens(self) -> int:
+        """KV capacity of the largest available engine; 0 without engines."""
+        return max((group.largest for group in self._groups.values()), default=0)
+
+    def queue(self, request: PdRequest) -> bool:
+        """Phase 1: add the request to the queue of a group that can hold it. Returns False if there is no
+        group, or every group that could hold it is at its request limit.
+
+        Raises ``ValueError`` if no engine could ever hold it: it would block the queue's head for ever.
+        """
+        heap, groups = self._heap, self._groups
+        too_small = []
+        chosen: _DecodeGroup | None = None
+        while heap and chosen is None:
+            group = groups.get(heap[0][2])
+            if group is None or group.key() != heap[0]:
+                heappop(heap)
+            elif heap[0][0]:
+                break
+            elif group.largest < request.kv_tokens:
+                too_small.append(heappop(heap))
+            else:
+                chosen = group
+        for entry in too_small:
+            heappush(heap, entry)
+        if chosen is None:
+            if groups and request.kv_tokens > self.largest_kv_tokens():
+                raise ValueError(
+                    f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
+                    f"most {self.largest_kv_tokens():,}, what the largest decode engine holds"
+                )
+            return False
+        chosen.queue.append(request)
+        chosen.tokens += request.tokens
+        self._push(chosen)
+        self._changed[chosen.number] = None
+        return True
+
+    def has_room(self) -> bool:
+        """Whether any group is below its request limit, its queue included."""
+        heap = self._heap
+        while heap:
+            group = self._groups.get(heap[0][2])
+            if group is not None and group.key() == heap[0]:
+                return not heap[0][0]
+            heappop(heap)
+        return False
+
+    def fetch(self) -> Iterator[tuple[PdRequest, int]]:
+        """Phase 2 for each changed group: yields requests with their engines, in each queue's order.
+
+        Requests not taken from the iterator stay queued."""
+        while self._changed:
+            number = next(iter(self._changed))
+            group = self._groups[number]
+            if group.queue:
+                most = high_token_threshold(group.engines, group.queue, self._ratio)
+            while group.queue:
+                request = group.queue[0]
+                chosen = choose_decode(group.engines, request, most)
+                if chosen is None:
+                    break
+                group.queue.popleft()
+                engine = self._engines[chosen]
+                engine.free_kv_tokens -= request.kv_tokens
+                engine.tokens += request.tokens
+                engine.requests += 1
+                group.requests += 1
+                yield request, chosen
+            self._changed.pop(number, None)
+
+    def finish(self, number: int, request: PdRequest) -> None:
+        """Remove a request that has ended or was cancelled. Ignored for a removed engine."""
+        engine = self._engines.get(number)
+        if engine is None:
+            return
+        engine.free_kv_tokens += request.kv_tokens
+        engine.tokens -= request.tokens
+        engine.requests -= 1
+        if engine.is_suspended:
+            return
+        group = engine.group
+        group.tokens -= request.tokens
+        group.requests -= 1
+        self._push(group)
+        if group.queue:
+            self._changed[group.number] = None
+
+    def withdraw(self, request_id: int | str) -> bool:
+        """Take a waiting request out of its queue; False: it is in no queue."""
+        for group in self._groups.values():
+            for request in group.queue:
+                if request.request_id == request_id:
+                    group.queue.remove(request)
+                    group.tokens -= request.tokens
+                    self._push(group)
+                    self._changed[group.number] = None
+                    return True
+        return False
+
+    def node_of(self, number: int) -> int:
+        """The engine's node. Raises ``KeyError`` for an unknown engine."""
+        return self._engines[number].node
+
+    def views(self) -> list[DecodeEngineView]:
+        """Snapshots of all available engines."""
+        return [engine.view() for engine in self._engines.values() if not engine.is_suspended]
+
+    def waiting(self, group: int) -> int:
+        """Number of requests in the group's queue."""
+        return len(self._groups[group].queue)
+
+    def _push(self, group: _DecodeGroup) -> None:
+        heappush(self._heap, group.key())
+        if len(self._heap) > 64 + 8 * len(self._groups):
+            # Drop all outdated entries together.
+            self._heap = [g.key() for g in self._groups.values()]
+            heapify(self._heap)

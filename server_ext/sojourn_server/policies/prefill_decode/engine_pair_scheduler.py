@@ -1,0 +1,271 @@
+"""Assigns prefill and decode engines to requests: D4, D5 and D6 in one object (DualPath §6.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .decode_engine_selection import HIGH_TOKENS_RATIO, DecodeEngineSelector
+from .prefill_decode_views import EnginePair, PdRequest, ReadSplit, StorageReadView
+from .prefill_engine_selection import PrefillEngineSelector, PrefillSelectionLimits
+from .read_side_policies import ReadSidePolicy, ShorterQueueRead
+from .storage_read_queues import StorageReadQueues
+
+_NO_READ = ReadSplit(0, 0)
+
+
+class _RequestInFlight:
+    """A request in flight; ``None``: the engine is not chosen yet."""
+
+    __slots__ = ("decode", "decode_node", "prefill", "prefill_node", "prefilled", "request")
+
+    def __init__(self, request: PdRequest) -> None:
+        self.request = request
+        self.prefill: int | None = None
+        self.decode: int | None = None
+        self.prefilled = False
+        self.prefill_node = self.decode_node = -1
+
+
+class PairQueueLengths(NamedTuple):
+    """Number of waiting requests by resource."""
+
+    waiting_for_prefill: int
+    waiting_for_decode: int
+    in_flight: int
+    """Requests that were submitted and have not ended, waiting ones included."""
+
+
+class PairScheduler:
+    """The state of a fleet of prefill and decode engines: events in, pairs out; no clock and no I/O.
+
+    A request waits in one queue for a prefill engine, first come first served, and in its group's queue for a
+    decode engine. When it has both, its storage read is assigned. The paper's engines fetch periodically;
+    here any event may free capacity, so call ``dispatch`` after events: it returns the requests that can
+    start. The cost is a few microseconds per request, whatever the number of engines.
+
+    Without waiting, and with correct reports of the nodes, a router and a simulator that see the same events
+    get the same pairs.
+    """
+
+    def __init__(
+        self,
+        limits: PrefillSelectionLimits | None = None,
+        side: ReadSidePolicy | None = None,
+        high_tokens_ratio: float = HIGH_TOKENS_RATIO,
+    ) -> None:
+        self._queues = StorageReadQueues()
+        self._prefill = PrefillEngineSelector(limits or PrefillSelectionLimits(), self._queues)
+        self._decode = DecodeEngineSelector(high_tokens_ratio)
+        self._side = side or ShorterQueueRead()
+        self._line: deque[_RequestInFlight] = deque()
+        """Requests that wait for a prefill engine."""
+        self._unplaced: dict[int | str, _RequestInFlight] = {}
+        """Requests that no present decode engine can hold, or whose possible groups are at their limit. They
+        are in no queue, load no prefill engine, and go where there is room first."""
+        self._flights: dict[int | str, _RequestInFlight] = {}
+        """All requests, in order of arrival."""
+
+    # -- the fleet ---------------------------------------------------------------------
+
+    def add_node(self, node: int, block_s: float) -> None:
+        """Add a node; its storage NIC takes ``block_s`` seconds per Full Block. Raises ``ValueError``."""
+        self._queues.add(node, block_s)
+
+    def add_prefill(self, number: int, node: int) -> None:
+        """Add a prefill engine. Raises ``ValueError`` for a used number, ``KeyError`` for an unknown node."""
+        self._prefill.add(number, node)
+
+    def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
+        """Add a decode engine with capacity ``kv_tokens``. Raises as ``add_prefill``."""
+        self._queues.block_s(node)
+        self._decode.add(number, node, group, kv_tokens)
+
+    def set_decode_request_limit(self, number: int, most_requests: float) -> None:
+        """Set a decode engine's request limit; ``inf``, the initial value: unknown.
+
+        Raises ``ValueError`` for less than one, ``KeyError`` for an unknown engine."""
+        self._decode.limit(number, most_requests)
+
+    def remove_prefill(self, number: int) -> None:
+        """Remove a prefill engine. Its requests finish, or ``end`` removes them.
+
+        Takes time for each waiting request. Raises ``KeyError`` for an unknown engine.
+        """
+        self._prefill.remove(number)
+        self._line_up(())
+
+    def remove_decode(self, number: int) -> None:
+        """Remove a decode engine. Its group's queue moves to other groups; requests that no engine can hold
+        wait for one that can."""
+        self._line_up(self._decode.remove(number))
+
+    def suspend_prefill(self, number: int) -> None:
+        """Like ``remove_prefill``, until ``resume_prefill``: its present requests still count."""
+        self._prefill.suspend(number)
+        self._line_up(())
+
+    def suspend_decode(self, number: int) -> None:
+        """Like ``remove_decode``, until ``resume_decode``: its present requests still count."""
+        self._line_up(self._decode.suspend(number))
+
+    def resume_prefill(self, number: int) -> None:
+        """Make a suspended prefill engine available again. Raises ``KeyError`` for an unknown engine."""
+        self._prefill.resume(number)
+
+    def resume_decode(self, number: int) -> None:
+        """Make a suspended decode engine available again. Raises ``KeyError`` for an unknown engine."""
+        self._decode.resume(number)
+
+    # -- events ------------------------------------------------------------------------
+
+    def submit(self, request: PdRequest) -> None:
+        """A request has arrived. Raises ``ValueError`` for a known one, one without tokens, or one that no
+        decode engine could ever hold."""
+        if request.request_id in self._flights:
+            raise ValueError(f"request {request.request_id!r} is here already")
+        if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
+            raise ValueError(f"{request}; expected at least one token, and nothing below 0")
+        self._place_unplaced()  # earlier requests first
+        flight = _RequestInFlight(request)
+        if self._decode.queue(request):
+            self._line.append(flight)
+        else:
+            self._unplaced[request.request_id] = flight
+        self._flights[request.request_id] = flight
+
+    def prefilled(self, request_id: int | str) -> None:
+        """Its prompt is computed; the prefill engine is free. Raises ``KeyError`` for an unknown request."""
+        flight = self._flights[request_id]
+        if flight.prefill is not None and not flight.prefilled:
+            flight.prefilled = True
+            self._prefill.finish(flight.prefill, flight.request.tokens)
+
+    def end(self, request_id: int | str) -> None:
+        """It is answered or cancelled, in any state. Raises ``KeyError`` for an unknown request."""
+        flight = self._flights.pop(request_id)
+        if self._unplaced.pop(request_id, None) is not None:
+            return
+        if flight.prefill is None:
+            self._line.remove(flight)
+        elif not flight.prefilled:
+            self._prefill.finish(flight.prefill, flight.request.tokens)
+        if flight.decode is not None:
+            self._decode.finish(flight.decode, flight.request)
+        else:
+            self._decode.withdraw(request_id)
+
+    def report(self, node: int, queue_s: float, now: float) -> None:
+        """A node reports the seconds of reading queued at its storage NIC. Raises ``ValueError``."""
+        self._queues.report(node, queue_s, now)
+        self._prefill.refresh_node_queue(node)
+
+    # -- decisions ---------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> list[EnginePair]:
+        """The requests that can start now, in the order in which they were paired."""
+        self._place_unplaced()
+        ready: list[_RequestInFlight] = []
+        line = self._line
+        while line:
+            number = self._prefill.choose(now)
+            if number is None:
+                break
+            flight = line.popleft()
+            self._prefill.assign(number, flight.request.tokens)
+            flight.prefill, flight.prefill_node = number, self._prefill.node_of(number)
+            if flight.decode is not None:
+                ready.append(flight)
+        for request, chosen in self._decode.fetch():
+            flight = self._flights[request.request_id]
+            flight.decode, flight.decode_node = chosen, self._decode.node_of(chosen)
+            if flight.prefill is not None:
+                ready.append(flight)
+        return [self._pair(flight, now) for flight in ready]
+
+    def _place_unplaced(self) -> None:
+        """Queue the unplaced requests for which an engine has joined or has room again."""
+        decode = self._decode
+        if not self._unplaced or not decode.has_room():
+            return
+        largest = decode.largest_kv_tokens()
+        housed = []
+        for request_id, flight in self._unplaced.items():
+            if not decode.has_room():
+                break
+            if flight.request.kv_tokens <= largest and decode.queue(flight.request):
+                self._line.append(flight)
+                housed.append(request_id)
+        for request_id in housed:
+            del self._unplaced[request_id]
+
+    def _line_up(self, left: Iterable[PdRequest]) -> None:
+        """Queue all unpaired requests again, in order of arrival, after an engine has left.
+
+        ``left`` are requests that the engine's group dropped. Both queues must keep one order: then a request
+        with a prefill engine waits only for requests that have one too. If some changed groups out of order,
+        one request could hold the prefill engine that another needs, and wait for the memory of that other.
+        """
+        unqueued_ids = {request.request_id for request in left}
+        unpaired = [one for one in self._flights.values() if one.prefill is None or one.decode is None]
+        for flight in unpaired:
+            request_id = flight.request.request_id
+            if flight.prefill is not None:
+                self._prefill.finish(flight.prefill, flight.request.tokens)
+            if flight.decode is not None:
+                self._decode.finish(flight.decode, flight.request)
+            elif request_id not in unqueued_ids and request_id not in self._unplaced:
+                self._decode.withdraw(request_id)
+            flight.prefill = flight.decode = None
+        self._line.clear()
+        self._unplaced = {one.request.request_id: one for one in unpaired}
+        self._place_unplaced()
+
+    def _pair(self, flight: _RequestInFlight, now: float) -> EnginePair:
+        request, prefill, decode = flight.request, flight.prefill, flight.decode
+        assert prefill is not None
+        assert decode is not None
+        blocks = request.hit_blocks
+        if not blocks:
+            return EnginePair(request, prefill, decode, _NO_READ)
+        queues = self._queues
+        one, other = flight.prefill_node, flight.decode_node
+        split = self._side.split(
+            StorageReadView(
+                blocks,
+                queues.queue_s(one, now),
+                queues.queue_s(other, now),
+                queues.block_s(one),
+                queues.block_s(other),
+                one == other,
+            )
+        )
+        if split.prefill_blocks:
+            queues.read(one, split.prefill_blocks, now)
+        if split.decode_blocks:
+            queues.read(other, split.decode_blocks, now)
+        return EnginePair(request, prefill, decode, split)
+
+    # -- inspection --------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> PairQueueLengths:
+        """Lengths of the queues."""
+        paired = sum(1 for flight in self._flights.values() if flight.decode is not None)
+        return PairQueueLengths(len(self._line), len(self._flights) - paired, len(self._flights))
+
+    @property
+    def prefill(self) -> PrefillEngineSelector:
+        """The prefill engines' state."""
+        return self._prefill
+
+    @property
+    def decode(self) -> DecodeEngineSelector:
+        """The decode engines' state."""
+        return self._decode
+
+    @property
+    def queues(self) -> StorageReadQueues:
+        """The storage NICs' state."""
+        return self._queues

@@ -1,0 +1,194 @@
+"""Prefill quota: how much of the waiting prompts a step computes (DualPath §6.2, D7).
+
+Devices that share expert layers synchronise after each attention layer, and attention takes longer over a
+long context than over a short one. A quota in seconds of attention makes their steps equally long; a quota in
+tokens does not. On a single engine it only bounds the duration of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..costs.step_costs import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCosts:
+    """Fitted seconds of attention per step: all layers, one request after another.
+
+    A request of ``cached`` present and ``new`` tokens computes new·cached + new·(new+1)/2 pairs and reads KV
+    of cached + new tokens. Raises ``ValueError`` for costs that are not finite and ≥ 0."""
+
+    pair_s: float
+    token_s: float = 0.0
+    request_s: float = 0.0
+    kv_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        costs = (self.pair_s, self.token_s, self.request_s, self.kv_token_s)
+        if not all(0 <= cost < math.inf for cost in costs):
+            raise ValueError(f"{self}; expected seconds, finite and ≥ 0")
+
+    @classmethod
+    def of(cls, costs: StepCosts) -> AttentionCosts:
+        """Attention's part of a step's fitted costs: pairs, and the KV read, which is nearly all of a decode.
+
+        A profile's seconds per token and per request belong mostly to other layers."""
+        return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
+
+    def seconds(self, cached: int, new: int) -> float:
+        """Seconds that one request adds."""
+        return (
+            self.pair_s * new * (cached + (new + 1) / 2)
+            + self.kv_token_s * (cached + new)
+            + self.token_s * new
+            + self.request_s
+        )
+
+
+class PrefillCandidate(NamedTuple):
+    """A request that could be computed in this step."""
+
+    cached: int
+    """Tokens whose KV is present, from storage or earlier steps."""
+    new: int
+    """Tokens left to compute; at least 1."""
+
+
+class PrefillStepPlan(NamedTuple):
+    """The prefill work of a step: the first ``len(chunks)`` requests, and the new tokens of each."""
+
+    chunks: tuple[int, ...]
+    attention_s: float
+    """Predicted seconds."""
+
+    @property
+    def tokens(self) -> int:
+        """Sum of the chunks. An engine that packs the same requests in the same order up to this many tokens
+        plans the same step."""
+        return sum(self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillComputeQuota:
+    """Packs requests in order until attention would take longer than ``quota_s``.
+
+    The first request that does not fit is cut: it gets the tokens that fit, up to the end of a block of
+    ``block_tokens``, found by bisection. Requests behind it get nothing. If nothing fits, the step computes
+    one block, so that every step makes progress. Raises ``ValueError``.
+    """
+
+    costs: AttentionCosts
+    quota_s: float = 0.3
+    block_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.quota_s > 0 or self.block_tokens < 1:
+            raise ValueError(
+                f"quota_s {self.quota_s}, block_tokens {self.block_tokens}; expected above 0, at least 1"
+            )
+
+    def plan(
+        self,
+        requests: Iterable[PrefillCandidate],
+        *,
+        tokens_at_most: float = math.inf,
+        max_requests_per_step: float = math.inf,
+    ) -> PrefillStepPlan:
+        """``requests``: running ones first, then waiting ones, first come first served.
+
+        Consumes no more of them than it looks at. Raises ``ValueError`` for one without new tokens."""
+        chunks: list[int] = []
+        left_s, tokens = self.quota_s, 0
+        spent_s = 0.0
+        for cached, new in requests:
+            if new < 1 or cached < 0:
+                raise ValueError(f"a request of {cached} cached and {new} new tokens; expected ≥ 0 and ≥ 1")
+            if len(chunks) >= max_requests_per_step or tokens >= tokens_at_most:
+                break
+            most = new if tokens + new <= tokens_at_most else int(tokens_at_most - tokens)
+            chunk = self.chunk(cached, most, left_s, first=not chunks)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            tokens += chunk
+            spent_s += self.costs.seconds(cached, chunk)
+            left_s = self.quota_s - spent_s
+            if chunk < new:
+                break
+        return PrefillStepPlan(tuple(chunks), spent_s)
+
+    def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
+        """How many of a request's ``new`` tokens take at most ``left_s``: all, up to the end of a block, or
+        none; for the ``first`` request of a step at least the rest of a block."""
+        if self.costs.seconds(cached, new) <= left_s:
+            return new
+        # The context may end within a block; then the first block end is less than a block away.
+        ahead = cached % self.block_tokens
+        low, high = 0, (ahead + new) // self.block_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.costs.seconds(cached, middle * self.block_tokens - ahead) <= left_s:
+                low = middle
+            else:
+                high = middle - 1
+        if low:
+            return low * self.block_tokens - ahead
+        return min(new, self.block_tokens - ahead) if first else 0
+
+
+class StepQuotaUsage:
+    """Quota use of a step that an engine packs itself: it asks for one prompt after the other.
+
+    ``decodes_s`` of the quota are reserved for generating requests: they are in every step, whatever their
+    position, so prompts never delay a token. The rest is available to prompts.
+    """
+
+    __slots__ = ("_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")
+
+    def __init__(self, quota: PrefillComputeQuota, decodes_s: float) -> None:
+        self._quota = quota
+        self._taken: dict[str, float] = {}
+        self.decodes_s = decodes_s
+        self.prompts_s = 0.0
+        """Seconds of the prompts taken so far."""
+        self.closed = False
+        """A prompt did not fit: later ones get nothing."""
+        self.cut: str | None = None
+        """The request that was cut, not one that was left out."""
+
+    def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
+        """How many of ``new`` tokens the request may compute. One that is not ``chunkable`` gets all or none,
+        and all if it is the step's first. The engine confirms the amount with ``take``."""
+        if self.closed:
+            return 0
+        left_s = self._quota.quota_s - self.decodes_s - self.prompts_s
+        chunk = self._quota.chunk(cached, new, left_s, first=not self._taken)
+        if chunk < new:
+            self.closed = True
+            if not chunkable:
+                return 0 if self._taken else new
+            self.cut = request_id if chunk else None
+        return chunk
+
+    def take(self, request_id: str, cached: int, chunk: int) -> None:
+        """Record that the request computes ``chunk`` tokens in this step."""
+        seconds = self._quota.costs.seconds(cached, chunk)
+        self._taken[request_id] = seconds
+        self.prompts_s += seconds
+
+    def taken(self) -> set[str]:
+        """Requests that compute something in this step, as far as known."""
+        return set(self._taken)
+
+    def leave(self, request_id: str) -> None:
+        """Undo ``take``; no effect if the request was not taken."""
+        if request_id not in self._taken:
+            return
+        del self._taken[request_id]
+        self.prompts_s = math.fsum(self._taken.values())
+        if request_id == self.cut:  # only requests behind it were left out
+            self.cut, self.closed = None, False

@@ -1,0 +1,163 @@
+"""The ratio of prefill to decode nodes at which all storage NICs can work at once (DualPath §4.2, D8).
+
+The paper's formulas are illegible in the text available to us, so they are derived from its description of
+the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes per second. A
+node's storage NIC reads S = s·B bytes per second, its DRAM moves M. All storage NICs read all the time, and
+load is even. With x = P/D, a device's compute NIC carries, as shares of B:
+
+    prefill, read     2·s/g              hits to the device and on to the decode buffer
+    prefill, write    s/g·(1 + 1/x)      hits from its own storage, and those read by the decode side
+    decode, read      s/g·(x + 2)        data from prefill to the device; its own hits to both
+    decode, write     s/g·(2x + 1)       the prompt's KV on arrival, and into the device
+    prefill DRAM      2·S                written from storage, then read
+    decode DRAM       S·(3 + 2x)         its own: in, to prefill, to the device; prefill's: in, to the device
+
+Each share at most 1, and DRAM at most M, bounds x. g = 8, s = 1 and M = 10·S give 1/7 to 7/2, as published.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLinks:
+    """A node's links; the defaults are the paper's example. Raises ``ValueError``."""
+
+    devices: int = 8
+    compute_nic_bytes_per_s: float = 50e9
+    """Of each device."""
+    storage_nic_bytes_per_s: float = 50e9
+    """Of the node, independent of its devices."""
+    dram_bytes_per_s: float = 500e9
+    """Reads and writes together."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"devices is {self.devices}; expected at least 1")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{field.name} is {value}; expected finite and above 0")
+
+    @property
+    def storage_share(self) -> float:
+        """s: the storage NIC's bandwidth over that of one compute NIC."""
+        return self.storage_nic_bytes_per_s / self.compute_nic_bytes_per_s
+
+
+class LinkRatioBound(NamedTuple):
+    """The bounds on P/D from one link."""
+
+    link: str
+    least: float = 0.0
+    most: float = math.inf
+
+
+class PdRatioRange(NamedTuple):
+    """Prefill nodes per decode node for which no link except storage is the bottleneck."""
+
+    least: float
+    most: float
+    bounds: tuple[LinkRatioBound, ...]
+
+    @property
+    def possible(self) -> bool:
+        """False: at every ratio another link saturates before storage."""
+        return self.least <= self.most
+
+    def holds(self, ratio: float) -> bool:
+        """Whether ``ratio`` is in the range, with a tolerance for floating point."""
+        return self.least * (1 - 1e-12) <= ratio <= self.most * (1 + 1e-12)
+
+
+def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
+    """The range, and the bound of each link."""
+    g, s = links.devices, links.storage_share
+    spare = links.dram_bytes_per_s / links.storage_nic_bytes_per_s
+    never = math.inf
+    bounds = (
+        LinkRatioBound("prefill compute NIC, read", least=0.0 if 2 * s <= g else never),
+        LinkRatioBound("prefill compute NIC, write", least=s / (g - s) if g > s else never),
+        LinkRatioBound("decode compute NIC, read", most=(g - 2 * s) / s),
+        LinkRatioBound("decode compute NIC, write", most=(g - s) / (2 * s)),
+        LinkRatioBound("prefill DRAM", least=0.0 if spare >= 2 else never),
+        LinkRatioBound("decode DRAM", most=(spare - 3) / 2),
+    )
+    return PdRatioRange(max(bound.least for bound in bounds), min(bound.most for bound in bounds), bounds)
+
+
+def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) -> dict[str, float]:
+    """Utilisation of each link while all storage NICs read all the time; above 1.0 it is the bottleneck.
+
+    Raises ``ValueError`` for fewer than one node of either kind.
+    """
+    if prefill_nodes < 1 or decode_nodes < 1:
+        raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
+    x = prefill_nodes / decode_nodes
+    part = links.storage_share / links.devices
+    dram = links.storage_nic_bytes_per_s / links.dram_bytes_per_s
+    return {
+        "prefill compute NIC, read": 2 * part,
+        "prefill compute NIC, write": part * (1 + 1 / x),
+        "decode compute NIC, read": part * (x + 2),
+        "decode compute NIC, write": part * (2 * x + 1),
+        "prefill DRAM": 2 * dram,
+        "decode DRAM": dram * (3 + 2 * x),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageTurnSizes:
+    """An average turn; the defaults are the simulator's 64K workload on DeepSeek-V3.2.
+
+    Averages are over turns. The paper's are over trajectories, of which long ones append less per turn.
+    Raises ``ValueError``.
+    """
+
+    hit_tokens: float = 33_147.0
+    """Tokens whose KV is read from storage."""
+    new_tokens: float = 292.0
+    """Tokens that are computed."""
+    kv_bytes_per_token: float = 48_068.0
+    """DeepSeek-V3.2 in FP8, index keys included."""
+    new_tokens_per_s: float = 2_160.0
+    """Prefill speed of one device after contexts of this length: measure it. The default is the simulator's,
+    fitted to the paper."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; expected finite and above 0")
+
+
+class TwoPathGain(NamedTuple):
+    """Turns per second that each resource allows, all devices of its kind together."""
+
+    one_path: float
+    """The prefill nodes' storage NICs."""
+    two_paths: float
+    """All storage NICs."""
+    compute: float
+    """The prefill devices."""
+
+    @property
+    def most(self) -> float:
+        """Upper bound of the speed-up from two paths; 1.0 if computing is the bottleneck with one path."""
+        return min(self.two_paths, self.compute) / min(self.one_path, self.compute)
+
+
+def two_path_gain(
+    links: NodeLinks, turn: AverageTurnSizes, prefill_nodes: int, decode_nodes: int
+) -> TwoPathGain:
+    """An upper bound: load is even, nothing waits, and decoding is no bottleneck. Raises ``ValueError``."""
+    if prefill_nodes < 1 or decode_nodes < 1:
+        raise ValueError(f"{prefill_nodes} prefill and {decode_nodes} decode nodes; expected one at least")
+    reads_per_s = links.storage_nic_bytes_per_s / (turn.hit_tokens * turn.kv_bytes_per_token)
+    return TwoPathGain(
+        one_path=prefill_nodes * reads_per_s,
+        two_paths=(prefill_nodes + decode_nodes) * reads_per_s,
+        compute=prefill_nodes * links.devices * turn.new_tokens_per_s / turn.new_tokens,
+    )

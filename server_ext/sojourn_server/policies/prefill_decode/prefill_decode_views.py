@@ -1,0 +1,78 @@
+"""Frozen snapshots for prefill/decode disaggregation: the two engines, and the storage reads (DualPath §6).
+
+An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers
+engines and nodes; ties go to the lowest number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+FULL_BLOCK_TOKENS = 64
+"""Tokens of a Full Block, with all layers: the unit of storage (DualPath §4.1, A.5)."""
+
+
+class PdRequest(NamedTuple):
+    """A request to prefill on one engine and decode on another."""
+
+    request_id: int | str
+    tokens: int
+    """Prompt length: the paper's estimate of its cost for devices, NICs and memory."""
+    hit_blocks: int = 0
+    """Full Blocks of the prompt in storage."""
+    kv_tokens: int = 0
+    """KV that it needs on the decode engine: the prompt and, if known, the output."""
+
+
+class PrefillEngineView(NamedTuple):
+    """A prefill engine and its assigned tokens that are not prefilled yet."""
+
+    number: int
+    node: int
+    tokens: int = 0
+
+
+class DecodeEngineView(NamedTuple):
+    """A decode engine and its assigned requests that have not ended."""
+
+    number: int
+    node: int
+    group: int
+    """Engines that take requests together; those of one node are in one group."""
+    free_kv_tokens: int
+    """Free KV memory; requests on their way count as present."""
+    tokens: int = 0
+    requests: int = 0
+    most_requests: float = math.inf
+    """Request limit; ``inf``: unknown."""
+
+
+class StorageReadView(NamedTuple):
+    """A read of Full Blocks from storage, and the storage NICs of the two nodes that could do it."""
+
+    blocks: int
+    prefill_queue_s: float
+    """Seconds of reading queued at the prefill engine's node; negative: idle for that long."""
+    decode_queue_s: float
+    prefill_block_s: float
+    """Seconds per Full Block of its NIC."""
+    decode_block_s: float
+    one_node: bool = False
+    """Both engines are on the same node and share its NIC."""
+
+
+class ReadSplit(NamedTuple):
+    """Full Blocks read by each side: the prefill side reads the first blocks of the prompt."""
+
+    prefill_blocks: int
+    decode_blocks: int
+
+
+class EnginePair(NamedTuple):
+    """A request's engines, and the split of its storage read."""
+
+    request: PdRequest
+    prefill: int
+    decode: int
+    split: ReadSplit

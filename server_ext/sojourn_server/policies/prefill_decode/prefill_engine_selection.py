@@ -1,0 +1,241 @@
+"""Selection of the prefill engine that computes a prompt (DualPath §6.1, PE scheduling; D4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from .prefill_decode_views import PrefillEngineView
+from .storage_read_queues import StorageReadQueues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSelectionLimits:
+    """The paper's α and β. Its values in seconds are illegible in our text; 3 and 5 are our choice.
+
+    The paper states both in tokens: what a node reads, and an engine computes, in so many seconds. Here α is
+    in seconds, since nodes may differ. Raises ``ValueError``.
+    """
+
+    short_queue_s: float = 3.0
+    """α: nodes whose storage NIC has a longer read queue are chosen last."""
+    most_tokens: float = math.inf
+    """β: an engine with more unfinished tokens gets no new request. 5 s of its throughput is a good value."""
+
+    def __post_init__(self) -> None:
+        if not (self.short_queue_s >= 0 and self.most_tokens >= 0):
+            raise ValueError(
+                f"short_queue_s {self.short_queue_s}, most_tokens {self.most_tokens}; expected both ≥ 0"
+            )
+
+
+def choose_prefill(
+    engines: Iterable[PrefillEngineView],
+    queues: StorageReadQueues,
+    limits: PrefillSelectionLimits,
+    now: float,
+) -> int | None:
+    """The rule itself, over all engines. ``None``: all have more than β tokens, and the request waits.
+
+    Among engines with at most β tokens: those on nodes with a read queue of at most α first, then the fewest
+    tokens, then the lowest number.
+    """
+    best: tuple[bool, int, int] | None = None
+    for engine in engines:
+        if engine.tokens > limits.most_tokens:
+            continue
+        long = queues.short_queue_from_s(engine.node, limits.short_queue_s) > now
+        key = (long, engine.tokens, engine.number)
+        if best is None or key < best:
+            best = key
+    return None if best is None else best[2]
+
+
+class _PrefillEngine:
+    __slots__ = ("is_suspended", "node", "number", "tokens")
+
+    def __init__(self, number: int, node: _PrefillNode) -> None:
+        self.number = number
+        self.node = node
+        self.tokens = 0
+        self.is_suspended = False
+
+
+@dataclass(slots=True, eq=False)
+class _PrefillNode:
+    number: int
+    engines: list[_PrefillEngine] = field(default_factory=list)
+    best: tuple[int, int] = (-1, -1)
+    """(tokens, number) of its engine with the fewest tokens."""
+    long: bool = False
+    """It is in the heap of nodes with long queues."""
+
+
+_HeapEntry = tuple[int, int, int]
+"""(tokens, engine, node): valid while it equals the node's ``best``."""
+
+
+class PrefillEngineSelector:
+    """The answers of ``choose_prefill`` at thousands per second, and the state behind them.
+
+    Two heaps hold the nodes with short and with long read queues, by their least loaded engine. A change
+    pushes a new entry, and the old one is dropped when it reaches the top. A third heap holds the times at
+    which long queues become short, since queues shrink by themselves.
+    """
+
+    def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
+        self._limits = limits
+        self._queues = queues
+        self._engines: dict[int, _PrefillEngine] = {}
+        self._given: set[int] = set()
+        self._nodes: dict[int, _PrefillNode] = {}
+        self._short: list[_HeapEntry] = []
+        self._long: list[_HeapEntry] = []
+        self._wakes: list[tuple[float, int]] = []
+
+    def add(self, number: int, node: int) -> None:
+        """Add an idle engine on a known node. Raises ``ValueError`` for a number used before.
+
+        A removed engine's number may still have unfinished work.
+        """
+        if number in self._given:
+            raise ValueError(f"prefill engine {number} was there already; expected a new number")
+        self._queues.block_s(node)
+        self._given.add(number)
+        place = self._nodes.setdefault(node, _PrefillNode(node))
+        engine = self._engines[number] = _PrefillEngine(number, place)
+        place.engines.append(engine)
+        self._push(place)
+
+    def remove(self, number: int) -> None:
+        """Remove an engine. Raises ``KeyError`` for an unknown one."""
+        self.suspend(number)
+        del self._engines[number]
+
+    def suspend(self, number: int) -> None:
+        """Make an engine unavailable until ``resume``; its present requests still count. No effect if it is
+        suspended. Raises ``KeyError`` for an unknown one."""
+        engine = self._engines[number]
+        if engine.is_suspended:
+            return
+        engine.is_suspended = True
+        node = engine.node
+        node.engines.remove(engine)
+        if node.engines:
+            self._push(node)
+        else:
+            del self._nodes[node.number]
+
+    def resume(self, number: int) -> None:
+        """Make a suspended engine available again, with its present load. Raises ``KeyError``."""
+        engine = self._engines[number]
+        if not engine.is_suspended:
+            return
+        engine.is_suspended = False
+        engine.node = self._nodes.setdefault(engine.node.number, _PrefillNode(engine.node.number))
+        engine.node.engines.append(engine)
+        self._push(engine.node)
+
+    def choose(self, now: float) -> int | None:
+        """The engine for the next request; ``None``: it waits. Changes no visible state."""
+        self._wake(now)
+        short_s, most = self._limits.short_queue_s, self._limits.most_tokens
+        heap, nodes = self._short, self._nodes
+        while heap:
+            tokens, number, place = heap[0]
+            node = nodes.get(place)
+            if node is None or node.long or node.best != (tokens, number):
+                heappop(heap)
+                continue
+            wake_s = self._queues.short_queue_from_s(place, short_s)
+            if wake_s > now:
+                heappop(heap)
+                node.long = True
+                heappush(self._long, (tokens, number, place))
+                heappush(self._wakes, (wake_s, place))
+                continue
+            if tokens > most:
+                break
+            return number
+        heap = self._long
+        while heap:
+            tokens, number, place = heap[0]
+            node = nodes.get(place)
+            if node is None or not node.long or node.best != (tokens, number):
+                heappop(heap)
+                continue
+            return number if tokens <= most else None
+        return None
+
+    def assign(self, number: int, tokens: int) -> None:
+        """Record a request on an engine. Raises ``KeyError`` for an unknown engine."""
+        engine = self._engines[number]
+        engine.tokens += tokens
+        if engine.node.best[1] == number:  # the others are unaffected
+            self._push(engine.node)
+
+    def finish(self, number: int, tokens: int) -> None:
+        """Record that a request was prefilled or cancelled. Ignored for a removed engine."""
+        engine = self._engines.get(number)
+        if engine is not None:
+            engine.tokens -= tokens
+            if engine.is_suspended:
+                return
+            node = engine.node
+            mine = (engine.tokens, number)
+            if node.best[1] == number or mine < node.best:  # the node's other engines have not changed
+                self._set_best(node, mine)
+
+    def refresh_node_queue(self, node: int) -> None:
+        """The node's queue may have become shorter than the passage of time explains."""
+        if node in self._nodes and self._nodes[node].long:
+            heappush(self._wakes, (-math.inf, node))
+
+    def node_of(self, number: int) -> int:
+        """The engine's node. Raises ``KeyError`` for an unknown engine."""
+        return self._engines[number].node.number
+
+    def views(self) -> list[PrefillEngineView]:
+        """Snapshots of all available engines."""
+        found = (e for e in self._engines.values() if not e.is_suspended)
+        return [PrefillEngineView(e.number, e.node.number, e.tokens) for e in found]
+
+    def _wake(self, now: float) -> None:
+        """Move the nodes whose queue has become short."""
+        again = []
+        while self._wakes and self._wakes[0][0] <= now:
+            _, place = heappop(self._wakes)
+            node = self._nodes.get(place)
+            if node is None or not node.long:
+                continue
+            wake_s = self._queues.short_queue_from_s(place, self._limits.short_queue_s)
+            if wake_s > now:
+                again.append((wake_s, place))
+            else:
+                node.long = False
+                heappush(self._short, (*node.best, place))
+        for entry in again:
+            heappush(self._wakes, entry)
+
+    def _push(self, node: _PrefillNode) -> None:
+        engines = iter(node.engines)
+        first = next(engines)
+        tokens, number = first.tokens, first.number
+        for engine in engines:
+            if engine.tokens < tokens or (engine.tokens == tokens and engine.number < number):
+                tokens, number = engine.tokens, engine.number
+        self._set_best(node, (tokens, number))
+
+    def _set_best(self, node: _PrefillNode, best: tuple[int, int]) -> None:
+        if best == node.best:
+            return  # its entry is still in the heap
+        node.best = best
+        heap = self._long if node.long else self._short
+        heappush(heap, (*best, node.number))
+        if len(heap) > 64 + 8 * len(self._nodes):
+            # Drop all outdated entries together.
+            fresh = [(*n.best, n.number) for n in self._nodes.values() if n.long is node.long]
+            heap[:] = fresh
+            heapify(heap)

@@ -1,0 +1,79 @@
+"""The read-side question: which node reads a request's KV from storage (DualPath §6.1, D6)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from .prefill_decode_views import ReadSplit, StorageReadView
+
+
+class ReadSidePolicy(Protocol):
+    """Asked once for each request with blocks in storage, when both engines are known."""
+
+    def split(self, view: StorageReadView) -> ReadSplit: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSideRead:
+    """The prefill engine's node reads everything: one path, as in systems before DualPath."""
+
+    def split(self, view: StorageReadView) -> ReadSplit:
+        return ReadSplit(view.blocks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ShorterQueueRead:
+    """The side with the shorter read queue reads everything (§6.1).
+
+    If neither has reads, the side that has been idle longer; ties go to the prefill side. The paper does not
+    specify this, and a fixed side would get all reads of a lightly loaded fleet.
+    """
+
+    def split(self, view: StorageReadView) -> ReadSplit:
+        if view.decode_queue_s < view.prefill_queue_s and not view.one_node:
+            return ReadSplit(0, view.blocks)
+        return ReadSplit(view.blocks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WaterFillingRead:
+    """Both sides read, so that they finish at the same time (§6.1's future work).
+
+    The split is in whole Full Blocks and minimises the later finish; of two equal splits, the one with more
+    blocks on the prefill side. A side whose queue is longer than the other's whole read gets nothing. Reads
+    below ``least_blocks`` are not split. Raises ``ValueError``.
+    """
+
+    least_blocks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.least_blocks < 1:
+            raise ValueError(f"least_blocks is {self.least_blocks}; expected at least 1")
+
+    def split(self, view: StorageReadView) -> ReadSplit:
+        blocks = view.blocks
+        if view.one_node:
+            return ReadSplit(blocks, 0)
+        if blocks < self.least_blocks:
+            whole, other = ReadSplit(blocks, 0), ReadSplit(0, blocks)
+            return whole if read_duration_s(view, whole) <= read_duration_s(view, other) else other
+        ahead_s = max(0.0, view.decode_queue_s) - max(0.0, view.prefill_queue_s)
+        level = (ahead_s + blocks * view.decode_block_s) / (view.prefill_block_s + view.decode_block_s)
+        least = min(blocks, max(0, math.floor(level)))
+        most = min(blocks, least + 1)
+        if read_duration_s(view, ReadSplit(most, blocks - most)) <= read_duration_s(
+            view, ReadSplit(least, blocks - least)
+        ):
+            least = most
+        return ReadSplit(least, blocks - least)
+
+
+def read_duration_s(view: StorageReadView, split: ReadSplit) -> float:
+    """Seconds from now until everything is read."""
+    prefill_s = max(0.0, view.prefill_queue_s) + split.prefill_blocks * view.prefill_block_s
+    decode_s = max(0.0, view.decode_queue_s) + split.decode_blocks * view.decode_block_s
+    if not split.decode_blocks:
+        return prefill_s if split.prefill_blocks else 0.0
+    return max(prefill_s, decode_s) if split.prefill_blocks else decode_s

@@ -1,0 +1,55 @@
+"""Read queues: how long each node's storage NIC is busy with assigned reads (DualPath §6.1, ``read_q``)."""
+
+from __future__ import annotations
+
+import math
+
+
+class StorageReadQueues:
+    """A queue per node, in seconds of reading, as estimated by the scheduler that assigns reads.
+
+    Reads run one after the other, so a queue shrinks by a second per second. ``report`` corrects the
+    estimate."""
+
+    __slots__ = ("_block_s", "_busy_until_s")
+
+    def __init__(self) -> None:
+        self._busy_until_s: dict[int, float] = {}
+        self._block_s: dict[int, float] = {}
+
+    def add(self, node: int, block_s: float) -> None:
+        """Add a node; its NIC takes ``block_s`` seconds per Full Block. For a known node, change its speed.
+
+        Raises ``ValueError`` for seconds that are not finite and above 0.
+        """
+        if not 0 < block_s < math.inf:
+            raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
+        self._block_s[node] = block_s
+        self._busy_until_s.setdefault(node, -math.inf)
+
+    def block_s(self, node: int) -> float:
+        """Seconds per Full Block of the node's NIC."""
+        return self._block_s[node]
+
+    def queue_s(self, node: int, now: float) -> float:
+        """Seconds until the node has read everything assigned; negative: idle for that long."""
+        return self._busy_until_s[node] - now
+
+    def short_queue_from_s(self, node: int, short_s: float) -> float:
+        """Time from which the node's queue is at most ``short_s``, if nothing is added."""
+        return self._busy_until_s[node] - short_s
+
+    def read(self, node: int, blocks: int, now: float) -> float:
+        """Assign ``blocks`` to a node; returns when it will have read them."""
+        done_s = max(self._busy_until_s[node], now) + blocks * self._block_s[node]
+        self._busy_until_s[node] = done_s
+        return done_s
+
+    def report(self, node: int, queue_s: float, now: float) -> None:
+        """Correct a node's queue. Raises ``ValueError`` for a queue that is not finite and ≥ 0."""
+        if not 0 <= queue_s < math.inf:
+            raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
+        if queue_s:
+            self._busy_until_s[node] = now + queue_s
+        else:  # keep the time since which it is idle
+            self._busy_until_s[node] = min(self._busy_until_s[node], now)

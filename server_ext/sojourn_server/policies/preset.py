@@ -1,0 +1,188 @@
+"""An engine's preset: one policy for each question, from a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .custom_policies import CustomClassLoader, custom_class_loader
+from .forecasting.remaining_tokens import RemainingTokensPolicy
+from .forecasting.shortage_forecast import ShortageForecastPolicy
+from .placement.placement_policy import PlacementPolicy
+from .policy_protocols import (
+    AdmissionPolicy,
+    EndedKvHandling,
+    EvictionPolicy,
+    LeaseReclaimPolicy,
+    PrefetchPolicy,
+    QueueOrderPolicy,
+    RetentionPolicy,
+    VictimPolicy,
+    WorkflowPredictionPolicy,
+)
+from .preemption.preemption_recovery import RecoveryPolicy
+from .preset_store import PolicyRegistry, PresetError, PresetStore, read_preset_text
+
+POLICY_CLASSES: dict[str, dict[str, str]] = {
+    "retention": {
+        "none": "retention.retention_policies:NoRetention",
+        "fixed": "retention.retention_policies:FixedRetention",
+        "continuum": "retention.continuum_ttl:ContinuumRetention",
+        "until-the-end": "retention.retention_policies:UntilProgramEndRetention",
+        "least-waste": "retention.least_waste_retention:LeastWasteRetention",
+        "tool-type": "retention.tool_type_ttl:ToolTypeRetention",
+    },
+    "entry": {
+        "everyone": "admission.admission_policies:NoAdmissionControl",
+        "forecast-fits": "admission.admission_policies:DemandForecastAdmission",
+        "room-to-grow": "admission.admission_policies:ExpectedGrowthAdmission",
+        "whole-program": "admission.admission_policies:WholeProgramAdmission",
+    },
+    "order": {
+        "request-fcfs": "queue_order.fcfs_orders:RequestFcfs",
+        "program-fcfs": "queue_order.fcfs_orders:ProgramFcfs",
+        "programs-in-line": "queue_order.fcfs_orders:StrictProgramFcfs",
+        "least-attained": "queue_order.least_attained_service:LeastAttainedService",
+    },
+    "room": {
+        "latest-program-first": "lease_reclaim.lease_reclaim_policies:LatestProgramReclaim",
+        "later-programs-first": "lease_reclaim.lease_reclaim_policies:LaterProgramsReclaim",
+        "any-lease": "lease_reclaim.lease_reclaim_policies:SoonestExpiringReclaim",
+        "least-wanted-first": "lease_reclaim.lease_reclaim_policies:EvictionOrderReclaim",
+    },
+    "victim": {
+        "best-fit": "preemption.best_fit_victim:BestFitVictim",
+        "engine": "preemption.victim_policies:EngineVictim",
+        "latest-program": "preemption.victim_policies:LatestProgramVictim",
+        "most-attained": "preemption.victim_policies:MostAttainedServiceVictim",
+    },
+    "eviction": {
+        "lru": "eviction.eviction_policies:BlockLruEviction",
+        "latest-program": "eviction.eviction_policies:LatestProgramEviction",
+        "workflow-aware-lru": "eviction.eviction_policies:WorkflowAwareLruEviction",
+        "typed-labels": "eviction.eviction_policies:TypedLabelEviction",
+    },
+    "foresight": {
+        "none": "workflow.workflow_prediction:NoWorkflowPrediction",
+        "three-tiers": "workflow.workflow_prediction:ThreeTierPrediction",
+    },
+    "placement": {
+        "stay": "placement.placement_policy:NoPlacement",
+        "relative-idleness": "placement.relative_idleness:RelativeIdlenessPlacement",
+    },
+    "prefetch": {
+        "none": "prefetch.prefetch_policies:NoPrefetch",
+        "likeliest-successor": "prefetch.prefetch_policies:LikeliestSuccessorPrefetch",
+    },
+    "remaining": {
+        "none": "forecasting.remaining_tokens:NoLengthPrediction",
+        "mean": "forecasting.remaining_tokens:MeanLengthPrediction",
+        "survival": "forecasting.remaining_tokens:SurvivalPrediction",
+        "hidden-states": "forecasting.remaining_tokens:HiddenStatePrediction",
+    },
+    "forecast": {
+        "none": "forecasting.shortage_forecast:NoShortageForecast",
+        "expected-need": "forecasting.shortage_forecast:ExpectedDemandForecast",
+    },
+    "recovery": {
+        "recompute": "preemption.preemption_recovery:AlwaysRecompute",
+        "offload": "preemption.preemption_recovery:AlwaysOffload",
+        "cheaper": "preemption.preemption_recovery:CheaperRecovery",
+    },
+}
+"""Question → policy name → ``module:class`` in this package; imported only when chosen."""
+POLICY_PROTOCOLS: dict[str, type] = {
+    "retention": RetentionPolicy,
+    "entry": AdmissionPolicy,
+    "order": QueueOrderPolicy,
+    "room": LeaseReclaimPolicy,
+    "victim": VictimPolicy,
+    "eviction": EvictionPolicy,
+    "foresight": WorkflowPredictionPolicy,
+    "prefetch": PrefetchPolicy,
+    "placement": PlacementPolicy,
+    "remaining": RemainingTokensPolicy,
+    "forecast": ShortageForecastPolicy,
+    "recovery": RecoveryPolicy,
+}
+"""Question → the protocol that its policies implement."""
+
+DEFAULT_POLICIES = {
+    "foresight": "none",
+    "placement": "stay",
+    "prefetch": "none",
+    "remaining": "none",
+    "forecast": "none",
+    "recovery": "offload",
+}
+"""The policies of presets that do not name one for these questions."""
+
+_REGISTRY = PolicyRegistry(registry=POLICY_CLASSES, protocols=POLICY_PROTOCOLS, unasked=DEFAULT_POLICIES)
+_PRESETS = PresetStore("presets", "policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """One policy for each question."""
+
+    name: str
+    paper: str
+    """The paper and sections it follows, or its purpose."""
+    retention: RetentionPolicy
+    entry: AdmissionPolicy
+    order: QueueOrderPolicy
+    room: LeaseReclaimPolicy
+    victim: VictimPolicy
+    eviction: EvictionPolicy
+    foresight: WorkflowPredictionPolicy
+    prefetch: PrefetchPolicy
+    placement: PlacementPolicy
+    remaining: RemainingTokensPolicy
+    forecast: ShortageForecastPolicy
+    recovery: RecoveryPolicy
+    ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that ship with sojourn. ``stock``, the unmodified engine, is not a preset."""
+    return _PRESETS.names()
+
+
+def load_preset(name: str) -> Preset:
+    """Load a shipped preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    return parse_preset(preset_text(name), source=f"{name}.toml")
+
+
+def preset_text(name: str) -> str:
+    """The TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+    return _PRESETS.text(name)
+
+
+def read_preset(path: Path) -> Preset:
+    """Read a preset file, which may name classes of its own as ``module:Class``. Raises ``PresetError``."""
+    return parse_preset(read_preset_text(path), source=str(path), own=custom_class_loader(path.parent))
+
+
+def parse_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> Preset:
+    """Build a preset from TOML. ``extends = "NAME"`` starts from a shipped preset.
+
+    ``own`` loads classes named as ``module:Class``; without it, only shipped classes are imported. Raises
+    ``PresetError``.
+    """
+    document = _PRESETS.document(text, source, (field.name for field in fields(Preset)))
+    policies = {question: _REGISTRY.build(question, document, source, own) for question in POLICY_CLASSES}
+    return Preset(
+        name=str(document.get("name", source)),
+        paper=str(document.get("paper", "")),
+        ended=_ended_kv_handling(document, source),
+        **policies,
+    )
+
+
+def _ended_kv_handling(document: dict[str, Any], source: str) -> EndedKvHandling:
+    chosen = document.get("ended", EndedKvHandling.REUSED_FIRST.value)
+    if chosen not in [ended.value for ended in EndedKvHandling]:
+        expected = ", ".join(repr(ended.value) for ended in EndedKvHandling)
+        raise PresetError(f"{source}: ended is {chosen!r}; expected {expected}")
+    return EndedKvHandling(chosen)

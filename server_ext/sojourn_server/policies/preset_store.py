@@ -1,0 +1,152 @@
+"""Builds policies from a preset's TOML, for engine presets and cluster presets alike."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .custom_policies import CustomClassLoader, check_implements_protocol
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class PresetError(ValueError):
+    """A preset is invalid. The message names the wrong value and the expected one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRegistry:
+    """The questions of one kind of preset, and the policies that answer them."""
+
+    registry: Mapping[str, Mapping[str, str]]
+    """Question → policy name → ``module:class`` in this package; imported only when chosen."""
+    protocols: Mapping[str, type]
+    """Question → the protocol that its policies implement."""
+    unasked: Mapping[str, str] = field(default_factory=dict)
+    """Question → the policy of presets that do not name one."""
+
+    def build(
+        self, question: str, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
+    ) -> Any:
+        """Build the policy that a document names for a question. ``own`` loads ``module:Class``.
+
+        Raises ``PresetError``.
+        """
+        chosen = document.get(question, self.unasked.get(question))
+        if isinstance(chosen, str):
+            chosen = {"policy": chosen}
+        if not isinstance(chosen, dict) or not isinstance(chosen.get("policy"), str):
+            raise PresetError(
+                f'{source}: {question} is {chosen!r}; expected a policy name or a table with a "policy"'
+            )
+        options = {key: value for key, value in chosen.items() if key != "policy"}
+        name = chosen["policy"]
+        try:
+            policy = self._class(question, name, source, own)(**options)
+            if ":" in name:
+                check_implements_protocol(policy, self.protocols[question], question, name)
+            return policy
+        except (TypeError, ValueError) as error:
+            if isinstance(error, PresetError):
+                raise
+            raise PresetError(f"{source}: {question}: {error}") from error
+
+    def _class(self, question: str, name: str, source: str, own: CustomClassLoader | None) -> Any:
+        if ":" in name:
+            if own is None:
+                raise PresetError(
+                    f"{source}: {question} policy {name!r} is a class outside sojourn; it is allowed only "
+                    "in a file named by --policy-file, or in the simulator by --policy"
+                )
+            return own(name)
+        known = self.registry[question]
+        if name not in known:
+            raise PresetError(
+                f"{source}: unknown {question} policy {name!r}; expected {', '.join(sorted(known))}, or "
+                f"module:Class in a file of your own{did_you_mean(name, known)}"
+            )
+        module, _, class_name = known[name].partition(":")
+        return getattr(import_module(f".{module}", __package__), class_name)
+
+
+@dataclass(frozen=True, slots=True)
+class PresetStore:
+    """The presets of one kind that ship with sojourn: a folder of TOML files next to this module."""
+
+    folder: str
+    what: str
+    """The kind's name in error messages."""
+
+    def names(self) -> list[str]:
+        """The names of the presets, sorted."""
+        folder = files(__package__) / self.folder
+        return sorted(
+            entry.name[: -len(".toml")] for entry in folder.iterdir() if entry.name.endswith(".toml")
+        )
+
+    def text(self, name: str) -> str:
+        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown one."""
+        names = self.names()
+        if name not in names:
+            raise PresetError(
+                f"unknown {self.what} {name!r}; expected one of {', '.join(names)}{did_you_mean(name, names)}"
+            )
+        return (files(__package__) / self.folder / f"{name}.toml").read_text(encoding="utf-8")
+
+    def document(self, text: str, source: str, known: Iterable[str]) -> dict[str, Any]:
+        """Parse a TOML text with ``known`` keys; ``extends = "NAME"`` starts from a shipped preset.
+
+        Raises ``PresetError``.
+        """
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PresetError(f"{source}: not TOML: {error}") from error
+        document = self._with_base(document, source)
+        known = sorted(known)
+        for key in document:
+            if key not in known:
+                raise PresetError(f"{source}: unknown key {key!r}; expected {', '.join(known)}")
+        return document
+
+    def _with_base(self, document: dict[str, Any], source: str) -> dict[str, Any]:
+        document = dict(document)
+        base = document.pop("extends", None)
+        if base is None:
+            return document
+        if base not in self.names():
+            raise PresetError(
+                f"{source}: extends unknown preset {base!r}; expected {', '.join(self.names())}"
+            )
+        return {**self._with_base(tomllib.loads(self.text(base)), f"{base}.toml"), **document}
+
+
+def read_preset_text(path: Path) -> str:
+    """Read a preset file. Raises ``PresetError``."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PresetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'NAME'?`` or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def number_option(document: Mapping[str, Any], key: str, default: float, source: str) -> float:
+    """A number in a document. Raises ``PresetError`` for any other type."""
+    value = document.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PresetError(f"{source}: {key} is {value!r}; expected a number")
+    return float(value)

@@ -1,0 +1,5 @@
+"""Order: which waiting request is next?
+
+Protocol ``QueueOrderPolicy``; policies ``request-fcfs``, ``program-fcfs``, ``programs-in-line``,
+``least-attained``.
+"""

@@ -1,0 +1,87 @@
+"""Least attained service first, by program: Autellix's PLAS (arXiv 2502.13965, §4.2, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ..policy_views import WaitingRequestView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevels:
+    """K queues over attained service; queue 0 is served first.
+
+    Queue i < K−1 takes programs with less than ``first_s`` · 2^i seconds of service, the last one all others.
+    A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next queue.
+
+    The paper prints no K, bounds or quanta. These are from a public re-implementation (Crystalclear9/Autellix
+    at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), here in seconds. Raises ``ValueError``
+    for numbers out of range.
+    """
+
+    levels: int = 7
+    first_s: float = 2.0
+    quantum_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.levels <= 64 and 0 < self.first_s < math.inf):
+            raise ValueError(
+                f"levels {self.levels}, first_s {self.first_s}; expected 1 to 64, and seconds > 0"
+            )
+        if not 0 < self.quantum_s < math.inf:
+            raise ValueError(f"quantum_s is {self.quantum_s}; expected finite seconds > 0")
+
+    def level(self, attained_s: float, ran_s: float) -> int:
+        """The queue of a request that has run for ``ran_s``, and whose program had attained ``attained_s``
+        when the request arrived."""
+        level = 0
+        while level < self.levels - 1 and attained_s >= self.first_s * 2.0**level:
+            level += 1
+        while level < self.levels - 1 and ran_s >= self.quantum_s * 2.0**level:
+            ran_s -= self.quantum_s * 2.0**level
+            level += 1
+        return level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastAttainedService:
+    """Programs that were served least go first: K queues, first come first served within each.
+
+    A request enters the queue of its program's attained service and sinks as it uses up quanta. If its
+    program has waited at least ``beta`` times its service, the request moves to the end of the first queue,
+    and the time it waited and ran before no longer counts, as in Algorithm 1. A request already in the first
+    queue is not promoted, so nothing is reset there.
+
+    This is only the order of the paper's scheduler. vLLM cannot take the device from a running request when
+    one of a better queue waits. There only a shortage of KV preempts (the victim is the choice of
+    ``victim: most-attained``), and the victim recomputes.
+
+    The paper does not print ``beta``; 8 is the value of the re-implementation named in ``ServiceLevels``.
+    Raises ``ValueError`` for numbers out of range.
+    """
+
+    levels: int = 7
+    first_s: float = 2.0
+    quantum_s: float = 1.0
+    beta: float = 8.0
+    _levels: ServiceLevels = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}; expected a finite ratio > 0")
+        levels = ServiceLevels(levels=self.levels, first_s=self.first_s, quantum_s=self.quantum_s)
+        object.__setattr__(self, "_levels", levels)
+
+    def key(self, request: WaitingRequestView) -> tuple[float, ...]:
+        promoted_s = self.promoted_s(request)
+        if promoted_s <= request.now_s:
+            return (0, promoted_s, request.arrival)
+        return (self._levels.level(request.attained_s, request.ran_s), request.arrived_s, request.arrival)
+
+    def promoted_s(self, request: WaitingRequestView) -> float:
+        """When the program's waiting reaches ``beta`` times its service; not before the present wait."""
+        if self._levels.level(request.attained_s, request.ran_s) == 0:
+            return math.inf
+        bearable_s = self.beta * (request.attained_s + request.ran_s)
+        return request.since_s + max(0.0, bearable_s - request.waited_s)

@@ -1,0 +1,98 @@
+"""Continuum's time-to-live: how long a program's KV is kept while its tool runs (§4.2, eq. 2).
+
+    τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
+
+Between two recorded durations P is constant while the cost grows, so only recorded durations need a look.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...programs.execution_history import ToolHistory
+from ..policy_protocols import DecisionReason, RetentionDecision
+from ..policy_views import FinishedTurnView
+
+MAX_CANDIDATES = 1000
+"""Maximum number of durations tried, as evenly spaced order statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuumRetention:
+    """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
+
+    A turn without tool call gets no lease. A TTL that the client asked for replaces the computed one. It is
+    subject to the same bound, budget and reclaim. Raises ``ValueError`` for negative numbers.
+    """
+
+    min_samples: int = 100
+    """K: with up to this many samples of the tool all tools count, and of all tools the cold start (§4.2)."""
+    max_ttl_s: float = 300.0
+    """Upper bound of the TTL in seconds; not in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.min_samples < 0 or not self.max_ttl_s >= 0:
+            raise ValueError(f"min_samples {self.min_samples}, max_ttl_s {self.max_ttl_s}; expected ≥ 0 each")
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
+        if turn.hinted_ttl_s is not None:
+            return RetentionDecision(min(turn.hinted_ttl_s, self.max_ttl_s), DecisionReason.HINTED)
+        if turn.tool is None:
+            return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
+        choice = self.ttl(
+            tool=turn.tool,
+            history=turn.history,
+            reload_s=turn.reload_s,
+            mean_evicted_wait_s=turn.mean_evicted_wait_s,
+            memoryfulness=turn.memoryfulness,
+        )
+        return choice if choice.ttl_s > 0.0 else RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
+
+    def ttl(
+        self,
+        *,
+        tool: str | None,
+        history: ToolHistory,
+        reload_s: float,
+        mean_evicted_wait_s: float,
+        memoryfulness: float,
+    ) -> RetentionDecision:
+        """The TTL for a call of ``tool`` (a ``ToolCall.key``; ``None``: unknown), and the samples behind it.
+
+        ``reload_s`` is PrefillReload(r), ``mean_evicted_wait_s`` T̄, both in seconds; ``memoryfulness`` is η.
+        Of equally good TTLs, the shortest.
+        """
+        if history.count() <= self.min_samples:
+            # Exp(1), η = 1: (1 − e^{−τ})·B − τ is greatest at τ = ln B.
+            benefit_s = mean_evicted_wait_s + reload_s
+            ttl_s = math.log(benefit_s) if benefit_s > 1.0 else 0.0
+            return RetentionDecision(min(ttl_s, self.max_ttl_s), DecisionReason.COLD_START)
+        if tool is not None and history.count(tool) > self.min_samples:
+            durations, reason = history.durations(tool), DecisionReason.THIS_TOOL
+        else:
+            durations, reason = history.durations(), DecisionReason.ALL_TOOLS
+        benefit_s = mean_evicted_wait_s * memoryfulness + reload_s
+        return RetentionDecision(self._best(durations, benefit_s), reason)
+
+    def _best(self, durations: Sequence[float], benefit_s: float) -> float:
+        """argmax over ``durations`` (ascending, seconds) of P(duration ≤ τ) · ``benefit_s`` − τ."""
+        total = len(durations)
+        # P(0) may be above 0: the history includes tools faster than the clock's tick.
+        best_ttl_s = 0.0
+        best_value = bisect_right(durations, 0.0) / total * benefit_s
+        # A TTL above the benefit cannot pay off, so the search ends there.
+        end = bisect_right(durations, min(self.max_ttl_s, benefit_s))
+        step = max(1, -(-end // MAX_CANDIDATES))
+        index = 0
+        while index < end:
+            duration_s = durations[index]
+            # Skip equal durations: the last of them sees the full step of the CDF.
+            within = bisect_right(durations, duration_s, index)
+            value = within / total * benefit_s - duration_s
+            if value > best_value:
+                best_ttl_s, best_value = duration_s, value
+            index = max(within, index + step)
+        return best_ttl_s

@@ -1,0 +1,48 @@
+"""Preserve, swap or discard, whichever wastes the least memory: InferCept (arXiv 2402.01869)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..policy_protocols import DecisionReason, RetentionDecision
+from ..policy_views import FinishedTurnView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastWasteRetention:
+    """Keep a context as long as keeping it wastes less than dropping it.
+
+    Waste is memory times seconds. With C the context, C' the tokens of the requests running beside it and M
+    bytes per token (§3.2, §4.1–4.3):
+
+        preserve  T · C · M
+        discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks
+        swap      T_swap(C) · C · M                                      copied back while others compute
+
+    T, the tool's duration, is estimated by the time it has run so far (§4.4). So every context is preserved
+    at first and dropped when T · C · M exceeds the cheaper alternative: that moment is the time-to-live. C'
+    is read once, at the end of the turn; the paper reads it again at every step.
+
+    Swap follows the paper's pipelining, and Continuum §6.1, which compares InferCept with a non-blocking host
+    cache: other requests are not delayed, and the target memory is idle during the copy. It counts only if a
+    host tier holds evicted blocks, and always means the whole context: swapping with a token budget per step,
+    or in parts, is not modelled. ``max_ttl_s`` is our addition, the paper has no bound.
+    """
+
+    max_ttl_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.max_ttl_s) and self.max_ttl_s >= 0):
+            raise ValueError(f"max_ttl_s is {self.max_ttl_s}; expected finite seconds ≥ 0")
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
+        if turn.tool is None:
+            return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
+        others = turn.running_tokens / max(1, turn.context_tokens)
+        worth_s = turn.reload_s / 2 + turn.chunked_reload_s * others
+        if turn.host_reload_s is not None:
+            worth_s = min(worth_s, turn.host_reload_s)
+        if worth_s <= 0.0:
+            return RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
+        return RetentionDecision(min(worth_s, self.max_ttl_s), DecisionReason.LEAST_WASTE)

@@ -1,0 +1,44 @@
+"""Baselines of the retention question: no leases, or leases of fixed length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..policy_protocols import DecisionReason, RetentionDecision
+from ..policy_views import FinishedTurnView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRetention:
+    """No leases: stock vLLM's behaviour."""
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
+        return RetentionDecision(0.0, DecisionReason.POLICY_OFF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedRetention:
+    """The same TTL for every tool call. Raises ``ValueError`` unless it is finite seconds ≥ 0."""
+
+    ttl_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttl_s) and self.ttl_s >= 0):
+            raise ValueError(f"ttl_s is {self.ttl_s}; expected finite seconds ≥ 0")
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
+        if turn.tool is None:
+            return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
+        return RetentionDecision(self.ttl_s, DecisionReason.FIXED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntilProgramEndRetention(FixedRetention):
+    """Keep every turn's KV until the program ends: half of the baseline ``admit``.
+
+    ``ttl_s`` is only a bound: a program without activity for that long is dropped anyway
+    (``idle_program_s``).
+    """
+
+    ttl_s: float = 1800.0

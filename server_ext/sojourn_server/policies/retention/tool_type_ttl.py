@@ -1,0 +1,81 @@
+"""SAGA's time-to-live: the 95th percentile of the tool's durations, less under memory pressure (S4; §4.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from ..policy_protocols import DecisionReason, RetentionDecision
+from ..policy_views import FinishedTurnView
+
+MIN_TTL_S = 1e-3
+"""Shorter durations count as this, because the logarithm of 0 is infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolTypeRetention:
+    """A percentile of the tool's earlier durations, scaled down by memory pressure, at most ``max_ttl_s``.
+
+    Pressure m = (used − ``pressure_low``) / (``pressure_high`` − ``pressure_low``), clipped to 0 to 1. The
+    TTL is the percentile times 1 − 0.5·m. With fewer than ``enough`` calls the percentile comes from a fitted
+    log-normal. With fewer than ``min_samples`` calls of this tool, all tools' history is used; with fewer in
+    that, nothing is kept. A program without prediction (cold, §3.3) is not kept. Raises ``ValueError`` for
+    numbers out of range."""
+
+    percentile: float = 0.95
+    pressure_low: float = 0.7
+    pressure_high: float = 0.9
+    max_ttl_s: float = 300.0
+    min_samples: int = 3
+    enough: int = 20
+    keeps_cold: bool = False
+    """True: also keep programs without a prediction."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percentile < 1:
+            raise ValueError(f"percentile is {self.percentile}; expected between 0 and 1")
+        if not 0 <= self.pressure_low < self.pressure_high <= 1:
+            raise ValueError(
+                f"pressure_low {self.pressure_low}, pressure_high {self.pressure_high}; "
+                "expected 0 ≤ low < high ≤ 1"
+            )
+        if not (math.isfinite(self.max_ttl_s) and self.max_ttl_s >= 0):
+            raise ValueError(f"max_ttl_s is {self.max_ttl_s}; expected finite seconds ≥ 0")
+        if self.min_samples < 1 or self.enough < self.min_samples:
+            raise ValueError(
+                f"min_samples {self.min_samples}, enough {self.enough}; expected 1 ≤ min ≤ enough"
+            )
+
+    def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
+        if turn.hinted_ttl_s is not None:
+            return RetentionDecision(min(turn.hinted_ttl_s, self.max_ttl_s), DecisionReason.HINTED)
+        if turn.tool is None:
+            return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
+        if turn.goes_on is None and not self.keeps_cold:
+            return RetentionDecision(0.0, DecisionReason.COLD_START)
+        if turn.goes_on == 0.0:
+            return RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
+        durations, reason = turn.history.durations(turn.tool), DecisionReason.THIS_TOOL
+        if len(durations) < self.min_samples:
+            durations, reason = turn.history.durations(), DecisionReason.ALL_TOOLS
+        if len(durations) < self.min_samples:
+            return RetentionDecision(0.0, DecisionReason.COLD_START)
+        ttl_s = self._percentile_s(durations) * (1.0 - 0.5 * self._pressure(turn.used_share))
+        return RetentionDecision(min(ttl_s, self.max_ttl_s), reason)
+
+    def _percentile_s(self, ordered: Sequence[float]) -> float:
+        if len(ordered) >= self.enough:
+            return ordered[min(len(ordered) - 1, math.ceil(self.percentile * len(ordered)) - 1)]
+        logs = [math.log(max(MIN_TTL_S, value)) for value in ordered]
+        mean = math.fsum(logs) / len(logs)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / max(1, len(logs) - 1))
+        # At most the cap: the tail of a few extreme samples exceeds what a float can hold.
+        longest = math.log(max(MIN_TTL_S, self.max_ttl_s))
+        return math.exp(min(longest, mean + NormalDist().inv_cdf(self.percentile) * spread))
+
+    def _pressure(self, used_share: float | None) -> float:
+        if used_share is None:
+            return 0.0
+        return min(1.0, max(0.0, (used_share - self.pressure_low) / (self.pressure_high - self.pressure_low)))

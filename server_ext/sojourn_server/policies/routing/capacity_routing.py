@@ -1,0 +1,59 @@
+"""Route by capacity: a program moves to a replica with room for all of it, or waits (MORI §4.3.1, M7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView, wait_for_capacity
+
+SIZE_MEASURES = ("peak", "context")
+FIT_RULES = ("most-room", "least-room")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityRouting:
+    """The home replica while the program's KV is there, in any tier; else the replica with the most room.
+
+    ``size_by``: a program's size is its expected longest context (``peak``), or its present context as in
+    MORI (``context``). The latter admits young programs that later outgrow the replica. ``fit``: the replica
+    with the most room as in MORI (``most-room``), or the tightest fit (``least-room``). A program larger than
+    every replica goes to the one with the most room among those without resident programs. Raises
+    ``ValueError`` for other values.
+    """
+
+    size_by: str = "peak"
+    fit: str = "most-room"
+    reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "fits", "returns")
+
+    def __post_init__(self) -> None:
+        if self.size_by not in SIZE_MEASURES or self.fit not in FIT_RULES:
+            raise ValueError(
+                f"size_by {self.size_by!r}, fit {self.fit!r}; expected one of {SIZE_MEASURES} "
+                f"and one of {FIT_RULES}"
+            )
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if view.home is not None and view.cached:
+            return RoutingDecision(view.home.replica_id, "home")
+        size = view.size_tokens if self.size_by == "peak" else view.context_tokens
+        near = view.parent_home
+        if near is not None and near.takes_new and near.room_tokens >= size:
+            return RoutingDecision(near.replica_id, "near_parent")
+        best: ReplicaView | None = None
+        most_room = self.fit == "most-room"
+        any_open = False
+        for replica in replicas:
+            if not replica.takes_new:
+                continue
+            any_open = True
+            room = replica.room_tokens
+            if room < size and replica.homed:
+                continue
+            if best is None or (room > best.room_tokens) is most_room:
+                best = replica
+        if best is None:
+            return wait_for_capacity(size) if any_open else NO_REPLICA
+        return RoutingDecision(best.replica_id, "fits" if view.home is None else "returns")

@@ -1,0 +1,116 @@
+"""Route by delay: a program moves to the replica where it and the programs there slow each other least.
+
+A decode step for several programs reads the KV of all of them. So every program is slowed by the contexts
+next to it, for as long as they stay. The best replica depends on how long each program stays: a small agent
+of ten turns does best next to programs that are about to end, a large one where little is left when it has
+grown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, RoutingDecision, RoutingView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastDelayRouting:
+    """The home replica while the KV is there; else the one with the least delay whose memory suffices.
+
+    A sub-agent whose prompt starts like its parent's goes to its parent's replica, because the parent holds
+    memory until the sub-agent ends. Contexts are assumed to grow evenly to their programs' sizes, one turn of
+    every program at a time. Memory suffices if all contexts together never exceed ``most_full`` of it at the
+    end of any program's turns. Programs that end at different times need less than the sum of their sizes, so
+    more of them fit than if room were reserved for each size. Memory always suffices on a replica without
+    other programs, or without requests: its resident programs may never return.
+
+    A program for which no replica has enough memory waits, and so do all programs behind it. A single-turn
+    request, or one of unknown length, does not wait: it goes to the least loaded replica.
+
+    ``resident_for_s``: a program without a request counts as resident for this long after its last activity
+    (SAGA §4.2 keeps KV no longer), since many clients never report the end. Raises ``ValueError`` if
+    ``most_full`` is not in (0, 1] or the time is negative.
+    """
+
+    most_full: float = 0.9
+    resident_for_s: float = 300.0
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "least_loaded", "least_delay", "returns")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.most_full <= 1:
+            raise ValueError(f"most_full is {self.most_full}; expected above 0, at most 1")
+        if not self.resident_for_s >= 0:
+            raise ValueError(f"resident_for_s is {self.resident_for_s}; expected seconds ≥ 0")
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if view.home is not None and view.cached:
+            return RoutingDecision(view.home.replica_id, "home")
+        near = view.parent_home
+        if view.home is None and near is not None and near.takes_new:
+            return RoutingDecision(near.replica_id, "near_parent")
+        newcomer = ResidentProgramGroup(view.context_tokens, view.size_tokens, 0, max(1.0, view.turns_left))
+        alone = newcomer.turns_left <= 1.0
+        ranks: list[tuple[tuple[float, float, int], ReplicaView]] = []
+        for replica in replicas:
+            if replica.takes_new:
+                delayed = mutual_delay(newcomer, view.residents.get(replica.replica_id, ()))
+                load = replica.load
+                rank = (load, delayed, replica.homed) if alone else (delayed, load, replica.homed)
+                ranks.append((rank, replica))
+        # The memory check costs more than the rank, so replicas are checked from the best on.
+        ranks.sort(key=lambda one: one[0])
+        chosen = next(
+            (replica for _, replica in ranks if alone or self._memory_suffices(newcomer, view, replica)), None
+        )
+        if chosen is None:
+            return RoutingDecision(None, "no_room") if ranks else NO_REPLICA
+        if alone:
+            return RoutingDecision(chosen.replica_id, "least_loaded", passes=True)
+        return RoutingDecision(chosen.replica_id, "least_delay" if view.home is None else "returns")
+
+    def _memory_suffices(
+        self, newcomer: ResidentProgramGroup, view: RoutingView, replica: ReplicaView
+    ) -> bool:
+        there = view.residents.get(replica.replica_id, ())
+        if not there or not (replica.in_flight or replica.queued):
+            return True
+        return peak_resident_tokens((*there, newcomer)) <= self.most_full * replica.memory_tokens
+
+
+def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
+    """Delay of a new program by the present ones, and of them by it, in tokens of KV read per step.
+
+    The first is a mean over its own turns. The second is a mean over all turns of each other program, since a
+    delay matters relative to the program's duration. An evenly growing context counts with its midpoint."""
+    own = caused = 0.0
+    begins, turns_left = newcomer.context_tokens, newcomer.turns_left
+    grows = newcomer.size_tokens - begins
+    for context, size, turns, left, programs in others:
+        together = min(turns_left, left)
+        own += together / turns_left * (context + (size - context) * together / left / 2)
+        late = together / (turns + left)
+        caused += programs * late * (begins + grows * together / turns_left / 2)
+    return own + caused
+
+
+def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
+    """The peak of the programs' total tokens, without new programs."""
+    rows = sorted(
+        (one.turns_left, one.context_tokens, (one.size_tokens - one.context_tokens) / one.turns_left)
+        for one in programs
+    )
+    tokens = float(sum(context for _, context, _ in rows))
+    growth = sum(each for _, _, each in rows)
+    at = most = 0.0
+    for left, context, each in rows:
+        # Just before one ends: between two ends the sum only grows.
+        tokens += growth * (left - at)
+        at = left
+        most = max(most, tokens)
+        tokens -= context + each * left
+        growth -= each
+    return most

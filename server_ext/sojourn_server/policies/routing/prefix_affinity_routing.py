@@ -1,0 +1,57 @@
+"""Route by prompt prefix: the rule of SGLang's and vLLM's routers, which know no sessions.
+
+The replica with most of the prompt, unless that is little or the replicas' loads differ too much; then the
+replica with the fewest requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAffinityRouting:
+    """The longest matching prefix, if at least ``least_match`` of the prompt.
+
+    Loads differ too much if the most loaded replica has ``most_ahead`` requests more than the least loaded
+    one and ``most_ratio`` times as many. Raises ``ValueError`` for shares outside 0 to 1, a negative lead or
+    a ratio below 1.
+    """
+
+    least_match: float = 0.5
+    most_ahead: int = 64
+    most_ratio: float = 1.5
+    reads_prefixes: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("prefix", "fewest_requests", "unbalanced")
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):
+            raise ValueError(
+                f"least_match {self.least_match}, most_ahead {self.most_ahead}, most_ratio "
+                f"{self.most_ratio}; expected 0 to 1, ≥ 0, ≥ 1"
+            )
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NO_REPLICA
+        fewest = open_ones[0]
+        least = most = fewest.in_flight + fewest.queued
+        for replica in open_ones:
+            requests = replica.in_flight + replica.queued
+            if requests < least:
+                fewest, least = replica, requests
+            elif requests > most:
+                most = requests
+        if most - least > self.most_ahead and most > self.most_ratio * least:
+            return RoutingDecision(fewest.replica_id, "unbalanced")
+        if view.prefix_tokens:
+            matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
+            matched = view.prefix_tokens.get(matching.replica_id, 0)
+            if matched and matched >= self.least_match * view.context_tokens:
+                return RoutingDecision(matching.replica_id, "prefix")
+        return RoutingDecision(fewest.replica_id, "fewest_requests")

@@ -1,0 +1,114 @@
+"""Workflow prediction: what a program does next, from three sources of knowledge (SAGA §3.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from sojourn.aeg import END
+
+from ..policy_views import WorkflowStepView
+
+
+class PredictionSource(str, Enum):
+    """The source of a prediction."""
+
+    HINTS = "hints"
+    """Declared by the client: a graph and the present node, the number of steps left, or a tool call."""
+    INFERRED = "inferred"
+    """Observed in earlier programs of this type."""
+    COLD = "cold"
+    """Nothing is known: the program is served request by request."""
+
+
+class NextStepPrediction(NamedTuple):
+    """What follows a turn."""
+
+    tier: PredictionSource
+    goes_on: float | None
+    """Probability that another turn follows; ``None``: unknown."""
+    successor: str | None = None
+    """The most likely next step, if it is likely enough to act on."""
+
+
+NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoWorkflowPrediction:
+    """Predict nothing."""
+
+    looks: bool = False
+
+    def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
+        return NO_NEXT_STEP_PREDICTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreeTierPrediction:
+    """Hints if they are given and have been accurate, else observations, else nothing.
+
+    An inferred edge counts from probability ``confidence`` (θ) on; whether the program continues is the sum
+    over all its edges. A program is cold if fewer than ``min_tasks`` of its type have ended. Raises
+    ``ValueError`` for numbers out of range.
+    """
+
+    min_tasks: int = 30
+    confidence: float = 0.7
+    hints: bool = True
+    """False: hints are ignored (ablation: inference alone)."""
+    calls_tell: bool = False
+    """True: without other information, a turn that called a tool is followed by another turn. In the paper
+    such programs are cold."""
+    inference: bool = True
+    """False: nothing is inferred (ablation: hints alone; with ``hints`` off every program is cold)."""
+    looks: bool = True
+
+    def __post_init__(self) -> None:
+        if self.min_tasks < 0 or not 0 <= self.confidence <= 1:
+            raise ValueError(
+                f"min_tasks {self.min_tasks}, confidence {self.confidence}; expected ≥ 0, and 0 to 1"
+            )
+
+    def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
+        inferred = self.inference and step.tasks >= self.min_tasks and bool(step.inferred)
+        if self.hints:
+            declared = hinted_continuation_probability(step)
+            if declared is not None and (step.hints_reliable or step.final):
+                edges = step.declared or (step.inferred if inferred else ())
+                return NextStepPrediction(
+                    PredictionSource.HINTS,
+                    declared,
+                    _most_likely_successor(edges, 0.0 if step.declared else self.confidence),
+                )
+        if inferred:
+            ends = math.fsum(p for node, p in step.inferred if node == END)
+            goes_on = min(1.0, max(0.0, 1.0 - ends))
+            return NextStepPrediction(
+                PredictionSource.INFERRED, goes_on, _most_likely_successor(step.inferred, self.confidence)
+            )
+        if self.hints and self.calls_tell and step.calls_tool and step.hints_reliable:
+            return NextStepPrediction(PredictionSource.HINTS, 1.0)
+        return NO_NEXT_STEP_PREDICTION
+
+
+def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
+    """The probability of another turn from the client's hints alone; ``None``: they give none.
+
+    A number of steps left takes precedence over the graph, because it is about this program. If that number
+    is geometric with mean L, at least one step follows with L / (1 + L).
+    """
+    if step.final:
+        return 0.0
+    if step.steps_left is not None:
+        return step.steps_left / (1.0 + step.steps_left)
+    if step.declared:
+        return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in step.declared if node == END)))
+    return None
+
+
+def _most_likely_successor(edges: tuple[tuple[str, float], ...], least: float) -> str | None:
+    node, p = max(edges, key=lambda edge: edge[1], default=(END, 0.0))
+    return node if node != END and p >= least else None

@@ -1,0 +1,219 @@
+"""The length trainer in a thread of its own, with a bounded share of one core."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .length_trainer import LengthTrainer
+from .weights_file import load_weights, save_weights
+
+logger = logging.getLogger("vllm.sojourn")
+
+CPU_SHARE = 0.01
+"""Share of one core for predicting and training together."""
+BURST_S = 0.25
+"""Maximum unused share that it saves up, and maximum debt."""
+CREDIT_S = 0.05
+"""Debt up to which it still predicts, since hidden states come in bursts."""
+MAX_QUEUED_NOTES = 64
+"""Maximum queue length: a slow trainer drops notes so that memory stays bounded."""
+NICENESS = 10
+SAVE_INTERVAL_S = 300.0
+STOP_TIMEOUT_S = 2.0
+
+
+class LengthPrediction(NamedTuple):
+    """The expected remaining tokens of a request when it had written ``at_tokens``."""
+
+    at_tokens: int
+    remaining: tuple[float, ...]
+
+
+class _HiddenStatesObserved(NamedTuple):
+    requests: Sequence[tuple[str, int]]
+    states: torch.Tensor
+
+
+class _OutputEnded(NamedTuple):
+    request_id: str
+    tokens: int | None
+    """``None``: aborted."""
+
+
+class BackgroundTrainer:
+    """The trainer of one engine. Only ``stop`` waits for the thread; a failure in it only ends predictions.
+
+    Raises ``WeightsError`` for a ``file`` of another ``model``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        model: str,
+        points: int,
+        file: Path | None = None,
+        share: float = CPU_SHARE,
+    ) -> None:
+        network = load_weights(file, model=model, hidden_size=hidden_size) if file is not None else None
+        self._student = LengthTrainer(hidden_size, network=network)
+        self._model = model
+        self._points = points
+        self._file = file
+        self._share = share
+        self._notes: queue.Queue[_HiddenStatesObserved | _OutputEnded | None] = queue.Queue(MAX_QUEUED_NOTES)
+        self._guesses: dict[str, LengthPrediction] = {}
+        self._lock = threading.Lock()
+        """Guards the predictions; held only to merge one dictionary into another."""
+        self.missed = 0
+        """Notes dropped for lack of room or time."""
+        self.spent_s = 0.0
+        """Processor seconds used."""
+        self.loss: float | None = None
+        self._saved_examples = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="sojourn-lengths", daemon=True)
+        self._thread.start()
+
+    # -- the engine's side ----------------------------------------------------------
+
+    def see(self, requests: Sequence[tuple[str, int]], states: torch.Tensor) -> None:
+        """Queue a hidden state of each of ``requests``, with the tokens it had written."""
+        self._leave(_HiddenStatesObserved(requests, states))
+
+    def ended(self, request_id: str, tokens: int | None) -> None:
+        """Queue the end of an output of ``tokens`` tokens; ``None``: it was aborted."""
+        self._leave(_OutputEnded(request_id, tokens))
+
+    def guesses(self) -> dict[str, LengthPrediction]:
+        """New predictions by request, the latest of each, since the last call."""
+        if not self._guesses:
+            return {}
+        with self._lock:
+            taken, self._guesses = self._guesses, {}
+        return taken
+
+    def state(self) -> dict[str, float | None]:
+        """Its counters and errors."""
+        student = self._student
+        return {
+            "examples": float(student.examples),
+            "batches": float(student.batches),
+            "loss": self.loss,
+            "skipped_states": float(student.skipped),
+            "missed_notes": float(self.missed),
+            "seconds": self.spent_s,
+        }
+
+    def stop(self) -> None:
+        """Save the weights and end the thread; waits a moment at most."""
+        self._stopping = True
+        with contextlib.suppress(queue.Full):
+            self._notes.put_nowait(None)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _leave(self, note: _HiddenStatesObserved | _OutputEnded) -> None:
+        if self._stopping:
+            return
+        try:
+            self._notes.put_nowait(note)
+        except queue.Full:
+            self.missed += 1
+
+    # -- the thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # on Linux niceness is per thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        # For this thread, and for threads that first use torch later: one core, not all.
+        torch.set_num_threads(1)
+        try:
+            self._work()
+        except Exception as error:
+            logger.error(
+                "sojourn: what learns output lengths from hidden states has failed (%s); "
+                "predictions go on without it",
+                error,
+                exc_info=error,
+            )
+            self._stopping = True
+        with contextlib.suppress(queue.Empty):
+            while True:  # empty the queue: no note will be read any more
+                self._notes.get_nowait()
+        with self._lock:
+            self._guesses = {}
+
+    def _work(self) -> None:
+        student = self._student
+        woke_s = saved_s = time.monotonic()
+        allowed_s = 0.0
+        trained = True
+        """Trained since the last hidden states: predicting and training alternate when time is short."""
+        while not self._stopping:
+            trains = student.due and allowed_s > 0.0
+            note = self._next(wait_s=0.0 if trains else 0.05 if student.due else 1.0)
+            now_s, used_s = time.monotonic(), time.thread_time()
+            allowed_s = min(allowed_s + self._share * (now_s - woke_s), BURST_S)
+            woke_s = now_s
+            if isinstance(note, _OutputEnded):
+                self._learn(note)
+            elif isinstance(note, _HiddenStatesObserved):
+                if allowed_s < -CREDIT_S or (student.due and not trained):
+                    self.missed += 1
+                else:
+                    self._guess(note)
+                    trained = False
+            if student.due and allowed_s - (time.thread_time() - used_s) > 0.0:
+                loss = student.train()
+                trained = True
+                if loss is not None:
+                    self.loss = loss if self.loss is None else self.loss + 0.02 * (loss - self.loss)
+            # Processor time, not wall time: other threads may have run meanwhile.
+            used_s = time.thread_time() - used_s
+            self.spent_s += used_s
+            allowed_s = max(allowed_s - used_s, -BURST_S)
+            if now_s - saved_s >= SAVE_INTERVAL_S:
+                saved_s = now_s
+                self._save()
+        self._save()
+
+    def _next(self, wait_s: float) -> _HiddenStatesObserved | _OutputEnded | None:
+        try:
+            return self._notes.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+
+    def _learn(self, note: _OutputEnded) -> None:
+        if note.tokens is None:
+            self._student.gone(note.request_id)
+        else:
+            self._student.ended(note.request_id, note.tokens)
+
+    def _guess(self, note: _HiddenStatesObserved) -> None:
+        likely = self._student.see(note.requests, note.states, self._points)
+        written = dict(note.requests)
+        new = {request_id: LengthPrediction(written[request_id], left) for request_id, left in likely.items()}
+        with self._lock:
+            self._guesses.update(new)
+            while len(self._guesses) > 4096:  # predictions are not being collected
+                self._guesses.pop(next(iter(self._guesses)))
+
+    def _save(self) -> None:
+        if self._file is None or self._student.examples == self._saved_examples:
+            return
+        try:
+            save_weights(
+                self._file, self._student.network, model=self._model, examples=self._student.examples
+            )
+        except OSError as error:
+            logger.warning("sojourn: %s not saved: %s", self._file, error)
+        self._saved_examples = self._student.examples

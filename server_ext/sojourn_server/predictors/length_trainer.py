@@ -1,0 +1,183 @@
+"""The length trainer: learns output lengths from hidden states. No thread and no clock."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .length_bins import bin_of, quantiles_of_bins
+from .length_network import LengthNetwork
+
+MAX_STATES_PER_REQUEST = 16
+"""Hidden states kept per output, whatever its length: a random sample."""
+
+MAX_REQUESTS = 4096
+MAX_RUNNING_STATES_BYTES = 256 << 20
+"""Maximum number and size of remembered running outputs; the least recently seen are dropped."""
+
+MAX_EXAMPLES = 8192
+MAX_EXAMPLES_BYTES = 64 << 20
+"""Maximum number and size of kept examples, the newest ones. A change of load is learnt within as many."""
+
+BATCH_SIZE = 64
+MAX_EXAMPLE_USES = 24
+"""Mean number of times an example is trained on; more would overfit."""
+
+MIN_EXAMPLES = 2 * BATCH_SIZE
+"""Minimum number of examples before the first prediction."""
+
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 1e-2
+
+
+@dataclass(slots=True)
+class _RunningOutput:
+    """A running output: its states, and the tokens written at each."""
+
+    seen: int = 0
+    states: list[torch.Tensor] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+
+class LengthTrainer:
+    """Learns one model's output lengths. ``network`` ``None``: a new one. Not thread-safe."""
+
+    def __init__(self, hidden_size: int, *, network: LengthNetwork | None = None, seed: int = 0) -> None:
+        self.hidden_size = hidden_size
+        self.network = network if network is not None else LengthNetwork(hidden_size, seed=seed)
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
+        self._optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+        self._under_way: OrderedDict[str, _RunningOutput] = OrderedDict()
+        self._max_running_outputs = min(
+            MAX_REQUESTS, max(1, MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST))
+        )
+        most = max(BATCH_SIZE, min(MAX_EXAMPLES, MAX_EXAMPLES_BYTES // (4 * hidden_size)))
+        # Pages stay unallocated until they are written.
+        self._states = torch.empty(most, hidden_size)
+        self._written = torch.empty(most, dtype=torch.long)
+        self._bins = torch.empty(most, dtype=torch.long)
+        self.examples = 0
+        """Examples received so far; the newest are kept."""
+        self.prediction_due = network is not None
+        """A loaded network has learnt already."""
+        self.batches = 0
+        self.skipped = 0
+        """Hidden states that were not finite."""
+        self._due = 0.0
+        """Batches still to be trained."""
+
+    @property
+    def kept(self) -> int:
+        """Number of examples that it trains on."""
+        return min(self.examples, len(self._states))
+
+    @property
+    def due(self) -> bool:
+        """Whether there are new examples to train on."""
+        return self._due >= 1.0 and self.kept >= MIN_EXAMPLES
+
+    def see(
+        self, requests: Sequence[tuple[str, int]], states: torch.Tensor, points: int
+    ) -> dict[str, tuple[float, ...]]:
+        """Record a hidden state of each of ``requests``, with the tokens it had written. Returns the
+        remaining tokens of each as ``points`` equally likely numbers. Requests without finite state are left
+        out.
+
+        Raises ``ValueError`` unless ``states`` has one row per request, of the model's hidden size.
+        """
+        if states.shape != (len(requests), self.hidden_size):
+            raise ValueError(
+                f"hidden states of shape {tuple(states.shape)}; expected {(len(requests), self.hidden_size)}"
+            )
+        states = states.float()
+        finite = torch.isfinite(states).all(dim=1)
+        rows = [row for row, good in enumerate(finite.tolist()) if good]
+        self.skipped += len(requests) - len(rows)
+        for row in rows:
+            self._keep(*requests[row], states[row])
+        if not rows or not (self.prediction_due or self.batches * BATCH_SIZE >= MIN_EXAMPLES):
+            return {}
+        written = torch.tensor([requests[row][1] for row in rows])
+        with torch.inference_mode():
+            likely = torch.softmax(self.network(states[rows], written), dim=1)
+            guessed = quantiles_of_bins(likely, points)
+        if not bool(torch.isfinite(guessed).all()):
+            self._reset_network()
+            return {}
+        return {requests[row][0]: tuple(lengths) for row, lengths in zip(rows, guessed.tolist(), strict=True)}
+
+    def ended(self, request_id: str, tokens: int) -> None:
+        """The output has ended with ``tokens`` tokens."""
+        output = self._under_way.pop(request_id, None)
+        if output is None:
+            return
+        before = [place for place, written in enumerate(output.written) if written < tokens]
+        if not before:
+            return
+        written = torch.tensor([output.written[place] for place in before])
+        places = (torch.arange(len(before)) + self.examples) % len(self._states)
+        self._states[places] = torch.stack([output.states[place] for place in before])
+        self._written[places] = written
+        self._bins[places] = bin_of(tokens - written)
+        self.examples += len(before)
+        self._due = min(
+            self._due + len(before) * MAX_EXAMPLE_USES / BATCH_SIZE,
+            MAX_EXAMPLE_USES * len(self._states) / BATCH_SIZE,
+        )
+
+    def gone(self, request_id: str) -> None:
+        """The output was aborted, so its length is unknown."""
+        self._under_way.pop(request_id, None)
+
+    def train(self) -> float | None:
+        """Train one batch if any is due. Returns its loss in nats; ``None``: none due, or not finite."""
+        if not self.due:
+            return None
+        self._due -= 1.0
+        rows = torch.randint(self.kept, (BATCH_SIZE,), generator=self._generator)
+        scores = self.network(self._states[rows], self._written[rows])
+        loss = torch.nn.functional.cross_entropy(scores, self._bins[rows])
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self._optimizer.step()
+        self.batches += 1
+        if not bool(torch.isfinite(loss)):
+            self._reset_network()
+            return None
+        return float(loss.detach())
+
+    def _keep(self, request_id: str, written: int, state: torch.Tensor) -> None:
+        output = self._under_way.get(request_id)
+        if output is None:
+            output = self._under_way[request_id] = _RunningOutput()
+            if len(self._under_way) > self._max_running_outputs:
+                self._under_way.popitem(last=False)
+        else:
+            self._under_way.move_to_end(request_id)
+        output.seen += 1
+        if len(output.states) < MAX_STATES_PER_REQUEST:
+            output.states.append(state.clone())
+            output.written.append(written)
+            return
+        # Reservoir sampling: each state seen is equally likely to be kept.
+        place = self._random.randrange(output.seen)
+        if place < MAX_STATES_PER_REQUEST:
+            output.states[place], output.written[place] = state.clone(), written
+
+    def _reset_network(self) -> None:
+        """Start over: weights that are not finite never recover."""
+        self.network = LengthNetwork(self.hidden_size, seed=self._seed)
+        self._optimizer = torch.optim.AdamW(
+            self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+        self.prediction_due, self.batches = False, 0
+        self._due = self.kept * MAX_EXAMPLE_USES / BATCH_SIZE

@@ -1,0 +1,67 @@
+"""The file that keeps a network beyond the engine's life: safetensors with the model's name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from .length_bins import BIN_COUNT
+from .length_network import LengthNetwork
+from .weights_format import FORMAT, VERSION, WeightsError, read_weights_metadata
+
+
+def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: int) -> None:
+    """Write the file atomically. Raises ``OSError``."""
+    says = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "hidden_size": str(network.hidden_size),
+        "bins": str(BIN_COUNT),
+        "examples": str(examples),
+    }
+    content = save({name: value.contiguous() for name, value in network.state_dict().items()}, says)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
+    """The network of ``model``; ``None``: the file does not exist yet. Raises ``WeightsError`` for a file of
+    another model or format."""
+    says = read_weights_metadata(path)
+    if not says:
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — no dict
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
+    expected = {"model": model, "hidden_size": str(hidden_size), "bins": str(BIN_COUNT)}
+    for what, value in expected.items():
+        if says.get(what) != value:
+            raise WeightsError(
+                f"{path} has {what.replace('_', ' ')} {says.get(what)!r}; expected {value!r}. "
+                "Name another file for this model"
+            )
+    network = LengthNetwork(hidden_size)
+    try:
+        network.load_state_dict(values)
+    except RuntimeError as error:
+        raise WeightsError(
+            f"{path} holds other tensors than a network of hidden size {hidden_size}"
+        ) from error
+    if not all(bool(torch.isfinite(value).all()) for value in network.parameters()):
+        raise WeightsError(f"{path} holds numbers that are not finite")
+    return network

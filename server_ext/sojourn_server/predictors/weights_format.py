@@ -1,0 +1,29 @@
+"""The metadata of a weights file, readable without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+FORMAT = "sojourn-output-lengths"
+VERSION = "1"
+
+
+class WeightsError(ValueError):
+    """A weights file is unusable. The message names the file, its content and the expected one."""
+
+
+def read_weights_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file; empty if it does not exist yet. Raises ``WeightsError`` for a foreign file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            says: dict[str, str] = file.metadata() or {}
+    except FileNotFoundError:
+        return {}
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
+    for what, value in (("format", FORMAT), ("version", VERSION)):
+        if says.get(what) != value:
+            raise WeightsError(f"{path} has {what} {says.get(what)!r}; expected {value!r}. Name another file")
+    return says

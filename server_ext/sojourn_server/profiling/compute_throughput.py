@@ -1,0 +1,49 @@
+"""Throughput of matrix multiplication on this machine, for the closed-form model of prefill."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from typing import Any, NamedTuple
+
+REPEATS = 5
+CPU_SIDE, CUDA_SIDE = 2048, 8192
+"""Sides of the square matrices, large enough that other costs do not matter."""
+
+
+class ComputeThroughput(NamedTuple):
+    """Operations per second; ``None`` with the ``reason`` if they could not be measured."""
+
+    flops_per_s: float | None
+    reason: str = ""
+
+
+def measure_compute() -> ComputeThroughput:
+    """Median of a few products of bfloat16 matrices on one device. Never raises."""
+    if importlib.util.find_spec("torch") is None:
+        return ComputeThroughput(None, "torch is not installed here")
+    try:
+        import torch
+
+        cuda = torch.cuda.is_available()
+        return ComputeThroughput(
+            _matmul_rate(torch, CUDA_SIDE if cuda else CPU_SIDE, "cuda" if cuda else "cpu")
+        )
+    except Exception as error:  # an incompatible driver, no free memory next to the engine, …
+        return ComputeThroughput(
+            None, f"a product of matrices failed: {type(error).__name__}: {str(error)[:200]}"
+        )
+
+
+def _matmul_rate(torch: Any, side: int, device: str) -> float:
+    left, right = (torch.ones(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        torch.matmul(left, right)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    # The first product selects the kernel.
+    return 2 * side**3 / max(statistics.median(times[1:]), 1e-9)

@@ -1,0 +1,153 @@
+"""Copy bandwidth between device and host on this machine (Continuum §5.2)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+COPY_BYTES = 256 * 1024 * 1024
+REPEATS = 5
+
+
+class CopyBandwidth(NamedTuple):
+    """Bytes per second each way; ``None`` with the ``reason`` if it could not be measured."""
+
+    device_to_host_bytes_per_s: float | None
+    host_to_device_bytes_per_s: float | None
+    reason: str = ""
+    """Why it is missing, or what was measured instead."""
+
+
+class KvBlockLayout(NamedTuple):
+    """The layout of an engine's KV blocks: each layer's part is contiguous."""
+
+    block_bytes: int
+    """Bytes of a block over all layers."""
+    layers: int
+
+
+def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
+    """Median of a few large copies. Never raises.
+
+    With CUDA: pinned memory. On a CPU engine: the host tier's own copy routine with ``blocks``, or plain
+    memory copies without them.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return CopyBandwidth(None, None, "torch is not installed here")
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return _cuda_bandwidth(torch, copy_bytes)
+        if blocks is not None:
+            return _host_tier_bandwidth(torch, copy_bytes, blocks)
+        rate = _copy_rate(torch, copy_bytes, torch.empty(copy_bytes, dtype=torch.uint8), None)
+        return CopyBandwidth(
+            rate, rate, "no CUDA device: memory copies within the host, in one piece and not in blocks"
+        )
+    except Exception as error:  # an incompatible driver, no free memory next to the engine, …
+        return CopyBandwidth(None, None, f"the copy failed: {type(error).__name__}: {str(error)[:200]}")
+
+
+def describe_hardware() -> str:
+    """The GPUs as CUDA names them, else the processor and its number of usable cores."""
+    if importlib.util.find_spec("torch") is not None:
+        try:
+            import torch
+
+            if torch.cuda.is_available():
+                return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
+        except Exception:
+            pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{cores} cores of {_processor_name()}"
+
+
+def _cuda_bandwidth(torch: Any, copy_bytes: int) -> CopyBandwidth:
+    host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
+    return CopyBandwidth(
+        _copy_rate(torch, copy_bytes, host, device, into_host=True),
+        _copy_rate(torch, copy_bytes, host, device, into_host=False),
+    )
+
+
+def _copy_rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host: bool = True) -> float:
+    source = device if device is not None else torch.ones(copy_bytes, dtype=torch.uint8)
+    target = host
+    if not into_host:
+        source, target = host, device
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        if device is not None:
+            torch.cuda.synchronize()
+
+    return copy_bytes / _median_copy_seconds(copy)
+
+
+def _host_tier_bandwidth(torch: Any, copy_bytes: int, blocks: KvBlockLayout) -> CopyBandwidth:
+    """Bandwidth of a CPU engine's host tier in a step that saves many blocks, and in one that loads them."""
+    from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
+    from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
+    from sojourn_server.kv_offload.offload_worker import OffloadWorker
+
+    count = max(1, copy_bytes // blocks.block_bytes)
+    piece = max(1, blocks.block_bytes // blocks.layers)
+    caches = {f"layer{n}": torch.ones(count, piece, dtype=torch.uint8) for n in range(blocks.layers)}
+    rows = {name: block_rows(name, cache, count) for name, cache in caches.items()}
+    memory = CpuDeviceBackend(rows, count)
+    # In a pool that has been used for a while, a context's blocks are scattered.
+    draw = random.Random(0)
+    copies = [
+        BlockCopy(*pair) for pair in zip(*(draw.sample(range(count), count) for _ in range(2)), strict=True)
+    ]
+    mover = OffloadWorker(memory)
+
+    def save() -> None:
+        mover.begin_step(OffloadJobs(saves=copies))
+        if mover.take_results().lost_slots:
+            raise MemoryError("blocks could not be copied to host memory")
+
+    def load() -> None:
+        mover.begin_step(OffloadJobs(loads={"profile": copies}))
+        if mover.end_step():
+            raise MemoryError("blocks could not be copied back")
+
+    try:
+        moved = count * memory.block_bytes
+        return CopyBandwidth(
+            moved / _median_copy_seconds(save),
+            moved / _median_copy_seconds(load),
+            f"no CUDA device: copies between a CPU engine's KV and host memory, as --kv-host-gib makes them, "
+            f"of {memory.block_bytes:,} bytes a block",
+        )
+    finally:
+        mover.close()
+
+
+def _median_copy_seconds(copy: Callable[[], None]) -> float:
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        copy()
+        times.append(time.perf_counter() - started)
+    # The first copy faults its pages in.
+    return max(statistics.median(times[1:]), 1e-9)
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

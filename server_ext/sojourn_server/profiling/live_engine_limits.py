@@ -1,0 +1,64 @@
+"""Limits of a live engine, from the sojourn plugin's capabilities and vLLM's own metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from sojourn.wire import CAPABILITIES_PATH
+
+from sojourn_server.metrics.vllm_metrics_page import CachePool, cache_pool, whole
+from sojourn_server.policies.costs.engine_profile import EngineLimits
+from sojourn_server.replay.completions_client import ServedModel
+
+METRICS_PATH = "/metrics"
+TIMEOUT_S = 10.0
+
+
+async def read_limits(url: str, served: ServedModel, *, api_key: str | None = None) -> EngineLimits:
+    """All limits that the server reports; never raises.
+
+    A server with sojourn reports all, stock vLLM the size of its KV pool and its maximum context, other
+    servers at most the latter.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+        told = _limits_from_capabilities(await _get(client, url + CAPABILITIES_PATH))
+        pool = _limits_from_metrics(await _get(client, url + METRICS_PATH))
+    block_size = whole(told.get("block_size")) or pool.block_size
+    blocks = whole(told.get("num_blocks")) or pool.num_blocks
+    return EngineLimits(
+        kv_pool_tokens=blocks * block_size if blocks and block_size else None,
+        max_context_tokens=served.max_context_tokens,
+        max_num_seqs=whole(told.get("max_num_seqs")),
+        max_num_batched_tokens=whole(told.get("max_num_batched_tokens")),
+        kv_bytes_per_token=whole(told.get("kv_bytes_per_token")),
+    )
+
+
+async def read_block_size(url: str, *, api_key: str | None = None) -> int | None:
+    """Tokens per KV block from vLLM's metrics, for servers without sojourn; never raises."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+        return _limits_from_metrics(await _get(client, url + METRICS_PATH)).block_size
+
+
+async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response | None:
+    try:
+        answer = await client.get(address)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+    return answer if answer.status_code == 200 else None
+
+
+def _limits_from_capabilities(answer: httpx.Response | None) -> Mapping[str, Any]:
+    try:
+        engine = answer.json()["engine"] if answer is not None else {}
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return engine if isinstance(engine, dict) else {}
+
+
+def _limits_from_metrics(answer: httpx.Response | None) -> CachePool:
+    return cache_pool(answer.text) if answer is not None else CachePool()

@@ -1,0 +1,121 @@
+"""Prefill seconds over context length, measured on a live server (Continuum §5.2).
+
+Lengths are 1000, 2000, 4000, … and the server's maximum; below 4000, quarters of the maximum. A sample is the
+time to first token of a prompt of fresh random ids, so that no cache can help. Samples run one at a time, and
+the server must be idle otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.replay.completions_client import CompletionsClient, RequestError, ServedModel
+from sojourn_server.traces.prompt_builder import FIRST_ID
+
+FIRST_LENGTH = 1000
+WARM_UP_TOKENS = 64
+_MIN_CURVE_LENGTHS = 3
+"""Minimum number of lengths: fewer cannot show attention, which dominates long prompts."""
+
+
+@dataclass(slots=True)
+class PrefillMeasurement:
+    """Measurements, and notes about those that failed."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens, median seconds)"""
+    samples: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def lengths_up_to(max_tokens: int) -> list[int]:
+    """1000, 2000, 4000, … below ``max_tokens``, then ``max_tokens``; quarters for a short maximum.
+
+    A quadratic needs lengths that lie apart: 1000, 2000 and 2048 would determine it badly.
+    """
+    if max_tokens < 4 * FIRST_LENGTH:
+        return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})
+    lengths = []
+    length = FIRST_LENGTH
+    while length < max_tokens:
+        lengths.append(length)
+        length *= 2
+    return [*lengths, max_tokens]
+
+
+async def measure_prefill(
+    client: CompletionsClient,
+    served: ServedModel,
+    *,
+    max_tokens: int,
+    repeats: int,
+    budget_s: float,
+    vocabulary: int,
+    into: PrefillMeasurement | None = None,
+    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> PrefillMeasurement:
+    """Median prefill seconds of ``repeats`` samples at each length, within ``budget_s`` seconds.
+
+    Lengths that are predicted to exceed the budget are skipped, with a note. ``on_sample`` is called before
+    each sample with its description and the estimated remaining seconds (``None`` before three lengths are
+    known). Results are stored ``into`` the given object at once, for a caller that interrupts. Raises
+    ``RequestError`` if a request fails.
+    """
+    # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
+    rng = rng or random.Random()
+    ids = range(FIRST_ID, vocabulary)
+    started = clock()
+    measurement = PrefillMeasurement() if into is None else into
+    lengths = lengths_up_to(max_tokens)
+    cached = 0
+
+    async def sample(tokens: int) -> float:
+        nonlocal cached
+        answer = await client.complete(served.name, rng.choices(ids, k=tokens), 1)
+        cached += answer.cached_tokens or 0
+        return answer.ttft_s
+
+    # The first request pays for lazy set-up, e.g. kernels that compile on first use.
+    await sample(min(WARM_UP_TOKENS, lengths[0]))
+    for position, tokens in enumerate(lengths):
+        times: list[float] = []
+        later_s = sum(_predicted_prefill_s(measurement.points, longer) for longer in lengths[position + 1 :])
+        for left in range(repeats, 0, -1):
+            left_s = budget_s - (clock() - started)
+            expected_s = times[-1] if times else _predicted_prefill_s(measurement.points, tokens)
+            if expected_s > left_s:
+                break
+            known = len(measurement.points) >= max(1, min(_MIN_CURVE_LENGTHS, len(lengths) - 1))
+            whole_s = left * expected_s + repeats * later_s
+            on_sample(f"prefill of {tokens:,} tokens", min(left_s, whole_s) if known else None)
+            times.append(await sample(tokens))
+            measurement.samples += 1
+        if not times:
+            left_out = ", ".join(str(length) for length in lengths[position:])
+            measurement.notes.append(
+                f"the time budget of {budget_s:.0f} s left out these lengths: {left_out}"
+            )
+            break
+        measurement.points.append((tokens, statistics.median(times)))
+    if cached:
+        measurement.notes.append(f"{cached} prompt tokens came from a cache; the times are too low")
+    return measurement
+
+
+def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
+    """Predicted seconds for ``tokens``, from the shorter lengths; 0.0 without any."""
+    if not points:
+        return 0.0
+    longest, seconds = points[-1]
+    # A quadratic through few points may predict too little; proportionality never does.
+    return max(PrefillCurve.fit(points).seconds(tokens), seconds * tokens / longest)
+
+
+__all__ = ["PrefillMeasurement", "RequestError", "lengths_up_to", "measure_prefill"]

@@ -1,0 +1,281 @@
+"""Cost of engine steps, measured on a live server over HTTP and fitted.
+
+Three kinds of samples, one kind at a time on an otherwise idle server:
+
+    prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
+    extension  a cached prefix of c tokens and n new ones: separates attention pairs from tokens
+    decode     B requests at contexts of c tokens, once for one token and once for 33: the difference is
+               32 steps, and separates KV read and requests from the step itself. The time between two
+               tokens is not used, because a busy server delivers several at once.
+
+A time to first token is the sum of the steps of its prompt, plus the API server's share. Before decodes every
+prompt is sent once, so that nearly all of it is cached when the B requests run together. Each request has its
+own blocks: reading shared ones would be cheaper than in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepSample
+from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel
+from sojourn_server.traces.prompt_builder import FIRST_ID
+
+DECODE_TOKENS = 33
+"""Output of a decode sample: one token for the prefill, the others one step each."""
+DECODE_REPEATS = 2
+"""Few, because a sample already averages 32 steps."""
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+DEFAULT_BATCHED_TOKENS = 2048
+"""vLLM's smallest default, assumed if the server does not report it."""
+POOL_SHARE = 0.8
+"""Maximum share of the KV pool; with more, the engine may preempt, which looks like a slow step."""
+
+
+@dataclass(slots=True)
+class StepMeasurement:
+    """Measurements, and notes about those that failed."""
+
+    samples: list[StepSample] = field(default_factory=list)
+    decode_points: list[tuple[int, float]] = field(default_factory=list)
+    """(context tokens, seconds per output token) of one request at a time."""
+    notes: list[str] = field(default_factory=list)
+
+
+class DecodePlan(NamedTuple):
+    """One decode measurement."""
+
+    context: int
+    concurrency: int
+
+
+def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens: int) -> StepSample:
+    """The steps of one prompt alone on the engine: ``new`` tokens after ``cached``, in chunks."""
+    steps, kv_read, done = 0, 0, cached
+    while done < cached + new:
+        done = min(cached + new, done + max_num_batched_tokens)
+        kv_read += done
+        steps += 1
+    pairs = new * cached + new * (new + 1) // 2
+    return StepSample(seconds, steps, new, pairs, kv_read, steps, calls=1)
+
+
+def decode_sample(seconds: float, context: float, concurrency: int) -> StepSample:
+    """One step in which ``concurrency`` requests add a token each to ``context`` tokens."""
+    read = concurrency * context
+    return StepSample(seconds, 1, concurrency, read, read, concurrency)
+
+
+def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list[DecodePlan]:
+    """Contexts for one request, then batches at a short and a longer one, as pool and limits allow.
+
+    The largest batch is the engine's limit, at a shorter context if needed. Only large batches show the cost
+    per request.
+    """
+    room = longest - DECODE_TOKENS
+    contexts = sorted({max(1, room * part // 8) for part in (1, 2, 4, 8)})
+    plan = [DecodePlan(context, 1) for context in contexts]
+    pool = (limits.kv_pool_tokens or longest) * POOL_SHARE
+    most = limits.max_num_seqs or CONCURRENCIES[-1]
+    short, longer = min(256, contexts[0]), contexts[min(1, len(contexts) - 1)]
+    for batch in sorted({*(b for b in CONCURRENCIES[1:] if b <= most), min(most, CONCURRENCIES[-1])} - {1}):
+        # A request takes whole blocks, including one for its output.
+        fitting = int(pool / batch) // block_size * block_size - DECODE_TOKENS
+        if min(short, fitting) >= block_size:
+            plan.append(DecodePlan(min(short, fitting), batch))
+        if longer <= fitting:
+            plan.append(DecodePlan(longer, batch))
+    return sorted(set(plan), key=lambda point: (point.concurrency * point.context, point))
+
+
+def extension_plan(longest: int) -> list[tuple[int, int]]:
+    """(cached prefix, new tokens): short and long additions to short and long contexts."""
+    pairs = {(longest * part // 8, max(1, longest * new // 64)) for part in (2, 4, 6) for new in (1, 4, 12)}
+    return sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair))
+
+
+async def measure_steps(
+    client: CompletionsClient,
+    served: ServedModel,
+    points: list[tuple[int, float]],
+    *,
+    max_tokens: int,
+    limits: EngineLimits,
+    block_size: int,
+    repeats: int,
+    budget_s: float,
+    vocabulary: int,
+    into: StepMeasurement | None = None,
+    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> StepMeasurement:
+    """Extensions and decodes within ``budget_s`` seconds, in addition to the prefill ``points``.
+
+    Cheapest first; samples that are predicted to exceed the budget are skipped, with a note. ``on_sample`` is
+    called with a description and the estimated remaining seconds. Results are stored ``into`` the given
+    object at once, for a caller that interrupts. Raises ``RequestError`` if a request fails."""
+    # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
+    rng = rng or random.Random()
+    batched = limits.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+    measurement = StepMeasurement() if into is None else into
+    if limits.max_num_batched_tokens is None:
+        measurement.notes.append(
+            f"the server doesn't tell how many tokens a step takes; {batched} were assumed "
+            "(say it: --max-num-batched-tokens)"
+        )
+    measurement.samples += [prefill_sample(s, n, 0, batched) for n, s in points if s > 0]
+    run = _MeasurementRun(client, served, measurement, range(FIRST_ID, vocabulary), rng, block_size, batched)
+    curve = PrefillCurve.fit(points)
+    started = clock()
+    left_out: list[str] = []
+    token_s = 0.0
+    jobs = _measurement_jobs(max_tokens, limits, block_size, curve, repeats)
+    for position, job in enumerate(jobs):
+        # Twice the slowest step so far: an upper bound for a batch twice as large.
+        decode_s = 2 * token_s * job.decoded
+        left_s = budget_s - (clock() - started)
+        if job.prefill_s + decode_s > left_s:
+            left_out.append(job.name)
+            continue
+        whole_s = sum(later.prefill_s + token_s * later.decoded for later in jobs[position:])
+        on_sample(job.name, min(left_s, whole_s))
+        if isinstance(job.point, DecodePlan):
+            token_s = max(token_s, await run.decode(job.point, min(repeats, DECODE_REPEATS)))
+        else:
+            await run.extension(*job.point, repeats)
+    if left_out:
+        measurement.notes.append(f"the time budget left out: {'; '.join(left_out)}")
+    measurement.decode_points.sort()
+    return measurement
+
+
+def expected_steps_s(
+    points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
+) -> float:
+    """Estimated seconds of ``measure_steps``, from its prompts only: decode times are unknown before."""
+    jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
+    return sum(job.prefill_s for job in jobs)
+
+
+class _MeasurementJob(NamedTuple):
+    prefill_s: float
+    """Predicted seconds without the decode steps."""
+    decoded: int
+    """Number of decode steps."""
+    name: str
+    point: DecodePlan | tuple[int, int]
+
+
+def _measurement_jobs(
+    longest: int, limits: EngineLimits, block_size: int, curve: PrefillCurve, repeats: int
+) -> list[_MeasurementJob]:
+    """Decodes and extensions, cheapest first, so that a short budget gets some of each."""
+    jobs: list[_MeasurementJob] = []
+    for point in decode_plan(longest, limits, block_size):
+        if decode_prompt_tokens(point, block_size) + DECODE_TOKENS <= longest + 1:
+            name = f"decode of {point.concurrency} × {point.context:,} tokens"
+            steps = min(repeats, DECODE_REPEATS) * DECODE_TOKENS
+            jobs.append(_MeasurementJob(point.concurrency * curve.seconds(point.context), steps, name, point))
+    for cached, new in extension_plan(longest):
+        if cached >= block_size:
+            added_s = curve.seconds(cached + new) - curve.seconds(cached)
+            expected_s = curve.seconds(cached) + repeats * added_s
+            jobs.append(
+                _MeasurementJob(expected_s, 0, f"prefill of {new:,} tokens after {cached:,}", (cached, new))
+            )
+    return sorted(jobs, key=lambda job: (job.prefill_s, job.name))
+
+
+def decode_prompt_tokens(point: DecodePlan, block_size: int) -> int:
+    """A whole number of blocks and one token: everything but the last token can come from the cache."""
+    return max(1, point.context // block_size) * block_size + 1
+
+
+class _MeasurementRun:
+    """The requests of one measurement."""
+
+    def __init__(
+        self,
+        client: CompletionsClient,
+        served: ServedModel,
+        into: StepMeasurement,
+        ids: range,
+        rng: random.Random,
+        block_size: int,
+        batched: int,
+    ) -> None:
+        self._client = client
+        self._model = served.name
+        self._into = into
+        self._ids = ids
+        self._rng = rng
+        self._block_size = block_size
+        self._batched = batched
+
+    async def decode(self, point: DecodePlan, repeats: int) -> float:
+        """Add the sample of one plan. Returns the seconds of its step, 0.0 if it failed."""
+        prompts = [
+            self._fresh(decode_prompt_tokens(point, self._block_size)) for _ in range(point.concurrency)
+        ]
+        for prompt in prompts:
+            await self._ask(prompt, 1)
+        times: list[float] = []
+        for _ in range(repeats):
+            short = await asyncio.gather(*(self._ask(prompt, 1) for prompt in prompts))
+            answers = await asyncio.gather(*(self._ask(prompt, DECODE_TOKENS) for prompt in prompts))
+            took_s = _median_completion_s(answers) - _median_completion_s(short)
+            if took_s > 0:
+                times.append(took_s / (DECODE_TOKENS - 1))
+        if not times:
+            self._note("33 tokens took no longer than one: no decode step could be timed")
+            return 0.0
+        context = len(prompts[0]) + DECODE_TOKENS / 2
+        seconds = statistics.median(times)
+        self._into.samples.append(decode_sample(seconds, context, point.concurrency))
+        if point.concurrency == 1:
+            self._into.decode_points.append((round(context), seconds))
+        return seconds
+
+    async def extension(self, cached: int, new: int, repeats: int) -> None:
+        """Add the sample of ``new`` tokens after a prefix of about ``cached``."""
+        prefix = self._fresh(cached // self._block_size * self._block_size)
+        # One more token, otherwise the last block of the prefix would not be cached.
+        await self._ask([*prefix, *self._fresh(1)], 1)
+        times: list[float] = []
+        reused = len(prefix)
+        for _ in range(repeats):
+            answer = await self._ask([*prefix, *self._fresh(new)], 1)
+            if answer.cached_tokens is not None:
+                reused = min(reused, answer.cached_tokens)
+            else:
+                self._note("the server doesn't report cached tokens; prefixes were taken to be cached")
+            times.append(answer.ttft_s)
+        if reused < len(prefix):
+            self._note("the server reused less of a prefix than it had just computed; so it is counted")
+        seconds = statistics.median(times)
+        if seconds > 0:
+            total = len(prefix) + new
+            self._into.samples.append(prefill_sample(seconds, total - reused, reused, self._batched))
+
+    async def _ask(self, prompt: list[int], max_tokens: int) -> Completion:
+        return await self._client.complete(self._model, prompt, max_tokens)
+
+    def _fresh(self, count: int) -> list[int]:
+        return self._rng.choices(self._ids, k=count)
+
+    def _note(self, text: str) -> None:
+        if text not in self._into.notes:
+            self._into.notes.append(text)
+
+
+def _median_completion_s(answers: list[Completion]) -> float:
+    """Median seconds until the last token."""
+    return statistics.median(answer.latency_s for answer in answers)

@@ -1,0 +1,179 @@
+"""The graphs that agents declare (Agent Execution Graphs, SAGA §3.2), by hash, in bounded memory.
+
+A client spells a graph out once and then only names its hash. What it spells out
+is believed only where the hash is that of the content, so nobody can put another
+graph in the place of one that is known. Of a known one only the hash is looked at:
+building a graph takes up to some ten milliseconds of an engine's step, and every
+process of an agent spells out the same. Nothing here has a clock or does I/O.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sojourn.aeg import END, START, Aeg
+from sojourn.errors import ArgumentError
+from sojourn.events import AegGraph
+from sojourn.wire import (
+    MAX_EVENT_NAME_BYTES,
+    MAX_GRAPH_BYTES,
+    MAX_GRAPH_EDGES,
+    MAX_GRAPH_NODES,
+    MAX_GRAPH_TOOLS,
+    encode,
+)
+
+TYPES_PER_GRAPH = 4
+"""Agent types remembered for each graph that may be held: several kinds of agent can share one."""
+
+
+class GraphError(ValueError):
+    """A graph that cannot be taken; the text says what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGraph:
+    """One graph as held."""
+
+    aeg: Aeg
+    size_bytes: int
+    """Of its JSON."""
+    _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
+
+    def following(self, node: str) -> tuple[tuple[str, float], ...]:
+        """What may follow ``node``, with probabilities that sum to one; worked out once for each node."""
+        found = self._following.get(node)
+        if found is None:
+            found = tuple(self.aeg.following(node).items())
+            if node in self.aeg.nodes:
+                self._following[node] = found
+        return found
+
+
+class GraphStore:
+    """At most ``max_graphs`` graphs of ``max_bytes`` of JSON together.
+
+    Each ``end_with_response`` is a use; the graph used least recently is forgotten first.
+    As Python objects they take about seven times their JSON.
+    """
+
+    def __init__(self, max_graphs: int = 256, max_bytes: int = 4 * 1024 * 1024) -> None:
+        if max_graphs < 1 or max_bytes < MAX_GRAPH_BYTES:
+            raise ValueError(
+                f"max_graphs is {max_graphs} and max_bytes {max_bytes}; "
+                f"expected at least 1 and {MAX_GRAPH_BYTES}"
+            )
+        self.max_graphs = max_graphs
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        """JSON bytes of all graphs held."""
+        self.forgotten = 0
+        self._graphs: OrderedDict[str, KnownGraph] = OrderedDict()
+        self._current: OrderedDict[str, str] = OrderedDict()
+        """Agent type → hash of the graph its latest program follows, which may be forgotten by now."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __iter__(self) -> Iterator[KnownGraph]:
+        """All graphs held, the one used least recently first."""
+        return iter(self._graphs.values())
+
+    def get(self, graph_hash: str) -> KnownGraph | None:
+        """The graph, or None; looking is no use."""
+        return self._graphs.get(graph_hash)
+
+    def use(self, graph_hash: str) -> KnownGraph | None:
+        """The graph, or None, for a program that follows it."""
+        known = self._graphs.get(graph_hash)
+        if known is not None:
+            self._graphs.move_to_end(graph_hash)
+        return known
+
+    def current(self, agent_type: str) -> KnownGraph | None:
+        """The graph that the latest program of this type follows, where it is held."""
+        graph_hash = self._current.get(agent_type)
+        return None if graph_hash is None else self._graphs.get(graph_hash)
+
+    def types(self) -> dict[str, list[str]]:
+        """Agent types by the hash of their current graph, where it is held; those of one graph sorted."""
+        types: dict[str, list[str]] = {}
+        for agent_type, graph_hash in sorted(self._current.items()):
+            if graph_hash in self._graphs:
+                types.setdefault(graph_hash, []).append(agent_type)
+        return types
+
+    def follow(self, graph_hash: str, graph: AegGraph | None, agent_type: str | None = None) -> bool:
+        """A program follows this graph, spelt out or known. False where it is neither.
+
+        Raises ``GraphError`` for a graph that cannot be taken; then nothing has changed.
+        """
+        if graph_hash not in self._graphs:
+            if graph is None:
+                return False
+            known = _checked(graph_hash, graph)
+            self._graphs[graph_hash] = known
+            self.bytes += known.size_bytes
+        self._graphs.move_to_end(graph_hash)
+        if agent_type:
+            self._current[agent_type] = graph_hash
+            self._current.move_to_end(agent_type)
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        # The newest is last and fits alone, so it stays.
+        while len(self._graphs) > self.max_graphs or self.bytes > self.max_bytes:
+            _, oldest = self._graphs.popitem(last=False)
+            self.bytes -= oldest.size_bytes
+            self.forgotten += 1
+        while len(self._current) > TYPES_PER_GRAPH * self.max_graphs:
+            self._current.popitem(last=False)
+
+
+def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
+    """The graph, where it is one and the hash is its own. Raises ``GraphError``."""
+    _check_bounds(graph)  # before anything is built of it
+    nodes = {node.id: node.tools for node in graph.nodes}
+    edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]
+    if len(nodes) < len(graph.nodes):
+        raise GraphError("a node is declared twice")
+    if len({edge[:2] for edge in edges}) < len(edges):
+        raise GraphError("an edge is declared twice")
+    try:
+        aeg = Aeg(nodes, edges, complete=graph.complete)
+        size_bytes = len(encode(aeg.wire()))
+    except ArgumentError as error:
+        raise GraphError(str(error)) from None
+    except ValueError as error:  # names that UTF-8 cannot say
+        raise GraphError(f"not a graph: {error}") from None
+    if aeg.hash != graph_hash:
+        raise GraphError(f"the hash of this graph is {aeg.hash}, not the one given")
+    return KnownGraph(aeg, size_bytes)
+
+
+def _check_bounds(graph: AegGraph) -> None:
+    _at_most(MAX_GRAPH_NODES, len(graph.nodes), "nodes")
+    _at_most(MAX_GRAPH_EDGES, len(graph.edges), "edges")
+    for node in graph.nodes:
+        _at_most(MAX_GRAPH_TOOLS, len(node.tools), "tools at one node")
+        if node.id in (START, END):
+            raise GraphError(f"{node.id} stands for an end of the run and is not declared as a node")
+        for name in (node.id, *node.tools):
+            _check_name(name)
+    for edge in graph.edges:
+        _check_name(edge.source)
+        _check_name(edge.target)
+
+
+def _at_most(most: int, count: int, what: str) -> None:
+    if count > most:
+        raise GraphError(f"{count} {what}; at most {most} are accepted")
+
+
+def _check_name(name: str) -> None:
+    size = len(name.encode("utf-8", "replace"))
+    if not 0 < size <= MAX_EVENT_NAME_BYTES:
+        raise GraphError(f"a name has {size} bytes; expected 1 to {MAX_EVENT_NAME_BYTES}")

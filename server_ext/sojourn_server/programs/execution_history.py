@@ -1,0 +1,330 @@
+"""What is remembered of tools, programs and queues, in bounded memory (Continuum §4.1, §4.2, §5.1).
+
+Plain containers: no clock, no I/O, no lock. Whoever observes hands in the
+measured number; whoever asks gets an answer from a sorted list.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MAX_SAMPLES = 20_000
+"""Durations kept of all tools together."""
+
+HISTORY_VERSION = 1
+"""Version of the documents that ``snapshot`` writes and ``restore`` reads."""
+
+
+class ToolHistory:
+    """S and S[f]: how long tool calls took, in seconds (Continuum §4.2, §5.1).
+
+    For each tool the newest ``max_samples_per_tool`` durations are kept, and of
+    the tools the ``max_tools`` that were observed last. S is the newest
+    ``MAX_SAMPLES`` durations of any tool, so that a flood of invented tool names
+    costs O(log) each and cannot push known durations out of it faster than
+    real calls would. Raises ``ValueError`` for limits below 1.
+    """
+
+    def __init__(self, max_samples_per_tool: int = 1000, max_tools: int = 512) -> None:
+        if max_samples_per_tool < 1 or max_tools < 1:
+            raise ValueError(
+                f"limits are {max_samples_per_tool} samples, {max_tools} tools; expected ≥ 1 each"
+            )
+        self._max_samples = max_samples_per_tool
+        self._max_tools = max_tools
+        self._tools: OrderedDict[str, _DurationSamples] = OrderedDict()
+        self._all = _DurationSamples()
+
+    def observe(self, key: str, duration_s: float) -> None:
+        """Remember that one call of tool ``key`` took ``duration_s`` seconds.
+
+        Raises ``ValueError`` for a duration that is negative, infinite or not a number.
+        """
+        duration_s = _seconds(duration_s)
+        samples = self._tools.get(key)
+        if samples is None:
+            samples = self._tools[key] = _DurationSamples()
+            if len(self._tools) > self._max_tools:
+                self._tools.popitem(last=False)
+        else:
+            self._tools.move_to_end(key)
+        if len(samples.ordered) == self._max_samples:
+            samples.drop_oldest()
+        samples.add(duration_s)
+        if len(self._all.ordered) == MAX_SAMPLES:
+            self._all.drop_oldest()
+        self._all.add(duration_s)
+
+    def count(self, key: str | None = None) -> int:
+        """|S[f]| for tool ``key``, or |S| for ``None``. 0 for a tool never seen."""
+        return len(self.durations(key))
+
+    def durations(self, key: str | None = None) -> Sequence[float]:
+        """The durations of ``key`` (``None``: of all tools) in seconds, ascending.
+
+        A live view, not a copy: read it at once, keep nothing of it, change nothing in it.
+        """
+        if key is None:
+            return self._all.ordered
+        samples = self._tools.get(key)
+        return samples.ordered if samples is not None else ()
+
+    def probability_within(self, tau_s: float, key: str | None = None) -> float:
+        """P(τ, f): the share of recorded calls that took at most ``tau_s`` seconds (Continuum §4.2).
+
+        0.0 where nothing is recorded.
+        """
+        ordered = self.durations(key)
+        return bisect_right(ordered, tau_s) / len(ordered) if ordered else 0.0
+
+    def probability_within_given(self, tau_s: float, elapsed_s: float, key: str | None = None) -> float:
+        """P(T ≤ t + τ | T > t): that a call running for ``elapsed_s`` ends in ``tau_s`` seconds more.
+
+        0.0 where no recorded call lasted longer than ``elapsed_s``: nothing then
+        speaks for an end, and what nobody expects back is not worth memory.
+        """
+        ordered = self.durations(key)
+        ended = bisect_right(ordered, elapsed_s)
+        if ended == len(ordered):
+            return 0.0
+        return (bisect_right(ordered, elapsed_s + max(0.0, tau_s)) - ended) / (len(ordered) - ended)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document, tools and samples oldest first."""
+        return {
+            "version": HISTORY_VERSION,
+            "tools": {key: list(samples.arrivals) for key, samples in self._tools.items()},
+            "newest": list(self._all.arrivals),
+        }
+
+    @classmethod
+    def restore(
+        cls, document: Mapping[str, Any], max_samples_per_tool: int = 1000, max_tools: int = 512
+    ) -> ToolHistory:
+        """The history a ``snapshot`` was taken of, cut to these limits, oldest out.
+
+        Raises ``ValueError`` with the reason where the document is not such a snapshot.
+        """
+        history = cls(max_samples_per_tool, max_tools)
+        tools = _checked(document, "tools", dict)
+        for key, durations in list(tools.items())[-max_tools:]:
+            if not isinstance(key, str) or not isinstance(durations, list):
+                raise ValueError(f"tool history: entry {key!r} is not a list of durations")
+            if durations:
+                history._tools[key] = _DurationSamples(
+                    _seconds(value) for value in durations[-max_samples_per_tool:]
+                )
+        newest = _checked(document, "newest", list)
+        history._all = _DurationSamples(_seconds(value) for value in newest[-MAX_SAMPLES:])
+        return history
+
+
+class TurnHistory:
+    """How many turns finished programs had, for the memoryfulness of the workload (Continuum §4.1).
+
+    The newest ``max_programs`` finished programs count.
+    """
+
+    def __init__(self, max_programs: int = 1000) -> None:
+        if max_programs < 1:
+            raise ValueError(f"max_programs is {max_programs}; expected ≥ 1")
+        self._turns: deque[int] = deque()
+        self._max_programs = max_programs
+        # Sums over all pairs (x, y) = (k, N - k). Integers, so taking old programs out leaves no residue.
+        self._pairs = self._x = self._y = self._xx = self._yy = self._xy = 0
+
+    def observe(self, total_turns: int) -> None:
+        """Remember that a program finished after ``total_turns`` turns; none at all adds nothing.
+
+        Raises ``ValueError`` for a negative number.
+        """
+        if total_turns < 0:
+            raise ValueError(f"a program with {total_turns} turns; expected ≥ 0")
+        if total_turns == 0:
+            return
+        if len(self._turns) == self._max_programs:
+            self._add(self._turns.popleft(), -1)
+        self._turns.append(total_turns)
+        self._add(total_turns, +1)
+
+    def count(self) -> int:
+        """Finished programs that are remembered."""
+        return len(self._turns)
+
+    def mean_turns(self) -> float:
+        """Turns of a finished program, on average; 0.0 where none is remembered."""
+        return self._pairs / len(self._turns) if self._turns else 0.0
+
+    def memoryfulness(self) -> float:
+        """η = −Corr(k, N−k) over the pairs k = 1..N of every finished program, in [-1, 1].
+
+        1.0 where it cannot be told (fewer than two pairs, or no variance): the
+        paper's cold start assumes a fully memoryful workload (§4.2).
+        """
+        var_x = self._pairs * self._xx - self._x * self._x
+        var_y = self._pairs * self._yy - self._y * self._y
+        if self._pairs < 2 or var_x <= 0 or var_y <= 0:
+            return 1.0
+        covariance = self._pairs * self._xy - self._x * self._y
+        correlation = covariance / (math.sqrt(var_x) * math.sqrt(var_y))
+        return max(-1.0, min(1.0, -correlation))
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document, oldest program first."""
+        return {"version": HISTORY_VERSION, "turns": list(self._turns)}
+
+    @classmethod
+    def restore(cls, document: Mapping[str, Any], max_programs: int = 1000) -> TurnHistory:
+        """The history a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        history = cls(max_programs)
+        for turns in _checked(document, "turns", list)[-max_programs:]:
+            if not isinstance(turns, int) or isinstance(turns, bool):
+                raise ValueError(f"turn history: {turns!r} is not a number of turns")
+            history.observe(turns)
+        return history
+
+    def _add(self, n: int, sign: int) -> None:
+        """Sums over k = 1..n in closed form, so that an observation costs the same for any n."""
+        self._pairs += sign * n
+        self._x += sign * (n * (n + 1) // 2)
+        self._y += sign * (n * (n - 1) // 2)
+        self._xx += sign * (n * (n + 1) * (2 * n + 1) // 6)
+        self._yy += sign * (n * (n - 1) * (2 * n - 1) // 6)
+        self._xy += sign * (n * (n + 1) * (n - 1) // 6)
+
+
+class SlidingMean:
+    """Mean of the newest ``window`` values, e.g. T̄: queueing delays of evicted programs (Continuum §4.2)."""
+
+    def __init__(self, window: int = 256) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; expected ≥ 1")
+        self._values: deque[float] = deque(maxlen=window)
+        self._mean: float | None = 0.0
+
+    def observe(self, value: float) -> None:
+        """Take in one value; the oldest leaves a full window. Raises ``ValueError`` unless finite."""
+        if not math.isfinite(value):
+            raise ValueError(f"observed {value}; expected a finite number")
+        self._values.append(value)
+        self._mean = None
+
+    def count(self) -> int:
+        """Values in the window."""
+        return len(self._values)
+
+    def values(self) -> list[float]:
+        """The window, oldest first: observed anew in this order they give the same mean."""
+        return list(self._values)
+
+    def mean(self) -> float:
+        """The mean, 0.0 when empty (the paper initialises T as zero)."""
+        if self._mean is None:
+            # Summed afresh, once per change: a running sum would keep the rounding error of large values.
+            self._mean = math.fsum(self._values) / len(self._values)
+        return self._mean
+
+
+class SlidingMax:
+    """The largest of the newest ``window`` values, in steps: it moves only when the true one has left
+    ``[value / factor, value]``, so that what was computed with it holds for a while.
+
+    ``changes`` counts the moves.
+    """
+
+    def __init__(self, window: int = 1000, factor: float = 1.5) -> None:
+        if window < 1 or not factor > 1.0:
+            raise ValueError(f"window is {window}, factor {factor}; expected ≥ 1 and above 1")
+        self._window = window
+        self._factor = factor
+        self._seen = 0
+        self._falling: deque[tuple[int, float]] = deque()
+        """Values that are larger than all after them, each with its number."""
+        self.value = 0.0
+        self.changes = 0
+
+    def observe(self, value: float) -> None:
+        """Take in one value. Raises ``ValueError`` unless finite and ≥ 0."""
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"observed {value}; expected a finite number ≥ 0")
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((self._seen, value))
+        self._seen += 1
+        if self._falling[0][0] < self._seen - self._window:
+            self._falling.popleft()
+        largest = self._falling[0][1]
+        if largest > self.value or largest * self._factor < self.value:
+            # Up in strides too: a maximum that grows by a little each turn would move every time.
+            self.value = largest * math.sqrt(self._factor)
+            self.changes += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document."""
+        return {
+            "version": HISTORY_VERSION,
+            "seen": self._seen,
+            "falling": [list(entry) for entry in self._falling],
+            "value": self.value,
+            "changes": self.changes,
+        }
+
+    @classmethod
+    def restore(cls, document: Any, window: int = 1000, factor: float = 1.5) -> SlidingMax:
+        """What a ``snapshot`` was taken of. Raises ``ValueError`` for anything else."""
+        sliding = cls(window, factor)
+        falling = _checked(document, "falling", list)
+        sliding._seen, sliding.changes = _checked(document, "seen", int), _checked(document, "changes", int)
+        sliding.value = _seconds(document.get("value"))
+        for entry in falling[-window:]:
+            if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], int):
+                raise ValueError(f"history: {entry!r} is not a number and its value")
+            sliding._falling.append((entry[0], _seconds(entry[1])))
+        return sliding
+
+
+class _DurationSamples:
+    """One tool's durations twice: as they came, to know the oldest, and sorted, to answer."""
+
+    __slots__ = ("arrivals", "ordered")
+
+    def __init__(self, durations: Iterable[float] = ()) -> None:
+        self.arrivals: deque[float] = deque(durations)
+        self.ordered: list[float] = sorted(self.arrivals)
+
+    def add(self, duration_s: float) -> None:
+        self.arrivals.append(duration_s)
+        insort(self.ordered, duration_s)
+
+    def drop_oldest(self) -> float:
+        oldest = self.arrivals.popleft()
+        _discard(self.ordered, oldest)
+        return oldest
+
+
+def _discard(ordered: list[float], value: float) -> None:
+    del ordered[bisect_right(ordered, value) - 1]
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"duration {value!r} is not a number of seconds")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"duration is {value}; expected seconds ≥ 0")
+    return float(value)
+
+
+def _checked(document: Mapping[str, Any], field: str, kind: type) -> Any:
+    if not isinstance(document, Mapping):
+        raise ValueError(f"history: a {type(document).__name__}; expected an object")
+    version = document.get("version")
+    if version != HISTORY_VERSION:
+        raise ValueError(f"history: version {version!r}; expected {HISTORY_VERSION}")
+    value = document.get(field)
+    if not isinstance(value, kind):
+        raise ValueError(f"history: field {field!r} is missing or not a {kind.__name__}")
+    return value

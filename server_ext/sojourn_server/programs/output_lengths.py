@@ -1,0 +1,190 @@
+"""How long the answers of agents have been, in bounded memory: to judge their next ones by (Tetris §2.2).
+
+Plain containers like ``history``: no clock, no I/O. A key is who wrote and what
+it wrote after: the agent's type and the tool whose result the prompt ends with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .execution_history import SlidingMean
+
+LENGTHS_VERSION = 1
+"""Version of the documents that ``snapshot`` writes and ``restore`` reads."""
+
+MAX_OUTPUT_TOKENS = 2**53
+"""No output is longer: beyond, a float no longer tells two lengths apart."""
+
+LengthKey = tuple[str | None, str | None]
+"""Agent type, and the tool just called; ``None`` where either is not known."""
+
+ALL_OUTPUTS: LengthKey = (None, None)
+
+
+class OutputLengthHistory:
+    """Tokens of finished outputs, by key.
+
+    Each output counts under its key, its agent type and for all; of each the newest ``max_samples`` are kept,
+    so that an agent which changes its habits is believed soon, and of the keys the ``max_keys`` observed
+    last, so that invented names cost bounded memory. Raises ``ValueError`` for limits below 1.
+    """
+
+    def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:
+        if max_samples < 1 or max_keys < 1:
+            raise ValueError(f"limits are {max_samples} samples, {max_keys} keys; expected ≥ 1 each")
+        self._max_samples = max_samples
+        self._max_keys = max_keys
+        self._windows: OrderedDict[LengthKey, _LengthWindow] = OrderedDict()
+        self._all = _LengthWindow(max_samples)
+
+    def observe(self, agent_type: str | None, tool: str | None, tokens: int) -> None:
+        """Remember an output of ``tokens`` tokens. Raises ``ValueError`` for less than one."""
+        _whole(tokens)
+        self._all.add(tokens)
+        if tool is not None:
+            self._window((agent_type, tool)).add(tokens)
+        # The type after the tool, so that of the two it is forgotten later.
+        if agent_type is not None:
+            self._window((agent_type, None)).add(tokens)
+
+    def known(self, agent_type: str | None, tool: str | None, least: int) -> Sequence[int]:
+        """Lengths in tokens, ascending, of the narrowest of: this key, this agent type, all, that has at
+        least ``least``; empty where none has.
+
+        A live view, not a copy: read it at once, keep nothing of it, change nothing in it.
+        """
+        for key in ((agent_type, tool), (agent_type, None)):
+            window = self._windows.get(key)
+            if window is not None and len(window.ordered) >= least:
+                return window.ordered
+        return self._all.ordered if len(self._all.ordered) >= least else ()
+
+    def count(self) -> int:
+        """Outputs remembered of all keys together."""
+        return len(self._all.ordered)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as a JSON-able document, keys and lengths oldest first."""
+        return {
+            "version": LENGTHS_VERSION,
+            "keys": [[*key, list(window.arrivals)] for key, window in self._windows.items()],
+            "newest": list(self._all.arrivals),
+        }
+
+    @classmethod
+    def restore(cls, document: Any, max_samples: int = 500, max_keys: int = 512) -> OutputLengthHistory:
+        """What a ``snapshot`` was taken of, cut to these limits, oldest out. Raises ``ValueError`` for
+        anything else."""
+        lengths = cls(max_samples, max_keys)
+        if not isinstance(document, Mapping) or document.get("version") != LENGTHS_VERSION:
+            raise ValueError(f"output lengths: expected a document of version {LENGTHS_VERSION}")
+        lengths._all.add(*_samples(document.get("newest")))
+        keys = document.get("keys")
+        if not isinstance(keys, list):
+            raise ValueError("output lengths: field 'keys' is missing or not a list")
+        for entry in keys[-max_keys:]:
+            match entry:
+                case [str() | None as agent_type, str() | None as tool, samples] if (
+                    agent_type,
+                    tool,
+                ) != ALL_OUTPUTS:
+                    lengths._window((agent_type, tool)).add(*_samples(samples))
+                case _:
+                    raise ValueError(f"output lengths: {entry!r} is not an agent type, a tool and lengths")
+        return lengths
+
+    def _window(self, key: LengthKey) -> _LengthWindow:
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = _LengthWindow(self._max_samples)
+            if len(self._windows) > self._max_keys:
+                self._windows.popitem(last=False)
+        else:
+            self._windows.move_to_end(key)
+        return window
+
+
+class HintErrors:
+    """By how much hints of output lengths were off, by agent type: of the newest ``window`` of each of the
+    ``max_types`` types that were heard of last. Raises ``ValueError`` for limits below 1."""
+
+    def __init__(self, window: int = 64, max_types: int = 512) -> None:
+        if window < 1 or max_types < 1:
+            raise ValueError(f"limits are a window of {window}, {max_types} types; expected ≥ 1 each")
+        self._window = window
+        self._max_types = max_types
+        self._types: OrderedDict[str, SlidingMean] = OrderedDict()
+
+    def observe(self, agent_type: str, off: float) -> None:
+        """Take in |ln(actual ÷ hinted)|. Raises ``ValueError`` unless finite and ≥ 0."""
+        if not off >= 0:
+            raise ValueError(f"a hint was off by {off}; expected ≥ 0")
+        errors = self._types.get(agent_type)
+        if errors is None:
+            errors = self._types[agent_type] = SlidingMean(self._window)
+            if len(self._types) > self._max_types:
+                self._types.popitem(last=False)
+        else:
+            self._types.move_to_end(agent_type)
+        errors.observe(off)
+
+    def mean(self, agent_type: str, least: int) -> float | None:
+        """Their mean; ``None`` of less than ``least``."""
+        errors = self._types.get(agent_type)
+        return errors.mean() if errors is not None and errors.count() >= least else None
+
+    def snapshot(self) -> dict[str, list[float]]:
+        """All of it as a JSON-able document, types and errors oldest first."""
+        return {agent_type: errors.values() for agent_type, errors in self._types.items()}
+
+    @classmethod
+    def restore(cls, document: Any, window: int = 64, max_types: int = 512) -> HintErrors:
+        """What a ``snapshot`` was taken of, cut to these limits, oldest out. Raises ``ValueError`` for
+        anything else."""
+        restored = cls(window, max_types)
+        if not isinstance(document, Mapping):
+            raise ValueError(f"hint errors: a {type(document).__name__}; expected an object")
+        for agent_type, errors in document.items():
+            if not isinstance(agent_type, str) or not isinstance(errors, list):
+                raise ValueError(f"hint errors: entry {agent_type!r} is not a list of errors")
+            for off in errors:
+                if not isinstance(off, (int, float)) or isinstance(off, bool):
+                    raise ValueError(f"hint errors: entry {agent_type!r} holds {off!r}; expected a number")
+                restored.observe(agent_type, off)
+        return restored
+
+
+class _LengthWindow:
+    """The newest lengths twice: as they came, to know the oldest, and sorted, to answer."""
+
+    __slots__ = ("_most", "arrivals", "ordered")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.arrivals: deque[int] = deque()
+        self.ordered: list[int] = []
+
+    def add(self, *lengths: int) -> None:
+        for tokens in lengths:
+            if len(self.arrivals) == self._most:
+                del self.ordered[bisect_right(self.ordered, self.arrivals.popleft()) - 1]
+            self.arrivals.append(tokens)
+            insort(self.ordered, tokens)
+
+
+def _samples(values: Any) -> Iterable[int]:
+    if not isinstance(values, list):
+        raise ValueError(f"output lengths: {values!r} is not a list of tokens")
+    return map(_whole, values)
+
+
+def _whole(tokens: Any) -> int:
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_OUTPUT_TOKENS:
+        raise ValueError(
+            f"an output of {tokens!r} tokens; expected a whole number from 1 to {MAX_OUTPUT_TOKENS}"
+        )
+    return tokens

@@ -1,0 +1,152 @@
+"""All known programs, in bounded memory; folds statuses through the transition table."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+
+from sojourn.ids import ProgramId
+
+from .program_state import ProgramState
+from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_status
+
+
+class ProgramTable:
+    """At most ``max_programs`` programs; the longest-over are forgotten first.
+
+    Then go those that never sent a request, oldest first: they own nothing, so
+    a flood of invented ids costs no real program its KV. Then the one heard of
+    least recently without a request in the engine.
+    """
+
+    def __init__(self, max_programs: int = 20_000) -> None:
+        if max_programs < 1:
+            raise ValueError(f"max_programs is {max_programs}; expected at least 1")
+        self.max_programs = max_programs
+        self.counts: Counter[ProgramStatus] = Counter()
+        self.forgotten = 0
+        self._programs: OrderedDict[ProgramId, ProgramState] = OrderedDict()
+        self._over: OrderedDict[ProgramId, None] = OrderedDict()
+        self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
+        """Programs known from events alone, the oldest first."""
+        self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
+        """Programs between turns, the one heard of least recently first; with heartbeats in the second.
+
+        Two, since the two kinds may be silent for different times.
+        """
+        self._next_rank = 0
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[ProgramState]:
+        return iter(self._programs.values())
+
+    def __contains__(self, program_id: object) -> bool:
+        return program_id in self._programs
+
+    def get(self, program_id: ProgramId) -> ProgramState | None:
+        """The program, or None; does not count as hearing of it."""
+        return self._programs.get(program_id)
+
+    def next_rank(self) -> int:
+        """A fresh arrival rank, also for requests that belong to no program."""
+        self._next_rank += 1
+        return self._next_rank
+
+    def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
+        """Get or create a program and mark it as heard of.
+
+        Returns the program and those forgotten to make room for it.
+        """
+        program = self._programs.get(program_id)
+        if program is not None:
+            self._programs.move_to_end(program_id)
+            acting = self._acting[program.heartbeats]
+            if program_id in acting:
+                acting.move_to_end(program_id)
+            program.last_contact_s = now
+            return program, []
+        forgotten = self._make_room()
+        program = ProgramState(program_id, self.next_rank(), now, last_contact_s=now)
+        self._programs[program_id] = program
+        self.counts[program.status] += 1
+        self._announced_only[program_id] = None
+        self._acting[False][program_id] = None
+        return program, forgotten
+
+    def signal(self, program: ProgramState, signal: ProgramSignal) -> bool:
+        """Apply ``signal``; True where the status changed."""
+        new = next_status(program.status, signal)
+        if new is program.status:
+            return False
+        self.counts[program.status] -= 1
+        self.counts[new] += 1
+        if new in OVER_STATUSES:
+            self._over[program.id] = None
+        elif program.status in OVER_STATUSES:
+            self._over.pop(program.id, None)
+        if new is ProgramStatus.ACTING:
+            self._acting[program.heartbeats][program.id] = None
+        else:
+            self._acting[program.heartbeats].pop(program.id, None)
+        if signal is ProgramSignal.REQUEST_ARRIVED:
+            self._announced_only.pop(program.id, None)
+        program.status = new
+        return True
+
+    def promise_heartbeats(self, program: ProgramState) -> None:
+        """Its client will send heartbeats from now on. Call it after ``open``, at the same ``now``."""
+        if program.heartbeats:
+            return
+        was_acting = self._acting[False].pop(program.id, 0) is None
+        program.heartbeats = True
+        if was_acting:
+            self._acting[True][program.id] = None
+
+    def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
+        """A program between turns not heard of for too long, if there is one.
+
+        Too long is more than ``promised_s`` seconds for one that promised
+        heartbeats, ``idle_s`` for the others.
+        """
+        for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
+            program_id = next(iter(acting), None)
+            if program_id is not None:
+                program = self._programs[program_id]
+                if now - program.last_contact_s > silence_s:
+                    return program
+        return None
+
+    def longest_idle_s(self, now: float) -> float:
+        """For how long the program has not been heard of that has been so for longest between turns; 0 where
+        none is."""
+        oldest = [next(iter(acting)) for acting in self._acting if acting]
+        return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
+
+    def _make_room(self) -> list[ProgramState]:
+        forgotten: list[ProgramState] = []
+        while len(self._programs) >= self.max_programs:
+            victim = self._oldest_forgettable()
+            if victim is None:
+                break  # all have requests in the engine: their number is the engine's bound, not ours
+            del self._programs[victim.id]
+            self._over.pop(victim.id, None)
+            self._announced_only.pop(victim.id, None)
+            self._acting[victim.heartbeats].pop(victim.id, None)
+            self.counts[victim.status] -= 1
+            self.forgotten += 1
+            forgotten.append(victim)
+        return forgotten
+
+    def _oldest_forgettable(self) -> ProgramState | None:
+        for program_id in self._over:
+            program = self._programs[program_id]
+            if not program.live_requests:
+                return program
+        for program_id in self._announced_only:
+            return self._programs[program_id]
+        for program in self._programs.values():
+            if not program.live_requests:
+                return program
+        return None

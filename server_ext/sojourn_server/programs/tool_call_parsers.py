@@ -1,0 +1,358 @@
+"""Which tools a finished output calls (Continuum §5.1, Appendices A and B).
+
+Models write tool calls in many ways. Tried in this order, and the first form
+that yields a call wins, since one output speaks one dialect:
+
+    OpenAI JSON      {"type": "function_call", "name": …} and its relatives, "tool_calls": […]
+    hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
+    tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name
+    bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Qwen)
+    pythonic         func(a=1), [f(a=1), g()]                        (Llama 3, Gemma), nothing else around
+    terminal-bench   {"commands": [{"keystrokes": …}]}
+    fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
+
+Fenced shell blocks are set aside before the other forms are looked for, so a
+``curl -d '{"name": …}'`` inside one is no function call. What a reasoning model
+thought (up to the last ``</think>``) calls nothing.
+
+Only the last ``MAX_TEXT_CHARS`` characters are read and the work on them is
+linear; nothing here ever raises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sojourn.shell_command import MAX_HEAD_CHARS, main_head, split_command
+
+__all__ = ["ParsedToolCall", "main_head", "parse_tool_calls", "split_command"]
+
+MAX_TEXT_CHARS = 64 * 1024
+MAX_CALLS = 64
+MAX_NAME_CHARS = 128
+
+SHELL_TOOLS = frozenset(
+    {"bash", "bash_tool", "container.exec", "exec", "exec_command", "execute_bash", "execute_command"}
+    | {"local_shell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
+    | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
+)
+"""Tools, in lower case, that run a command line: their command's head tells more than their name."""
+
+_COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """One tool call found in an output: what histories are kept by, never its arguments."""
+
+    name: str
+    """As the model wrote it, e.g. ``bash`` or ``get_weather``."""
+    command: str | None = None
+    """The command head, e.g. ``pytest``, where the tool is a shell."""
+
+    @property
+    def key(self) -> str:
+        """The name of its history: ``bash:pytest`` or ``get_weather``."""
+        return f"{self.name}:{self.command}" if self.command else self.name
+
+
+def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
+    """The tool calls in a model's output, in order; empty where there is none or it is ambiguous."""
+    text = text[-MAX_TEXT_CHARS:]
+    text = _without_end_marks(text.rpartition("</think>")[2])
+    prose, blocks = _split_fenced_blocks(text)
+    values = list(_json_values(prose))
+    for calls in (
+        _openai_calls(values),
+        _hermes_calls(prose),
+        _tagged_calls(prose),
+        _bare_json_calls(values),
+        _pythonic_calls(prose),
+        _terminal_calls(values),
+    ):
+        if calls:
+            return tuple(calls[:MAX_CALLS])
+    # Like mini-swe-agent: two blocks would be two different actions, so neither counts.
+    return (ParsedToolCall("bash", main_head(blocks[0])),) if len(blocks) == 1 else ()
+
+
+_END_MARKS = ("</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>")
+_MAX_MARK_CHARS = 32
+_MAX_MARKS = 8
+
+
+def _without_end_marks(text: str) -> str:
+    """``parse_text`` without the special tokens an output ends with where it was decoded with them."""
+    for _ in range(_MAX_MARKS):
+        text = text.rstrip()
+        if text.endswith(_END_MARKS):
+            text = text[: text.rindex("<")]
+        elif text.endswith("|>") and (start := text.rfind("<|", -_MAX_MARK_CHARS)) >= 0:
+            text = text[:start]
+        else:
+            break
+    return text
+
+
+# --- fenced shell blocks ------------------------------------------------------------------------
+
+_SHELL_FENCES = frozenset({"```bash", "```sh", "```shell", "```zsh"})
+_AGENT_FENCE = "```mswea_bash_command"
+
+
+def _split_fenced_blocks(text: str) -> tuple[str, list[str]]:
+    """``parse_text`` without its shell blocks, and the blocks that count as actions.
+
+    Where mini-swe-agent's own marker appears, ordinary ``bash`` blocks are mere illustration.
+    """
+    if "```" not in text:
+        return text, []
+    prose: list[str] = []
+    block: list[str] | None = None
+    marked: list[str] = []
+    plain: list[str] = []
+    target = plain
+    for line in text.split("\n"):
+        word = line.strip()
+        if block is None:
+            opened = word.lower()
+            if opened in _SHELL_FENCES or opened == _AGENT_FENCE:
+                block, target = [], marked if opened == _AGENT_FENCE else plain
+            else:
+                prose.append(line)
+        elif word == "```":
+            target.append("\n".join(block))
+            block = None
+        else:
+            block.append(line)
+    if block is not None:
+        prose += block  # never closed: the output was cut, nothing is run
+    blocks = [one for one in (marked or plain) if one.strip()]
+    return "\n".join(prose), blocks
+
+
+# --- JSON forms ---------------------------------------------------------------------------------
+
+_JSON_START = re.compile(r'\{\s*"|\[\s*\{')
+_JSON_SCAN_BUDGET = 4 * MAX_TEXT_CHARS
+"""Characters that failed attempts may cost together; without it nested openers cost the square."""
+_MAX_ATTEMPTS = 256
+_decode = json.JSONDecoder().raw_decode
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """The JSON objects, and arrays of them, that stand in ``parse_text``, outermost only."""
+    position, budget = 0, _JSON_SCAN_BUDGET
+    for _ in range(_MAX_ATTEMPTS):
+        start = _JSON_START.search(text, position)
+        if start is None or budget <= 0:
+            return
+        position = start.start()
+        try:
+            value, position = _decode(text, position)
+        except json.JSONDecodeError as error:
+            unterminated = error.msg.startswith("Unterminated")
+            budget -= len(text) - position if unterminated else error.pos - position + 1
+            position += 1
+        except (ValueError, RecursionError):  # an integer of thousands of digits; absurd nesting
+            budget -= len(text) - position
+            position += 1
+        else:
+            yield value
+
+
+def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
+    return [call for value in values for call in _openai_blocks(value, depth=4)]
+
+
+def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
+    """Function-call blocks of chat completions, responses and Anthropic messages."""
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for item in value[:MAX_CALLS]:
+            yield from _openai_blocks(item, depth - 1)
+    elif isinstance(value, dict):
+        function = value.get("function", value.get("function_call"))
+        if value.get("type") in ("function_call", "function", "tool_use", "tool_call") and "name" in value:
+            yield from _call(value.get("name"), value)
+        elif isinstance(function, dict):
+            yield from _call(function.get("name"), function)
+        else:
+            for field in ("tool_calls", "output", "content", "message", "choices"):
+                if isinstance(value.get(field), (list, dict)):
+                    yield from _openai_blocks(value[field], depth - 1)
+
+
+def _bare_json_calls(values: list[Any]) -> list[ParsedToolCall]:
+    calls: list[ParsedToolCall] = []
+    for value in values:
+        for item in value[:MAX_CALLS] if isinstance(value, list) else [value]:
+            if isinstance(item, dict) and ("arguments" in item or "parameters" in item):
+                calls += _call(item.get("name"), item)
+    return calls
+
+
+def _terminal_calls(values: list[Any]) -> list[ParsedToolCall]:
+    calls: list[ParsedToolCall] = []
+    for value in values:
+        commands = value.get("commands") if isinstance(value, dict) else None
+        for command in commands[:MAX_CALLS] if isinstance(commands, list) else []:
+            keystrokes = command.get("keystrokes") if isinstance(command, dict) else None
+            if isinstance(keystrokes, str):
+                calls.append(ParsedToolCall("bash", main_head(keystrokes)))
+    return calls
+
+
+def _hermes_calls(text: str) -> list[ParsedToolCall]:
+    calls: list[ParsedToolCall] = []
+    for part in text.split("<tool_call>")[1 : MAX_CALLS + 1]:
+        body = part.split("</tool_call>", 1)[0].strip()
+        if body.startswith("{"):
+            try:
+                value, _ = _decode(body)
+            except (ValueError, RecursionError):
+                continue
+            calls += _call(value.get("name"), value)
+        else:
+            name, _, arguments = body.partition("<arg_key>")  # GLM-4.5 puts the name on a line of its own
+            if arguments:
+                calls += _call(name.strip(), {"arguments": _glm_arguments(arguments)})
+    return calls
+
+
+_GLM_PAIR = re.compile(r"\s*([\w.-]{1,64})\s*</arg_key>\s*<arg_value>")
+
+
+def _glm_arguments(text: str) -> dict[str, str]:
+    arguments: dict[str, str] = {}
+    for part in text.split("<arg_key>"):
+        pair = _GLM_PAIR.match(part)
+        if pair:
+            arguments[pair.group(1)] = part[pair.end() :].split("</arg_value>", 1)[0]
+    return arguments
+
+
+# --- tagged forms -------------------------------------------------------------------------------
+
+_TAG = re.compile(
+    r"<function=[\"']?(?P<function>[\w.:-]{1,128})[\"']?>"  # Llama 3.1, Qwen3-Coder
+    r"|<[^<>\s]{0,32}invoke name=\"(?P<invoke>[\w.:-]{1,128})\"[^<>]{0,64}>"  # MiniMax, DeepSeek V3.2
+    r"|<\|tool_call_begin\|>\s{0,8}functions\.(?P<kimi>[\w.-]{1,128}):\d+"
+    r"|to=functions\.(?P<harmony>[\w.-]{1,128})"  # gpt-oss
+    r"|<｜tool▁sep｜>(?P<deepseek>[\w.-]{1,128})"
+)
+_PARAMETER = re.compile(r"<[^<>\s]{0,32}parameter(?:=| name=)\"?([\w.-]{1,64})\"?[^<>]{0,64}>")
+
+
+def _tagged_calls(text: str) -> list[ParsedToolCall]:
+    calls: list[ParsedToolCall] = []
+    tags = list(_TAG.finditer(text))[: MAX_CALLS + 1]
+    for index, tag in enumerate(tags[:MAX_CALLS]):
+        body = text[tag.end() : tags[index + 1].start() if index + 1 < len(tags) else len(text)]
+        arguments: Any = _parameters(body)
+        if not arguments:
+            arguments = next(_json_values(body), {})
+        calls += _call(tag.group(tag.lastgroup or 0), {"arguments": arguments})
+    return calls
+
+
+def _parameters(body: str) -> dict[str, str]:
+    arguments: dict[str, str] = {}
+    openings = list(_PARAMETER.finditer(body))[: MAX_CALLS + 1]
+    for index, opening in enumerate(openings):
+        end = openings[index + 1].start() if index + 1 < len(openings) else len(body)
+        arguments.setdefault(opening.group(1), body[opening.end() : end].split("</", 1)[0].strip())
+    return arguments
+
+
+# --- pythonic form ------------------------------------------------------------------------------
+
+_PYTHON_TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"?' r"|'(?:[^'\\]|\\.)*'?" r"|[\[\](){}]|[A-Za-z_][\w.]*|\s+|.", re.DOTALL
+)
+_PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id)\|>")
+
+
+def _pythonic_calls(text: str) -> list[ParsedToolCall]:
+    """``name(key=value, …)`` once or several times, and nothing else: prose around it makes it prose."""
+    text = _PYTHON_TAGS.sub("", text).strip()
+    if not text.endswith((")", ")]")):
+        return []
+    calls: list[ParsedToolCall] = []
+    name = before = key = ""
+    arguments: dict[str, str] = {}
+    depth, base = 0, 1 if text.startswith("[") else 0
+    for found in _PYTHON_TOKEN.finditer(text):
+        token = found.group()
+        if token.isspace():
+            continue
+        if token in "([{":
+            if depth == base and not (token == "(" and name):
+                return []
+            depth += 1
+        elif token in ")]}":
+            depth -= 1
+            if depth == base:
+                if before not in ("(", ",") and not key:
+                    return []  # positional arguments: as likely prose or code as a call
+                calls += _call(name, {"arguments": arguments})
+                name, key, arguments = "", "", {}
+        elif depth <= base:
+            if token.isidentifier() or token.replace(".", "_").isidentifier():
+                if name:
+                    return []
+                name = token
+            elif token not in ",;":
+                return []
+        elif depth == base + 1:
+            if token == "=" and before.isidentifier():
+                key = before
+            elif before == "=" and token[0] in "\"'":
+                arguments.setdefault(key, token.strip("\"'"))
+        before = token
+        if depth < 0 or len(calls) > MAX_CALLS:
+            return []
+    return calls if depth == 0 and not name else []
+
+
+# --- what a call is ------------------------------------------------------------------------------
+
+
+def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
+    """The call ``name`` with the arguments in ``block``; none where the name is not one."""
+    if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
+        return []
+    name = name.strip()
+    if name.lower() not in SHELL_TOOLS:
+        return [ParsedToolCall(name)]
+    return [ParsedToolCall(name, _command_head(block))]
+
+
+def _command_head(block: dict[str, Any]) -> str | None:
+    arguments = next((block[f] for f in ("arguments", "parameters", "input") if f in block), None)
+    if isinstance(arguments, str):
+        try:
+            arguments, _ = _decode(arguments.strip())
+        except (ValueError, RecursionError):
+            return main_head(arguments)  # some models hand over the bare command line
+    if not isinstance(arguments, dict):
+        return None
+    for field in _COMMAND_ARGUMENTS:
+        value = arguments.get(field)
+        if isinstance(value, str):
+            return main_head(value)
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            return _argv_head(value)
+    return None
+
+
+def _argv_head(argv: list[str]) -> str | None:
+    """The head of ``["bash", "-lc", "pytest -q"]``, which is ``pytest``, or of ``["pytest", "-q"]``."""
+    if len(argv) > 2 and argv[1].startswith("-") and argv[1].endswith("c"):
+        return main_head(argv[2])
+    return argv[0].rsplit("/", 1)[-1][:MAX_HEAD_CHARS] or None

@@ -1,0 +1,329 @@
+"""Facts and answers as plain JSON values, and facts back as what they were."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from sojourn.events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
+from sojourn.hints import AgenticContext
+from sojourn.ids import ProgramId
+from sojourn.wire import Outcome
+
+from ..core.client_event_handler import PROGRAM_OUTCOMES
+from ..core.events_and_actions import (
+    Action,
+    EngineAction,
+    RequestAdmitted,
+    RequestArrived,
+    RequestRefused,
+    TurnFinished,
+    TurnFinishReason,
+)
+from ..core.lease_table import Lease
+from ..core.request_hint import MAX_NAME_CHARS
+from ..core.request_identity import RequestIdentity
+from ..core.scheduler_state import RequestState
+from ..metrics.turn_ledger import TurnRecord, common_prefix_length
+from ..policies.policy_views import RunningRequestView
+from ..programs.tool_call_parsers import ParsedToolCall
+
+
+class RecordShape(NamedTuple):
+    """What the parts of one kind of record mean, by their places."""
+
+    meaning: str
+    facts: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
+    """Names of a list's places, or one name for a single value."""
+
+
+_LEASE_FIELDS = (
+    "ttl_s", "expires_s", "silent_s", "limit_s", "blocks", "reload_s", "reason", "tool", "rank",
+)  # fmt: skip
+
+_COPIES = ("offload_s_per_token", "load_back_s_per_token", "queued_s")
+
+RECORD_SHAPES: dict[str, RecordShape] = {
+    "tick": RecordShape("time passed"),
+    "step": RecordShape("an engine step took its time", ("tokens", "seconds", "requests")),
+    "event": RecordShape(
+        "a client's event", ("emitter", "event"), ("outcome", "lease_expires_s", "lease_silent_s")
+    ),
+    "arrive": RecordShape(
+        "a request arrived",
+        ("request_id", "prompt_tokens", "program_id", "context", "outcome"),
+        ("number", "rank", "turn", "gap_s", "leased", "tool_before", "hinted_ttl_s", "final"),
+    ),
+    "stranger": RecordShape(
+        "a request that could not be taken in arrived",
+        ("request_id",), ("number", "rank")
+    ),
+    "gate": RecordShape("whether the entry policy has a say", ("request", "preempted"), ("behind_gate",)),
+    "key": RecordShape("a request's place in the queue", ("request", "preempted"), ("key",)),
+    "promoted": RecordShape("when waiting alone lets a request go first", ("request",), ("promoted_s",)),
+    "enter": RecordShape(
+        "may a program enter",
+        (
+            "request",
+            "need_blocks",
+            "free_blocks",
+            "anything_running",
+            "output_tokens",
+            "most_tokens",
+            "preempted",
+        ),
+        ("enters",),
+    ),
+    "line": RecordShape("does the request that is kept out hold the line", ("request",), ("holds",)),
+    "park": RecordShape("does a request wait because of where its program is", ("request",), ("parked",)),
+    "room": RecordShape("room was asked for", ("need", "freed_blocks")),
+    "victim": RecordShape("whom to preempt", ("short_blocks", "running", "used_blocks"), ("request",)),
+    "look": RecordShape("whom to copy ahead", ("used_blocks", "running", *_COPIES), ("request",)),
+    "guess": RecordShape(
+        "what a network expects a request to write yet", ("request", "at_tokens", "remaining", "most_tokens")
+    ),
+    "standing": RecordShape("what the order of reuse goes by", ("program_id", "left"), ("standing", "score")),
+    "admit": RecordShape(
+        "a request got its blocks",
+        ("request", "cached_tokens", "host_tokens", "tokens", "resumed", "most_tokens", "chain"),
+        ("device", "new", "tail", "lost", "evictor", "recomputed_after_preemption"),
+    ),
+    "token": RecordShape("a request's first token exists", ("request",)),
+    "preempt": RecordShape(
+        "a running request lost its blocks",
+        ("request", "tokens", "copied_tokens", *_COPIES), ("recovery",)
+    ),
+    "evict": RecordShape(
+        "cached blocks were reused, one time each", ("program_id", "taker", "blocks", "times_s")
+    ),
+    "end": RecordShape(
+        "a request left the engine",
+        ("request", "outcome", "tool_calls", "prompt_tokens", "output_tokens", "cached_blocks",
+         "held_blocks", "unheld_blocks", "used_blocks", "chain"),
+        _LEASE_FIELDS,
+    ),
+    "left": RecordShape("a request of no program left the engine", ("request",)),
+    "pin": RecordShape(
+        "still-cached blocks can be held",
+        ("program_id", "blocks", "held_blocks", "unheld_blocks", "used_blocks"),
+        _LEASE_FIELDS,
+    ),
+    "prefetch": RecordShape(
+        "a prefix was to be brought back",
+        ("program_id", "missing_blocks", "coming_blocks", "lost_blocks")
+    ),
+    "reset": RecordShape("the prefix cache is about to be cleared"),
+    "close": RecordShape("the tape ends", ("reason",), ("totals",)),
+}  # fmt: skip
+"""Every kind of record. ``request`` is the number its ``arrive`` or ``stranger`` was answered with."""
+
+DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
+"""What an entry of a record's last part means, as in the decision log."""
+
+HASH_BYTES = 8
+"""Of each block hash: among 10^6 blocks two agree with a chance of 3 in 10^8."""
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+def arrival_facts(fact: RequestArrived) -> tuple[Any, ...]:
+    identity = fact.identity
+    outcome = identity.outcome.value if identity.outcome is not None else None
+    return fact.request_id, fact.prompt_tokens, identity.program_id, _context(identity.context), outcome
+
+
+def read_arrival(facts: Sequence[Any]) -> RequestArrived:
+    request_id, prompt_tokens, program_id, context, outcome = facts
+    return RequestArrived(
+        request_id=request_id,
+        identity=RequestIdentity(
+            ProgramId(program_id) if program_id is not None else None,
+            msgspec.convert(context, AgenticContext) if context is not None else None,
+            Outcome(outcome) if outcome is not None else None,
+        ),
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def _context(context: AgenticContext | None) -> Any:
+    """The hint without its events, which have records of their own, and with no name longer than is kept."""
+    if context is None:
+        return None
+    ours = context.sojourn
+    if ours is not None:
+        ours = msgspec.structs.replace(
+            ours,
+            emitter=None,
+            events=[],
+            agent_type=_truncated_name(ours.agent_type),
+            node=_truncated_name(ours.node),
+            tenant=_truncated_name(ours.tenant),
+        )
+    kept = msgspec.structs.replace(
+        context, request_id=_truncated_name(context.request_id), step_id=None, sojourn=ours
+    )
+    return msgspec.to_builtins(kept)
+
+
+def _truncated_name(name: str | None) -> str | None:
+    return name[:MAX_NAME_CHARS] if name is not None else None
+
+
+def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
+    """The event without words that nothing is decided by."""
+    if isinstance(event, ProgramStart):
+        event = msgspec.structs.replace(event, name=None)
+    elif isinstance(event, ToolStop):
+        event = msgspec.structs.replace(event, status="ok")
+    elif isinstance(event, ProgramEnd) and event.status not in PROGRAM_OUTCOMES:
+        event = msgspec.structs.replace(event, status="error")
+    return emitter, msgspec.to_builtins(event)
+
+
+def read_event(document: Any) -> AnyEvent:
+    event: AnyEvent = msgspec.convert(document, AnyEvent)
+    return event
+
+
+def running_facts(number: int | str, view: RunningRequestView) -> tuple[Any, ...]:
+    """What an engine says of a request that runs; the rest of the view is the steward's."""
+    return (
+        number, view.program_rank, view.position, view.blocks, view.context_tokens, view.output_tokens,
+        view.most_tokens, view.freed_blocks,
+    )  # fmt: skip
+
+
+def read_running(request_id: str, facts: Sequence[Any]) -> RunningRequestView:
+    rank, position, blocks, context_tokens, output_tokens, most_tokens, freed_blocks = facts
+    return RunningRequestView(
+        request_id,
+        rank,
+        position,
+        blocks,
+        context_tokens=context_tokens,
+        output_tokens=output_tokens,
+        most_tokens=most_tokens,
+        freed_blocks=freed_blocks,
+    )
+
+
+def admission_facts(number: int | str, fact: RequestAdmitted, chain: tuple[int, bytes]) -> tuple[Any, ...]:
+    return (
+        number,
+        fact.cached_tokens,
+        fact.host_tokens,
+        fact.tokens,
+        fact.resumed,
+        fact.most_tokens,
+        chain,
+    )
+
+
+def read_admission(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]) -> RequestAdmitted:
+    cached_tokens, host_tokens, tokens, resumed, most_tokens = facts
+    return RequestAdmitted(
+        request_id=request_id,
+        cached_tokens=cached_tokens,
+        host_tokens=host_tokens,
+        tokens=tokens,
+        block_hashes=hashes,
+        resumed=resumed,
+        most_tokens=most_tokens,
+    )
+
+
+def turn_end_facts(number: int | str, fact: TurnFinished, chain: tuple[int, bytes]) -> tuple[Any, ...]:
+    calls = [(call.name,) if call.command is None else (call.name, call.command) for call in fact.tool_calls]
+    return (
+        number, fact.outcome.value, calls, fact.prompt_tokens, fact.output_tokens, fact.cached_blocks,
+        fact.held_blocks, fact.unheld_blocks, fact.used_blocks, chain,
+    )  # fmt: skip
+
+
+def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]) -> TurnFinished:
+    outcome, calls, prompt_tokens, output_tokens, cached_blocks, held_blocks, unheld_blocks, used_blocks = (
+        facts
+    )
+    return TurnFinished(
+        request_id=request_id,
+        outcome=TurnFinishReason(outcome),
+        tool_calls=tuple(ParsedToolCall(*call) for call in calls),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_blocks=cached_blocks,
+        held_blocks=held_blocks,
+        unheld_blocks=unheld_blocks,
+        used_blocks=used_blocks,
+        block_hashes=hashes,
+    )
+
+
+# --- block hashes --------------------------------------------------------------------------------
+
+
+def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
+    """A chain of block hashes by how many it shares with ``base``, which both sides know, and the rest."""
+    shared = common_prefix_length(base, hashes)
+    return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
+
+
+def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
+    """Raises ``ValueError`` for what is no chain upon ``base``."""
+    shared, rest = facts
+    if not 0 <= shared <= len(base):
+        raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")
+    return [*base[:shared], *read_hashes(rest)]
+
+
+def read_hashes(text: str) -> list[bytes]:
+    """Raises ``ValueError`` for what is not a number of whole hashes."""
+    data = base64.b64decode(text, validate=True)
+    if len(data) % HASH_BYTES:
+        raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")
+    return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def request_state_answer(request_state: RequestState) -> tuple[Any, ...]:
+    record = request_state.record
+    if record is None:
+        return request_state.arrival, request_state.rank
+    return (
+        request_state.arrival, request_state.rank, record.turn, record.gap_s, record.leased,
+        record.tool_before, request_state.hinted_ttl_s, request_state.final,
+    )  # fmt: skip
+
+
+def split_answer(record: TurnRecord | None) -> tuple[Any, ...] | None:
+    if record is None or record.tokens is None:
+        return None
+    split = record.tokens
+    lost = {cause.value: tokens for cause, tokens in split.lost.items()}
+    return split.device, split.new, split.tail, lost, record.evictor, record.recomputed_after_preemption
+
+
+def lease_answer(lease: Lease | None) -> tuple[Any, ...] | None:
+    if lease is None:
+        return None
+    return (
+        lease.ttl_s, lease.expires_s, lease.silent_s, lease.limit_s, lease.blocks, lease.reload_s,
+        lease.reason.value, lease.tool, lease.rank,
+    )  # fmt: skip
+
+
+def orders_answer(actions: Sequence[Action]) -> list[tuple[str, ...]]:
+    """The actions but for the answer."""
+    orders: list[tuple[str, ...]] = []
+    for action in actions:
+        if isinstance(action, EngineAction):
+            tier = (action.tier.value,) if action.tier else ()
+            orders.append((action.kind.value, action.program_id, action.reason.value, *tier))
+        elif isinstance(action, RequestRefused):
+            orders.append(("refuse", action.request_id))
+    return orders

@@ -1,0 +1,204 @@
+"""A ``ProgramScheduler`` that records each event with its actions, and the questions that parity compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from sojourn.ids import ProgramId
+
+from ..core import events_and_actions as ev
+from ..core.program_scheduler import ProgramScheduler
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from ..policies.costs.engine_profile import PrefillCurve
+from ..policies.policy_views import AbandonedBranch, RunningRequestView
+from ..policies.preset import Preset
+from . import record_format
+from .call_recorder import CallRecorder, RecordSink
+
+T = TypeVar("T")
+
+
+class RecordingScheduler(ProgramScheduler):
+    """Writes ``handle`` and the questions to ``sink``. What it returns and raises is the same.
+
+    A new question whose answer depends on a policy is overridden here too; a test says so.
+    """
+
+    def __init__(
+        self,
+        sink: RecordSink,
+        preset: Preset,
+        pool: KVPoolConfig,
+        *,
+        limits: SchedulerLimits | None = None,
+        curve: PrefillCurve | None = None,
+        histories: Histories | None = None,
+    ) -> None:
+        self._call_recorder = CallRecorder(sink, self._sums)
+        self._chains: dict[str, list[Any]] = {}
+        """Request in the engine → the chain of block hashes that was recorded last."""
+        super().__init__(
+            preset,
+            pool,
+            limits=limits,
+            curve=curve,
+            histories=histories,
+            decisions=self._call_recorder.decisions,
+        )
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether records are still written."""
+        return self._call_recorder.running
+
+    def close_recording(self, reason: str) -> None:
+        self._call_recorder.close(reason)
+        self._chains.clear()
+
+    # -- events -----------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        if type(event) is ev.BlockEvicted:
+            actions = super().handle(event, now)
+            taker = event.taker_request_id
+            number = self._number(taker) if taker is not None else None
+            self._call_recorder.evicted(event.block_hash, event.owner, number, now)
+            return actions
+        facts = self._call_recorder.facts(self._facts, event)
+        state = self.request_states.get(getattr(event, "request_id", ""))
+
+        def answer(actions: list[ev.Action]) -> Any:
+            return self._answer(event, actions, state)
+
+        op = str(event.__struct_config__.tag)
+        return self._call_recorder.record(
+            op, now, facts, answer, super().handle, event, now, orders=record_format.orders_answer
+        )
+
+    def _facts(self, event: ev.Event) -> tuple[Any, ...]:
+        """The event as plain values: requests by number, block hashes as what is new of their chain."""
+        if isinstance(event, ev.RequestArrived):
+            return record_format.arrival_facts(event)
+        if isinstance(event, ev.ClientEventReceived):
+            return record_format.event_facts(event.emitter, event.event)
+        if isinstance(event, ev.RequestAdmitted | ev.TurnFinished):
+            return self._with_chain(event)
+        facts = list(msgspec.structs.astuple(event))
+        if isinstance(event, ev.VictimNeeded | ev.DemandSampled):
+            facts[1] = self._running_facts(event.running)
+        elif hasattr(event, "request_id") and not isinstance(event, ev.UntrackedRequestArrived):
+            facts[0] = self._number(facts[0])
+        return tuple(facts)
+
+    def _with_chain(self, event: ev.RequestAdmitted | ev.TurnFinished) -> tuple[Any, ...]:
+        request_id, number = event.request_id, self._number(event.request_id)
+        state = self.request_states.get(request_id)
+        if isinstance(event, ev.TurnFinished):
+            chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
+            self._chains.pop(request_id, None)
+            return record_format.turn_end_facts(number, event, chain)
+        if state is None or state.program is None:  # the scheduler does not use its hashes
+            return record_format.admission_facts(number, event, (0, b""))
+        chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
+        self._chains[request_id] = list(event.block_hashes)
+        return record_format.admission_facts(number, event, chain)
+
+    def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
+        """What the event came to: the answer, and for some events the state that it left behind."""
+        if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
+            return record_format.request_state_answer(self.request_states[event.request_id])
+        if isinstance(event, ev.RequestAdmitted):
+            return record_format.split_answer(state.record if state is not None else None)
+        last = actions[-1] if actions else None
+        if isinstance(event, ev.AdmissionRequested):
+            return isinstance(last, ev.RequestLetIn)
+        if isinstance(last, ev.LeaseGranted):
+            return record_format.lease_answer(last.lease)
+        if isinstance(last, ev.RecoveryChosen):
+            return last.method.value
+        if isinstance(last, ev.RequestChosen):
+            return self._number(last.request_id)
+        if isinstance(event, ev.ClientEventReceived) and isinstance(last, ev.EventAnswered):
+            lease = self.leases.get(ProgramId(event.event.program_id))
+            outcome = last.outcome.outcome.value
+            return (outcome,) if lease is None else (outcome, lease.expires_s, lease.silent_s)
+        return None
+
+    # -- questions ----------------------------------------------------------------
+
+    def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
+        facts = (self._number(request_id), preempted)
+        return self._ask("key", None, facts, super().queue_key, request_id, preempted=preempted)
+
+    def promoted_s(self, request_id: str) -> float:
+        return self._ask("promoted", None, (self._number(request_id),), super().promoted_s, request_id)
+
+    def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
+        facts = (self._number(request_id), preempted)
+        return self._ask("gate", None, facts, super().subject_to_admission, request_id, preempted=preempted)
+
+    def is_parked(self, request_id: str) -> bool:
+        return self._ask("park", None, (self._number(request_id),), super().is_parked, request_id)
+
+    def blocks_later_requests(self, request_id: str, now: float) -> bool:
+        facts = (self._number(request_id),)
+        return self._ask("line", now, facts, super().blocks_later_requests, request_id, now)
+
+    def owner_standing(
+        self, program_id: ProgramId, left: AbandonedBranch | None = None
+    ) -> tuple[float, ...] | None:
+        def answer(standing: tuple[float, ...] | None) -> Any:
+            return standing, self.owner_score(standing)
+
+        facts = (program_id, left)
+        return self._call_recorder.record(
+            "standing", None, facts, answer, super().owner_standing, program_id, left
+        )
+
+    # -- inside -------------------------------------------------------------------
+
+    def _ask(
+        self,
+        op: str,
+        now: float | None,
+        facts: tuple[Any, ...],
+        ask: Callable[..., T],
+        *args: Any,
+        **more: Any,
+    ) -> T:
+        answer: T = self._call_recorder.record(op, now, facts, _identity, ask, *args, **more)
+        return answer
+
+    def chain_before(self, request_id: str) -> Sequence[Any]:
+        """The chain of block hashes that the request's next one is recorded relative to."""
+        chain = self._chains.get(request_id)
+        if chain is not None:
+            return chain
+        request_state = self.request_states.get(request_id)
+        program = request_state.program if request_state is not None else None
+        before = self.contexts.get(program.id) if program is not None else None
+        return before if before is not None else ()
+
+    def _number(self, request_id: str) -> int | str:
+        """The number of a request that is in the engine; the id itself of any other."""
+        request_state = self.request_states.get(request_id)
+        return request_state.arrival if request_state is not None else request_id
+
+    def _running_facts(self, running: Sequence[RunningRequestView]) -> list[Any]:
+        return [record_format.running_facts(self._number(view.request_id), view) for view in running]
+
+    def _sums(self) -> dict[str, Any]:
+        return {
+            "decisions": self._call_recorder.decisions.count,
+            "leases": len(self.leases),
+            "lease_blocks": self.leases.blocks,
+            "requests": len(self.request_states),
+            "programs": {status.value: count for status, count in sorted(self.table.counts.items())},
+            "ledger": msgspec.to_builtins(self.ledger.totals),
+        }
+
+
+def _identity(answer: object) -> object:
+    return answer

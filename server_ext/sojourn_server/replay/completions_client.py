@@ -1,0 +1,256 @@
+"""Client of one OpenAI-compatible server: its models, and timed completions of token ids."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+
+class ServerError(Exception):
+    """An unusable server; ``next_step`` says what to do."""
+
+    def __init__(self, message: str, next_step: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+
+class RequestError(Exception):
+    """A failed request; ``reason`` is short, so that reasons can be counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A served model."""
+
+    name: str
+    max_context_tokens: int | None
+    """vLLM's ``max_model_len``; ``None`` if the server does not report it."""
+    speaks_sojourn: bool
+    """The server runs the sojourn plugin with this client's wire version."""
+    engine: str
+    """Name and version of the engine as far as known."""
+    block_size: int | None = None
+    """Tokens per KV block; ``None`` if the server does not report it."""
+    root: str | None = None
+    """Source of the model on the server's machine, a folder or a hub id; reported by vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished request; times in seconds."""
+
+    ttft_s: float
+    """Time from sending the request to the first token."""
+    latency_s: float
+    tpot_s: float | None
+    """Mean time of the tokens after the first; ``None`` for fewer than two."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    """Prompt tokens from the cache; ``None`` if the server does not report them."""
+    output_ids: tuple[int, ...] | None
+
+
+class CompletionsClient:
+    """An async client for ``/v1/completions``. Use as ``async with``.
+
+    ``url`` is the server's root, with or without ``/v1``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 3600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._clock = clock
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            # The closed loop limits concurrency; the wait for a pooled connection would count as TTFT.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def __aenter__(self) -> CompletionsClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def discover(self, model: str | None) -> ServedModel:
+        """The model ``model``, or the server's first one. Raises ``ServerError`` if it is not served."""
+        answer = await self._get("/v1/models")
+        try:
+            served = answer.json()["data"]
+            names = [str(entry["id"]) for entry in served]
+        except (ValueError, KeyError, TypeError):
+            raise ServerError(
+                f"{self.url}/v1/models does not answer like an OpenAI-compatible server",
+                "check --url: expected the server's root, for example http://127.0.0.1:8000",
+            ) from None
+        if not names:
+            raise ServerError(f"{self.url} serves no model", "start it with a model: sojourn serve MODEL")
+        if model is not None and model not in names:
+            raise ServerError(
+                f"{self.url} does not serve the model {model!r}",
+                f"use --model with one of: {', '.join(names)}",
+            )
+        entry = served[names.index(model)] if model is not None else served[0]
+        limit, root = entry.get("max_model_len"), entry.get("root")
+        capabilities = await self._capabilities()
+        block_size = _block_size(capabilities)
+        return ServedModel(
+            name=model or names[0],
+            max_context_tokens=limit if isinstance(limit, int) else None,
+            speaks_sojourn=bool(capabilities),
+            engine=await self._engine(entry.get("owned_by")),
+            block_size=block_size,
+            root=root if isinstance(root, str) else None,
+        )
+
+    async def complete(
+        self,
+        model: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        return_token_ids: bool = False,
+    ) -> Completion:
+        """Generate ``max_tokens`` tokens after ``prompt``, fewer if ``body`` has stop tokens.
+
+        ``return_token_ids`` requests the ids of the output. vLLM then also returns the ids of the prompt
+        before the first token, which increases ``ttft_s`` of long prompts. Raises ``RequestError``.
+        """
+        request = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if return_token_ids else {}),
+            **(body or {}),
+        }
+        # Encoded before the clock starts: encoding a long prompt takes milliseconds.
+        content = msgspec.json.encode(request)
+        started = self._clock()
+        first = last = 0.0
+        usage: dict[str, Any] = {}
+        output_ids: list[int] = []
+        try:
+            async with self._http.stream(
+                "POST",
+                f"{self.url}/v1/completions",
+                content=content,
+                headers={"Content-Type": "application/json", **(headers or {})},
+            ) as answer:
+                if answer.status_code != 200:
+                    raise _refusal(answer.status_code, (await answer.aread()).decode("utf-8", "replace"))
+                async for line in answer.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise RequestError("error in stream", str(event["error"]))
+                    if event.get("choices"):
+                        last = self._clock()
+                        first = first or last
+                        output_ids += event["choices"][0].get("token_ids") or ()
+                    usage = event.get("usage") or usage
+        except httpx.TimeoutException as error:
+            raise RequestError("timeout", str(error)) from error
+        except httpx.HTTPError as error:
+            raise RequestError("connection lost", f"{type(error).__name__}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError("not an OpenAI stream", str(error)) from error
+        if not first:
+            raise RequestError("no tokens", "the stream ended before the first token")
+        output_tokens = int(usage.get("completion_tokens") or len(output_ids) or max_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        return Completion(
+            ttft_s=first - started,
+            latency_s=last - started,
+            tpot_s=(last - first) / (output_tokens - 1) if output_tokens > 1 else None,
+            prompt_tokens=int(usage.get("prompt_tokens") or len(prompt)),
+            output_tokens=output_tokens,
+            cached_tokens=details.get("cached_tokens"),
+            output_ids=tuple(output_ids) or None,
+        )
+
+    async def _get(self, path: str) -> httpx.Response:
+        try:
+            answer = await self._http.get(self.url + path, timeout=10.0)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerError(
+                f"no server answers at {self.url}: {reason}",
+                "start one with: sojourn serve MODEL, or correct --url",
+            ) from error
+        if answer.status_code in (401, 403):
+            raise ServerError(
+                f"{self.url} rejects the API key ({answer.status_code})",
+                "pass the server's key with --api-key or in SOJOURN_API_KEY",
+            )
+        if answer.status_code != 200:
+            raise ServerError(
+                f"{self.url}{path} answers {answer.status_code}",
+                "check --url: expected the root of an OpenAI-compatible server",
+            )
+        return answer
+
+    async def _capabilities(self) -> dict[str, Any]:
+        """Capabilities of the sojourn plugin; empty without the plugin or for another wire version."""
+        from sojourn.wire import CAPABILITIES_PATH, WIRE_VERSION
+
+        try:
+            document = (await self._get(CAPABILITIES_PATH)).json()
+            ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
+        except (ServerError, ValueError, KeyError, TypeError):
+            return {}
+        return dict(document) if ours else {}
+
+    async def _engine(self, owner: object) -> str:
+        try:
+            version = (await self._get("/version")).json()["version"]
+        except (ServerError, ValueError, KeyError, TypeError):
+            return str(owner or "unknown")
+        return f"{owner or 'unknown'} {version}"
+
+
+def _block_size(capabilities: dict[str, Any]) -> int | None:
+    engine = capabilities.get("engine")
+    try:
+        return int(engine["block_size"]) if isinstance(engine, dict) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _refusal(status: int, text: str) -> RequestError:
+    """The error of a rejected request, with a reason that can be counted."""
+    lowered = text.lower()
+    if "context length" in lowered or "max_model_len" in lowered or "maximum input length" in lowered:
+        return RequestError("context too long", text[:300])
+    if "vocab" in lowered:
+        return RequestError("token id outside the vocabulary", text[:300])
+    if status in (401, 403):
+        return RequestError("API key refused", text[:300])
+    return RequestError(f"HTTP {status}", text[:300])

@@ -1,0 +1,283 @@
+"""Replay of a trace's programs against a live server; tools are replaced by sleeps.
+
+By default a closed loop: ``concurrency`` programs run at a time, and the end of one starts the next. With
+``arrivals`` each program starts at its recorded time. Sub-agents do not count; they start at their offset
+after their parent. A program ends at its first failed turn, because later turns would have other prefixes
+than in the recording.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
+from sojourn_server.traces.prompt_builder import DEFAULT_VOCABULARY, PromptBuilder, recomputed_tokens
+from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
+
+from .completions_client import CompletionsClient, RequestError, ServedModel
+from .program_announcer import ProgramAnnouncer
+from .replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
+
+DEFAULT_BLOCK_SIZE = 16
+"""vLLM's on CUDA."""
+DEFAULT_OUTPUT_BUDGET = 8192
+"""Longest output, in tokens, for a server that does not report its longest context."""
+_MAX_WIRE_ID = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Options of a replay. Raises ``ValueError`` for an invalid value."""
+
+    concurrency: int = 8
+    """Top-level programs at the same time; ignored with ``arrivals``."""
+    stagger_s: float = 0.0
+    """Seconds between the starts of the first ``concurrency`` programs."""
+    arrivals: bool = False
+    """Start programs at their recorded times."""
+    speed: float = 1.0
+    """Divisor of gaps, arrivals and offsets of sub-agents."""
+    token_scale: float = 1.0
+    """Factor of all lengths."""
+    max_context_tokens: int | None = None
+    """Programs end before their first turn with a longer context."""
+    force_tokens: bool = False
+    """Make the server generate the planned tokens, so that every prefix is exactly the trace's."""
+    hide_lengths: bool = False
+    """No request says how long its output will be: each may fill the context, and its forced tokens end with
+    one that stops it. Only with ``force_tokens``."""
+    vocabulary: int = DEFAULT_VOCABULARY
+    block_size: int | None = None
+    """Tokens in the server's KV blocks: a cache spares whole ones only. ``None`` takes what it tells."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
+            raise ValueError("concurrency and block size must be at least 1")
+        if self.hide_lengths and not self.force_tokens:
+            raise ValueError("lengths can be hidden only where tokens are forced")
+        if not self.stagger_s >= 0:
+            raise ValueError(f"stagger_s is {self.stagger_s}; expected ≥ 0")
+        if not (self.speed > 0 and self.token_scale > 0):
+            raise ValueError("speed and token scale must be above 0")
+
+
+class Replay:
+    """One run. ``run()`` once; ``tally`` may be read meanwhile."""
+
+    def __init__(
+        self,
+        programs: Sequence[TraceProgram],
+        client: CompletionsClient,
+        served: ServedModel,
+        announcer: ProgramAnnouncer,
+        options: ReplayOptions,
+        *,
+        on_progress: Callable[[ReplayTally], None] = lambda tally: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = ReplayTally()
+        self._client = client
+        self._served = served
+        self._announcer = announcer
+        self._options = options
+        self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
+        """What was computed again is told in whole blocks of this many tokens."""
+        self._on_progress = on_progress
+        self._clock = clock
+        self._started_s = 0.0
+        # A server remembers ended programs; a second replay of the same trace is other runs of them.
+        self._run_id = secrets.token_hex(3)
+        known = {program.program_id for program in programs}
+        self._roots = [p for p in programs if p.parent is None or p.parent not in known]
+        self._children: dict[str, list[TraceProgram]] = {}
+        for program in programs:
+            if program.parent is not None and program.parent in known:
+                self._children.setdefault(program.parent, []).append(program)
+
+    async def run(self) -> ReplayTally:
+        """Replay all programs; failures are counted, not raised."""
+        self._started_s = self._clock()
+        if self._options.arrivals:
+            await self._open_loop()
+        else:
+            await self._closed_loop()
+        self.tally.wall_s = self._clock() - self._started_s
+        return self.tally
+
+    async def _closed_loop(self) -> None:
+        waiting = iter(self._roots)
+
+        async def worker(number: int) -> None:
+            await asyncio.sleep(number * self._options.stagger_s)
+            for program in waiting:
+                await self._family(program, None)
+
+        count = min(self._options.concurrency, len(self._roots))
+        await asyncio.gather(*(worker(number) for number in range(count)))
+
+    async def _open_loop(self) -> None:
+        first = min((p.arrival_s for p in self._roots if p.arrival_s is not None), default=0.0)
+
+        async def one(program: TraceProgram) -> None:
+            await asyncio.sleep(((program.arrival_s or first) - first) / self._options.speed)
+            await self._family(program, None)
+
+        await asyncio.gather(*(one(program) for program in self._roots))
+
+    async def _family(self, program: TraceProgram, parent_id: str | None) -> None:
+        """Run one program and its sub-agents; returns when all have ended."""
+        program_id = f"{program.program_id[:_MAX_WIRE_ID]}@{self._run_id}"
+        turns_done = [asyncio.Event() for _ in program.turns]
+
+        async def child(sub: TraceProgram) -> None:
+            if sub.start_offset_s is not None:
+                await asyncio.sleep(sub.start_offset_s / self._options.speed)
+            elif sub.parent_turn is not None and sub.parent_turn < len(turns_done):
+                await turns_done[sub.parent_turn].wait()
+            await self._family(sub, program_id)
+
+        async def own() -> None:
+            try:
+                outcome = await self._program(program, program_id, parent_id, turns_done)
+            finally:
+                for event in turns_done:  # a program that failed early must not keep its sub-agents waiting
+                    event.set()
+            self.tally.add_program(outcome)
+            self._on_progress(self.tally)
+
+        children = self._children.get(program.program_id, [])
+        await asyncio.gather(own(), *(child(sub) for sub in children))
+
+    async def _program(
+        self,
+        program: TraceProgram,
+        program_id: str,
+        parent_id: str | None,
+        turns_done: list[asyncio.Event],
+    ) -> ReplayedProgram:
+        builder = PromptBuilder(
+            program, token_scale=self._options.token_scale, vocabulary=self._options.vocabulary
+        )
+        fitting, reason = self._fitting(builder)
+        if not fitting:
+            return ReplayedProgram(program.program_id, finished=False, completion_s=None, reason=reason)
+        started = self._clock()
+        async with self._announcer.program(_agent_type(program), program_id, parent_id):
+            for index, turn in enumerate(program.turns[:fitting]):
+                try:
+                    await self._turn(builder, index, program.program_id)
+                except RequestError as error:
+                    self.tally.add_error(error)
+                    return ReplayedProgram(
+                        program.program_id,
+                        finished=False,
+                        completion_s=None,
+                        reason=error.reason,
+                        turns=index,
+                    )
+                turns_done[index].set()
+                self._on_progress(self.tally)
+                if index + 1 < fitting:  # the tool of the last turn delays nothing
+                    await self._gap(turn)
+        return ReplayedProgram(
+            program.program_id,
+            finished=True,
+            completion_s=self._clock() - started,
+            clipped=fitting < len(program.turns),
+            turns=fitting,
+        )
+
+    def _fitting(self, builder: PromptBuilder) -> tuple[int, str]:
+        """Number of leading turns that can be replayed, and the reason for not replaying the next one."""
+        plans = builder.plans
+        limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
+        for index, plan in enumerate(plans):
+            needed = plan.prompt_tokens + plan.output_tokens
+            if clip is not None and needed > clip:
+                return index, "first turn above --max-context"
+            if limit is not None and needed > limit:
+                # Without --max-context a program is replayed as a whole or not at all: a mean over silently
+                # cut programs is not comparable.
+                return (index if clip is not None else 0), "context too long for the server"
+        return len(plans), ""
+
+    async def _turn(self, builder: PromptBuilder, index: int, program_id: str) -> None:
+        plan = builder.plans[index]
+        prompt = builder.prompt(index)
+        body, headers = self._announcer.request_parts()
+        forced = builder.planned_output(index) if self._options.force_tokens else None
+        most_tokens = plan.output_tokens
+        if forced is not None and self._options.hide_lengths:
+            # The last token is never computed and in no block, so the next prompt may have another one.
+            forced = [*forced[:-1], self._options.vocabulary]
+            most_tokens = self._max_output_tokens(len(prompt))
+            body = {**body, "stop_token_ids": [self._options.vocabulary]}
+        if forced is not None:
+            body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
+        sent_s = self._clock() - self._started_s
+        answer = await self._client.complete(
+            self._served.name,
+            prompt,
+            most_tokens,
+            body=body,
+            headers=headers,
+            # Forced outputs are known; the first turn checks that the server forces them.
+            return_token_ids=forced is None or index == 0,
+        )
+        if answer.output_ids is not None:
+            builder.answered(answer.output_ids)
+        outcome = ReplayedTurn(
+            completion=answer,
+            computed_again=None
+            if answer.cached_tokens is None
+            else recomputed_tokens(builder.plans, index, answer.cached_tokens, self.block_size),
+            forcing_failed=forced is not None
+            and answer.output_ids is not None
+            and list(answer.output_ids) != forced,
+            has_output_ids=answer.output_ids is not None or forced is not None,
+            program_id=program_id,
+            turn=index,
+            sent_s=sent_s,
+        )
+        self.tally.add_turn(outcome)
+
+    def _max_output_tokens(self, prompt_tokens: int) -> int:
+        """Longest output in the server's context; ``DEFAULT_OUTPUT_BUDGET`` if the context is unknown."""
+        limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
+        return max(1, limit - prompt_tokens)
+
+    async def _gap(self, turn: TraceTurn) -> None:
+        idle_s = turn.idle_s / self._options.speed
+        run = turn.tool_run
+        if run is None or turn.gap_kind == "human":
+            await asyncio.sleep(idle_s)
+            return
+        is_shell = run.name.lower() in SHELL_TOOLS
+        async with self._announcer.tool(run.name, run.cmd if is_shell else None):
+            await asyncio.sleep(idle_s)
+
+
+def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[TraceProgram]:
+    """The first ``count`` top-level programs with all their sub-agents; all programs for ``None``."""
+    if count is None:
+        return list(programs)
+    known = {program.program_id for program in programs}
+    roots = (p.program_id for p in programs if p.parent is None or p.parent not in known)
+    chosen = set(itertools.islice(roots, count))
+    # A sub-agent may have sub-agents, and may come before its parent in the file.
+    grew = True
+    while grew:
+        more = {p.program_id for p in programs if p.parent in chosen} - chosen
+        chosen |= more
+        grew = bool(more)
+    return [program for program in programs if program.program_id in chosen]
+
+
+def _agent_type(program: TraceProgram) -> str:
+    """Agent type of a program in reports to the server."""
+    return program.agent_type or program.group or program.source or "replay"

@@ -1,0 +1,176 @@
+"""Measurements of a replay, as a table and as a JSON document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from sojourn_server.metrics.summary_statistics import summarise
+
+from .completions_client import Completion, RequestError
+
+CACHED_TOKENS_MISSING = (
+    "the server does not report cached tokens: start it with --enable-prompt-tokens-details"
+)
+FORCING_IGNORED = (
+    "the server did not generate the forced tokens: start it with "
+    "--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens"
+)
+OUTPUTS_UNKNOWN = (
+    "the server does not return token ids, so prompts contain synthetic outputs and each turn's output is "
+    "computed again; use --force-tokens for exact prefixes"
+)
+
+
+_LABEL_WIDTH = 12
+"""Smallest width of the labels; with it even days in seconds fit on a terminal of 80 columns."""
+
+
+class ReplayedTurn(NamedTuple):
+    """One turn with an answer."""
+
+    completion: Completion
+    computed_again: int | None
+    """Recomputed prompt tokens; ``None`` if the server does not report cached tokens."""
+    forcing_failed: bool = False
+    has_output_ids: bool = True
+    program_id: str = ""
+    """Id of the program in the trace."""
+    turn: int = 0
+    """Index of the turn, from 0."""
+    sent_s: float = 0.0
+    """Seconds after the replay's start."""
+
+
+class ReplayedProgram(NamedTuple):
+    """One program that ended or was skipped."""
+
+    program_id: str
+    finished: bool
+    completion_s: float | None
+    """Seconds from the program's start to its last token, tools included."""
+    reason: str = ""
+    """Reason of a program that did not finish."""
+    clipped: bool = False
+    turns: int = 0
+
+
+class ReplayTally:
+    """Counts of one replay."""
+
+    def __init__(self) -> None:
+        self.wall_s = 0.0
+        self.turns: list[ReplayedTurn] = []
+        self.programs: list[ReplayedProgram] = []
+        self.errors: Counter[str] = Counter()
+        self.first_error: str | None = None
+
+    def add_turn(self, outcome: ReplayedTurn) -> None:
+        """Count an answered turn."""
+        self.turns.append(outcome)
+
+    def add_program(self, outcome: ReplayedProgram) -> None:
+        """Count a program that ended."""
+        self.programs.append(outcome)
+
+    def add_error(self, error: RequestError) -> None:
+        """Count a failed request."""
+        self.errors[error.reason] += 1
+        self.first_error = self.first_error or str(error)
+
+    @property
+    def finished(self) -> list[ReplayedProgram]:
+        """Programs that finished."""
+        return [program for program in self.programs if program.finished]
+
+    @property
+    def unfinished(self) -> Counter[str]:
+        """Number of unfinished programs by reason."""
+        return Counter(program.reason for program in self.programs if not program.finished)
+
+    def notes(self) -> list[str]:
+        """Limits of the comparability of these figures."""
+        notes = []
+        if any(turn.completion.cached_tokens is None for turn in self.turns):
+            notes.append(CACHED_TOKENS_MISSING)
+        if any(turn.forcing_failed for turn in self.turns):
+            notes.append(FORCING_IGNORED)
+        if any(not turn.has_output_ids for turn in self.turns):
+            notes.append(OUTPUTS_UNKNOWN)
+        return notes
+
+    def document(self) -> dict[str, Any]:
+        """All figures as JSON data, in seconds and tokens; null if not measured."""
+        completions = [turn.completion for turn in self.turns]
+        cached = [c.cached_tokens for c in completions]
+        cached_known = bool(cached) and None not in cached
+        prompt_tokens = sum(c.prompt_tokens for c in completions)
+        output_tokens = sum(c.output_tokens for c in completions)
+        cached_tokens = sum(c or 0 for c in cached) if cached_known else None
+        return {
+            "programs_finished": len(self.finished),
+            "programs_unfinished": sum(self.unfinished.values()),
+            "programs_clipped": sum(program.clipped for program in self.programs),
+            "unfinished_reasons": dict(self.unfinished),
+            "turns": len(completions),
+            "wall_s": self.wall_s,
+            "completion_s": summarise(p.completion_s for p in self.finished if p.completion_s is not None),
+            "ttft_s": summarise(c.ttft_s for c in completions),
+            "tpot_s": summarise(c.tpot_s for c in completions if c.tpot_s is not None),
+            "prompt_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
+            "computed_tokens": None if cached_tokens is None else prompt_tokens - cached_tokens,
+            "regenerated_tokens": sum(t.computed_again or 0 for t in self.turns) if cached_known else None,
+            "output_tokens": output_tokens,
+            "output_tokens_per_s": output_tokens / self.wall_s if self.wall_s > 0 else None,
+            "programs_per_hour": 3600 * len(self.finished) / self.wall_s if self.wall_s > 0 else None,
+            "errors": dict(self.errors),
+            "first_error": self.first_error,
+            "notes": self.notes(),
+        }
+
+    def table(self) -> Table:
+        """The figures of ``document`` as a table."""
+        document = self.document()
+        table = Table(title="replay", title_justify="left")
+        # Long reasons wrap, so that the figures stay on one line.
+        table.add_column("", overflow="fold", min_width=_LABEL_WIDTH)
+        for name in ("mean", "p50", "p90", "p95", "p99"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for label, field in (
+            ("program completion, s", "completion_s"),
+            ("time to first token, s", "ttft_s"),
+            ("time per output token, s", "tpot_s"),
+        ):
+            figures = document[field]
+            table.add_row(label, *(_figure(figures[n]) for n in ("mean", "p50", "p90", "p95", "p99")))
+        table.add_section()
+        for label, field in (
+            ("programs finished", "programs_finished"),
+            ("programs unfinished", "programs_unfinished"),
+        ):
+            table.add_row(label, _figure(document[field]))
+        for reason, count in self.unfinished.most_common():
+            table.add_row(f"  {escape(reason)}", _figure(count))
+        for label, field in (
+            ("turns", "turns"),
+            ("prompt tokens", "prompt_tokens"),
+            ("  from the cache", "cached_tokens"),
+            ("  computed", "computed_tokens"),
+            ("  of these computed again", "regenerated_tokens"),
+            ("output tokens", "output_tokens"),
+            ("output tokens / s", "output_tokens_per_s"),
+        ):
+            table.add_row(label, _figure(document[field]))
+        return table
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.1f}" if value >= 100 else f"{value:.4g}"

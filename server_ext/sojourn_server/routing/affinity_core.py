@@ -1,0 +1,556 @@
+"""A routing core that keeps a program's turns on one replica, its home.
+
+A request is either sent, or waits for a replica that was chosen for it, or waits for any replica. Everything
+here moves requests between these three states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..policies.fairness.fair_share import SharePolicy
+from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
+from ..policies.routing.replica_views import RoutingDecision
+from ..policies.routing.routing_policies import RoutingPolicy
+from ..policies.routing.work_stealing import StealingPolicy
+from . import routing_events
+from .capacity_queue import CapacityQueue
+from .home_change_log import Home
+from .replica_fleet import Replica, ReplicaHealth
+from .request_placer import RequestPlacer
+from .request_stealer import RequestStealer
+from .routed_programs import Key, ProgramEstimator, RoutedProgram
+from .routing_core import RoutingCore
+from .routing_limits import PolicyCallError, RoutingLimits
+from .routing_preemption import RoutingPreemption
+from .routing_queue import RoutedRequest
+from .routing_state import RoutingState, restore_routing_state, snapshot_routing_state
+from .routing_status import ProgramRouteStatus, ReplicaStatus
+from .routing_tables import build_routing_tables
+
+MAX_EXPIRED_PER_TICK = 500
+"""Requests rejected in one tick because they waited too long; the rest follows in the next."""
+MAX_FAILED_REROUTED = 256
+"""Requests routed again at once, of those that failed at a replica that is still there."""
+UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
+"""Route of a request that was rejected because the policy failed."""
+
+
+class AffinityCore(RoutingCore):
+    """Decides by a routing policy, a share policy, work stealing and preemption between tenants."""
+
+    def __init__(
+        self,
+        routing: RoutingPolicy,
+        stealing: StealingPolicy,
+        sharing: SharePolicy,
+        limits: RoutingLimits | None = None,
+        *,
+        yielding: TenantPreemptionPolicy | None = None,
+        expected: ProgramEstimator | None = None,
+        life: str = "",
+    ) -> None:
+        super().__init__(limits, life)
+        self.expected = expected or ProgramEstimator()
+        tables = build_routing_tables(routing, sharing, self.expected, self.limits, self.counts, self.journal)
+        self.tables = tables
+        self.fleet, self.programs, self.tenants = tables.fleet, tables.programs, tables.tenants
+        self.homes, self.requests = tables.homes, tables.requests
+        self.drained = self.fleet.drained
+        self._placer = RequestPlacer(routing, tables, self._actions)
+        self._capacity_queue = CapacityQueue(
+            self.requests.anywhere,
+            self.fleet,
+            self.tenants,
+            self.limits.line_patience_s,
+            self.limits.line_patience_requests,
+        )
+        self._stealer = RequestStealer(stealing, self.fleet, self.requests)
+        self._preemption = RoutingPreemption(yielding or NoTenantPreemption(), tables, self._placer)
+        self._number = 0
+        """Requests so far."""
+        self._capacity_changed = False
+        """There may be room, or a request has to be routed again."""
+        self._has_unrouted = False
+        """Some requests that wait for room are routed with the next event."""
+        self._handlers[routing_events.ReplicaRegistered] = self._registered
+        self._handlers[routing_events.KvDropped] = self._kv_dropped
+
+    # -- questions ----------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return self.requests.waiting
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        program = self.programs.get((tenant, program_id))
+        return program.home if program is not None else None
+
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        return None
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self.requests.by_id
+
+    def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
+        known = self.requests.by_id.get(request_id)
+        if known is None or known.sent_s is None:
+            return None
+        assert known.replica_id is not None
+        return routing_events.SendRequest(
+            request_id, known.replica_id, known.reason, known.moved_from, known.left_because
+        )
+
+    def replica(self, replica_id: str) -> Replica | None:
+        return self.fleet.get(replica_id)
+
+    def replicas(self) -> Iterable[Replica]:
+        return self.fleet
+
+    def in_flight(self, replica_id: str) -> int:
+        replica = self.fleet.get(replica_id)
+        return len(replica.in_flight) if replica is not None else 0
+
+    def program_statuses(self) -> list[ProgramRouteStatus]:
+        return [program.status() for program in self.programs][::-1]
+
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        queues = self.requests.queues
+        return [replica.status(len(queues.get(replica.replica_id, ()))) for replica in self.fleet]
+
+    def demand_tokens(self) -> tuple[int, int]:
+        homed = sum(replica.homed_tokens for replica in self.fleet)
+        lines = (self.requests.anywhere, self.requests.failed)
+        waiting = sum(max(one.needs_tokens, one.size_tokens) for line in lines for one in line)
+        return homed + waiting, self.fleet.room_tokens
+
+    def shares_used(self) -> dict[str, float]:
+        tenants = self.tenants
+        return {tenant: tenants.used(tenant) / share for tenant, share in tenants.shares.items() if share > 0}
+
+    # -- copies -------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> RoutingState:
+        return snapshot_routing_state(self.fleet, self.programs, self.expected, self._number, now)
+
+    def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
+        """Replicas get a new lease from ``now``; homes remain valid meanwhile."""
+        if self._number or len(self.fleet) or len(self.programs):
+            raise ValueError("this core has replicas or programs already; expected a new one")
+        shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
+        restore_routing_state(state, self.fleet, self.programs, self.homes, self.expected, now, shift_s)
+        for program in self.programs:
+            self._placer.expect_turns(program)
+        self._number = state.number
+        return sum(program.home is not None for program in self.programs)
+
+    def suspect_all(self, now: float) -> None:
+        """Send new programs to no replica until it registers again."""
+        for replica in self.fleet:
+            if replica.health is ReplicaHealth.UP:
+                replica.health = ReplicaHealth.SUSPECT
+                self.fleet.changed(replica, now)
+
+    def _all_homes(self) -> Iterator[tuple[Key, Home]]:
+        for program in self.programs:
+            replica = self.fleet.get(program.home)
+            if replica is not None:
+                yield program.key, (replica.replica_id, replica.instance)
+
+    # -- requests -----------------------------------------------------------------
+
+    def _longest_tokens(self) -> int:
+        return self.fleet.longest_tokens
+
+    def _is_queue_full(self, tenant: str) -> bool:
+        """Where tenants share capacity, a tenant below its equal part of the queue may exceed the limit."""
+        most = self.limits.most_waiting
+        if self.waiting < most or not self.tenants.take_turns or self.waiting >= 2 * most:
+            return self.waiting >= most
+        waiting_of = self.requests.waiting_of
+        return waiting_of.get(tenant, 0) >= most / (len(waiting_of) + (tenant not in waiting_of))
+
+    def _open(self, event: routing_events.RequestReceived, now: float) -> None:
+        request = self._add_request(event, now)
+        reserved = self._capacity_queue.reserved_replica
+        route = self._placer.route(request, now, reserved)
+        home = request.program.home if request.program is not None else None
+        comes_new = route.replica_id not in (None, home) and not route.passes
+        if comes_new and self._capacity_queue.is_closed_to_new and self.requests.anywhere:
+            self._enqueue_for_any(request)
+        elif self._placer.bring(request, route, now):
+            self._capacity_queue.admitted_count += route.replica_id != home
+        else:
+            request.needs_tokens = route.needs_tokens
+            self._capacity_queue.is_closed_to_new |= not route.needs_tokens
+            self.requests.enqueue_for_any(request)
+            # Whether a replica is reserved against this request too depends on whose turn it is.
+            self._capacity_changed |= reserved is not None
+
+    def _close_if_open(self, request_id: str, now: float) -> None:
+        request = self.requests.by_id.get(request_id)
+        if request is not None:
+            self.requests.close(request, now)
+
+    def _add_request(
+        self, event: routing_events.RequestReceived | routing_events.RequestSent, now: float
+    ) -> RoutedRequest:
+        program = None
+        if event.program_id is not None:
+            key = (event.tenant, event.program_id)
+            program, forgotten = self.programs.heard(key, event.agent_type, event.parent_id, now)
+            if forgotten is not None:
+                self.homes.leave(forgotten, now)
+            if event.deadline_s is not None:
+                program.deadline_s = event.deadline_s
+        context_tokens = self.fleet.fitting(event.context_tokens)
+        request = RoutedRequest(
+            event.request_id,
+            self._number,
+            event.tenant,
+            program,
+            context_tokens,
+            self._size(program, context_tokens + event.output_tokens),
+            now,
+            output_tokens=event.output_tokens,
+            prefix=event.prefix if isinstance(event, routing_events.RequestReceived) else (),
+        )
+        self._number += 1
+        self.requests.open(request)
+        return request
+
+    def _sent(self, event: routing_events.RequestSent, now: float) -> None:
+        request = self.requests.by_id.get(event.request_id)
+        if request is None:
+            request = self._add_request(event, now)
+        elif request.sent_s is not None:
+            return
+        else:
+            self.requests.take_out(request)
+        request.reason = "sent_by_gateway"
+        replica = self.fleet.get(event.replica_id)
+        program = request.program
+        if program is not None and replica is not None and self.tables.lives(program):
+            # A gateway with an outdated copy of the homes does not change them.
+            size_tokens = max(request.size_tokens, program.size_tokens)
+            if program.home in (None, replica.replica_id):
+                self.homes.settle(program, replica, size_tokens, now)
+        self.requests.send(request, event.replica_id, now)
+        request.began = event.began
+        self.counts.sent(request.reason)
+
+    def _began(self, event: routing_events.FirstByteSent, now: float) -> None:
+        request = self.requests.by_id.get(event.request_id)
+        if request is not None and self._is_at(request, event.replica_id, now):
+            request.began, request.recalled_from = True, None
+
+    def _ended(self, event: routing_events.RequestFinished, now: float) -> None:
+        request = self.requests.by_id.get(event.request_id)
+        if request is None:
+            return
+        if event.replica_id is not None and not self._is_at(request, event.replica_id, now):
+            return  # the end of an earlier attempt
+        sent_s, replica_id, program = request.sent_s, request.replica_id, request.program
+        answered = request.began if event.answered is None else event.answered
+        self.requests.close(request, now)
+        self._capacity_changed = True
+        if program is None or not self.tables.lives(program):
+            return
+        self.programs.touched(program, now)
+        if sent_s is None or not answered:
+            return
+        program.turns += 1
+        self.expected.observe_turn(program, now - sent_s)
+        program.context_tokens = max(program.context_tokens, request.context_tokens + event.output_tokens)
+        if program.home == replica_id:
+            program.cached = True
+            self._placer.expect_turns(program)
+            self.homes.resize(program, self._size(program, program.context_tokens, anew=True))
+            self._reset_capacity_needs(program)
+
+    def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
+        """Whether a request was sent to this replica. If it was recalled from there, the recall came too
+        late, and it counts there again."""
+        if request.sent_s is not None and request.replica_id == replica_id:
+            return True
+        if request.recalled_from != replica_id:
+            return False
+        if request.sent_s is not None:
+            self.requests.undo_send(request, now)
+        else:
+            self.requests.take_out(request)
+        request.recalled_from = None
+        self.requests.send(request, replica_id, now)
+        replica, program = self.fleet.get(replica_id), request.program
+        if replica is not None and program is not None and self.tables.lives(program):
+            self._placer.settle(program, replica, request.size_tokens, now)
+        return True
+
+    def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
+        request = self.requests.by_id.get(event.request_id)
+        if request is None:
+            return
+        if request.replica_id != event.replica_id or request.sent_s is None:
+            # It waits or was sent elsewhere since. Of a replica that is gone this tells how the request end
+            if event.computing and request.lost_with == event.replica_id:
+                request.lost_with = None
+                request.failures_computing += 1
+            return
+        request.failures_computing += event.computing
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None:
+            request.failed_at = (*request.failed_at, event.replica_id)
+            if replica.health is ReplicaHealth.UP:
+                self._suspect(event.replica_id, now)
+        self._replay(request, now)
+
+    def _replay(self, request: RoutedRequest, now: float) -> None:
+        """Handle a request whose replica does not answer."""
+        limits = self.limits
+        self._capacity_changed = True
+        request.failures += 1
+        if request.began:
+            assert request.replica_id is not None
+            self._abort(request.request_id, request.replica_id)
+            self.requests.close(request, now)
+        elif (
+            request.failures >= limits.most_failures
+            or request.failures_computing >= limits.most_failures_computing
+        ):
+            self._give_up(request, now)
+        else:
+            self.requests.undo_send(request, now)
+            self.counts.replayed += 1
+            self._enqueue_for_any(request)
+
+    def _give_up(self, request: RoutedRequest, now: float) -> None:
+        """Reject a request that no further replica is to try."""
+        self.requests.close(request, now)
+        times = request.failures
+        if request.failures_computing >= self.limits.most_failures_computing:
+            why = f"{request.failures_computing} replicas accepted it and did not answer"
+        elif times >= self.limits.most_failures:
+            why = f"{times} replicas in turn did not answer"
+        else:
+            plural = "s" if times > 1 else ""
+            why = f"it was sent to {times} replica{plural} and not answered; no other is left"
+        self._reject_failed(request.request_id, why)
+
+    # -- replicas -----------------------------------------------------------------
+
+    def _registered(self, event: routing_events.ReplicaRegistered, now: float) -> None:
+        known = self.fleet.get(event.replica_id)
+        if known is not None and known.instance != event.instance:
+            self._lose(event.replica_id, now)
+            known = None
+            self.changes += 1
+        was_up = known is not None and known.health is ReplicaHealth.UP
+        sizes_unlimited = not self.fleet.longest_tokens
+        if not self.fleet.seen(event, now):
+            return
+        self.changes += 1
+        if sizes_unlimited:
+            for request in self.requests.waiting_requests():
+                request.context_tokens = self.fleet.fitting(request.context_tokens)
+                request.size_tokens = self.fleet.fitting(request.size_tokens)
+        self._capacity_changed = True
+        self.requests.freed.add(event.replica_id)
+        replica = self.fleet.get(event.replica_id)
+        assert replica is not None
+        if known is None:
+            self.requests.adopt(replica, now)
+            self.requests.replica_came(replica)
+        elif not was_up:
+            for request in list(self.requests.anywhere):
+                if request.program is not None and request.program.home == event.replica_id:
+                    self.requests.anywhere.waits_for(request, 0)
+
+    def _lose(self, replica_id: str, now: float) -> None:
+        replica = self.fleet.get(replica_id)
+        assert replica is not None
+        for program in self.programs:
+            if program.home == replica_id:
+                self.homes.leave(program, now)
+        for request_id in list(replica.in_flight):
+            request = self.requests.by_id[request_id]
+            request.lost_with = replica_id
+            self._replay(request, now)
+        self._clear_queue(replica)
+        self.fleet.gone(replica)
+        self.requests.replica_gone(replica)
+        self._placer.forget(replica_id)
+
+    def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None:
+            replica.health = ReplicaHealth.DRAINING
+            self.fleet.changed(replica, now)
+            self._clear_queue(replica)
+
+    def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
+        self.fleet.drained.pop(event.replica_id, None)
+        replica = self.fleet.get(event.replica_id)
+        if replica is None or replica.health is not ReplicaHealth.DRAINING:
+            return
+        replica.health = ReplicaHealth.UP if replica.probed_s is None else ReplicaHealth.SUSPECT
+        self.fleet.changed(replica, now)
+        self.fleet.newly_idle = True
+        self.requests.freed.add(replica.replica_id)
+        self._capacity_changed = True
+
+    def _clear_queue(self, replica: Replica) -> None:
+        """Requests that wait for this replica wait for any."""
+        for request in list(self.requests.queues.get(replica.replica_id, ())):
+            self.requests.take_out(request)
+            self._enqueue_for_any(request)
+        self._capacity_changed = True
+
+    def _suspect(self, replica_id: str, now: float) -> None:
+        replica = self.fleet.get(replica_id)
+        assert replica is not None
+        if replica.health is ReplicaHealth.UP:
+            replica.health = ReplicaHealth.SUSPECT
+        self.fleet.changed(replica, now)
+        replica.probed_s = now
+        self._probe(replica_id, replica.instance)
+
+    # -- programs -----------------------------------------------------------------
+
+    def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
+        program = self.programs.ended((event.tenant, event.program_id))
+        if program is not None:
+            self.expected.ended(program, now)
+            self.homes.leave(program, now)
+
+    def _kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
+        program = self.programs.get((event.tenant, event.program_id))
+        if program is not None and program.home == event.replica_id and not program.in_flight:
+            self.homes.leave(program, now)
+
+    def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
+        """Tokens that a program is expected to need; estimated ``anew`` after each turn, else if outgrown."""
+        fitting = self.fleet.fitting
+        if program is None:
+            return fitting(context_tokens)
+        context_tokens = fitting(max(context_tokens, program.context_tokens))
+        if context_tokens <= program.size_tokens and not anew:
+            return fitting(program.size_tokens)
+        most = self.fleet.longest_tokens or context_tokens
+        return fitting(self.expected.size_tokens(program, context_tokens, most))
+
+    def _reset_capacity_needs(self, program: RoutedProgram) -> None:
+        """Route a program's waiting requests again: its KV has a place now, so they need no room."""
+        if not program.waiting:
+            return
+        for request in self.requests.anywhere.of(program):
+            self.requests.anywhere.waits_for(request, 0)
+            self._capacity_changed = True
+
+    def _release_unanswered_homes(self, now: float) -> None:
+        """Free the room of programs whose only request ended without an answer."""
+        unanswered = self.requests.unanswered
+        while unanswered:
+            program = unanswered.pop()
+            is_open = program.in_flight or program.waiting
+            if not program.turns and not is_open and self.tables.lives(program):
+                self.homes.leave(program, now)
+
+    # -- time ---------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        limits = self.limits
+        for request in self.requests.unregistered_since(now - limits.lease_s):
+            request.lost_with = request.replica_id
+            self._replay(request, now)
+        for request in self.requests.waiting_since(now - limits.wait_s, MAX_EXPIRED_PER_TICK):
+            self.requests.close(request, now)
+            self._reject_timed_out(request.request_id, "replica")
+        for program in self.programs.silent_since(now - limits.silent_program_s):
+            self.programs.ended(program.key)
+            self.homes.leave(program, now)
+            self.changes += 1
+        self.tenants.update_shares(now)
+        # Requests become late with time: only a pass over the queue finds them.
+        self._capacity_changed = True
+
+    # -- dispatch -----------------------------------------------------------------
+
+    def _dispatch(self, now: float, *, epoch: bool) -> None:
+        """Send eligible requests. An ``epoch`` also moves requests to idle replicas, and preempts some."""
+        self._release_unanswered_homes(now)
+        if self._has_unrouted:
+            self._capacity_changed, self._has_unrouted = True, False
+        self._send_eligible(now)
+        if epoch or self.fleet.newly_idle:
+            self.fleet.newly_idle = False
+            with self._counted_failures():
+                for request, thief, reason in self._stealer.each(now):
+                    self.requests.take_out(request)
+                    self.counts.steals += 1
+                    self._placer.bring(request, RoutingDecision(thief, reason), now)
+            self._send_eligible(now)
+        if epoch:
+            with self._counted_failures():
+                self.counts.recalls += self._preemption.preempt_less_urgent(now)
+            self._send_eligible(now)
+
+    def _enqueue_for_any(self, request: RoutedRequest) -> None:
+        """Queue a request that waits nowhere, to be routed again."""
+        request.needs_tokens = 0
+        self.requests.enqueue_for_any(request)
+        self._capacity_changed = True
+
+    @contextmanager
+    def _counted_failures(self) -> Iterator[None]:
+        """Skip a step whose policy fails; the next epoch tries again."""
+        try:
+            yield
+        except PolicyCallError as error:
+            self.counts.policy_failed(error)
+
+    def _send_eligible(self, now: float) -> None:
+        """Requests that wait for any replica, where there is room; then those of replicas with less to do."""
+        while self._capacity_changed or self.homes.capacity_grew:
+            self._capacity_changed = self.homes.capacity_grew = False
+            self._send_failed(now)
+            if not self._capacity_queue.place(self._place, now):
+                self._has_unrouted = True
+                break
+        freed = self.requests.freed
+        if not freed:
+            return
+        self.requests.freed = set()
+        queues = self.requests.queues
+        for replica_id in sorted(freed & queues.keys()):
+            replica = self.fleet.get(replica_id)
+            while replica is not None and replica_id in queues and not self.fleet.full(replica):
+                rows = queues[replica_id].rows
+                request = rows[self.tenants.order(rows.items(), room=False)[0]].first
+                self.requests.take_out(request)
+                self._placer.send(request, replica, now)
+
+    def _place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
+        try:
+            return self._placer.place(request, reserved_replica, now)
+        except PolicyCallError as error:
+            # Routed again it would fail again, and the requests behind it would wait for it.
+            self.requests.close(request, now)
+            self._reject_unrouted(request.request_id, error)
+            return UNROUTED_ROUTE
+
+    def _send_failed(self, now: float) -> None:
+        """Route requests that failed at a replica that is still there; reject them if no other is left."""
+        failed = self.requests.failed
+        for request in failed.oldest(MAX_FAILED_REROUTED) if failed else ():
+            if any(_can_retry_at(replica, request) for replica in self.fleet):
+                self._place(request, self._capacity_queue.reserved_replica, now)
+            else:
+                self._give_up(request, now)
+
+
+def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
+    """Where the request failed: only at a successor of a replica that may be dead."""
+    if replica.replica_id in request.failed_at:
+        return replica.health is ReplicaHealth.SUSPECT
+    return replica.health is not ReplicaHealth.DRAINING

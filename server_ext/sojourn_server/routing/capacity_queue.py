@@ -1,0 +1,118 @@
+"""The queue for room at any replica: which requests are routed when there is some.
+
+A route that says "wait" names the room that it needs. Of 10,000 requests only those are routed that the
+largest room would hold: the first of them, in order of arrival or of tenants' shares.
+
+A request that needs less may pass one that needs more, but not for ever. When the first of a row has waited
+for ``patience_s``, or ``patience`` others got room meanwhile, the replica with the most room is reserved: it
+takes no other program until its room is enough or it is empty. One replica is reserved at a time, for the row
+whose turn comes first; earlier rows do not wait for it. A reserved replica only empties, and another replaces
+it only if it has more room. So the request gets in as soon as enough programs there have ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..policies.routing.replica_views import ReplicaView, RoutingDecision
+from .replica_fleet import ReplicaFleet
+from .routing_queue import RoutedRequest, TenantQueue, WaitingQueue
+from .tenant_accounting import TenantAccounting
+
+MAX_FAILED_ROUTES = 512
+"""Routes without a replica in one pass. Only reached where the needs of waiting requests are unknown."""
+TENANT_REORDER_DIVISOR = 32
+"""The order of tenants is computed again after each 32nd part of the waiting tenants was served: up to 63
+tenants, after each request. With more, no tenant is served twice before that."""
+
+PlaceCallback = Callable[[RoutedRequest, "str | None", float], RoutingDecision]
+"""Sends a request unless it has to wait, but not to this replica; returns its route."""
+
+
+class CapacityQueue:
+    """Passes over a waiting queue. ``reserved_replica``: the reserved replica, if any. ``admitted_count``:
+    requests that got room, including those that arrived while others waited."""
+
+    def __init__(
+        self,
+        line: WaitingQueue,
+        fleet: ReplicaFleet,
+        tenants: TenantAccounting,
+        patience_s: float,
+        patience: int,
+    ) -> None:
+        self._line = line
+        self._fleet = fleet
+        self._tenants = tenants
+        self._patience_s = patience_s
+        self._patience = patience
+        self.reserved_replica: str | None = None
+        self.admitted_count = 0
+        self.is_closed_to_new = False
+        """Some waiting request has unknown needs: new requests wait too, and are routed in turn."""
+
+    def place(self, place: PlaceCallback, now: float) -> bool:
+        """Send requests that fit; False: some have not been routed yet."""
+        self.reserved_replica, self.is_closed_to_new = None, False
+        line, fleet = self._line, self._fleet
+        if not line:
+            return True
+        asked, most_known = 0, math.inf
+        best = fleet.most_room()
+        while best is not None and line:
+            most = min(most_known, _max_fitting_tokens(best))
+            rows = [
+                (tenant, row)
+                for tenant, row in line.rows.items()
+                if row.least <= most or (self.reserved_replica is None and self._is_late(row, now))
+            ]
+            if not rows:
+                break
+            order = self._tenants.order(rows, room=True)
+            for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
+                row = line.rows[tenant]
+                if (
+                    self.reserved_replica is None
+                    and row.first.needs_tokens > most
+                    and self._is_late(row, now)
+                ):
+                    self.reserved_replica = best.replica_id
+                    break
+                request = row.first_fitting(most)
+                if request is None:
+                    continue
+                route = place(request, self.reserved_replica, now)
+                if route.replica_id is None:
+                    if not route.needs_tokens:
+                        self.is_closed_to_new = True
+                        return True
+                    line.waits_for(request, route.needs_tokens)
+                    most_known = min(most_known, route.needs_tokens - 1)
+                    asked += 1
+                    if asked == MAX_FAILED_ROUTES:
+                        return not any(not row.least for row in line.rows.values())
+                else:
+                    self.admitted_count += 1
+                best = fleet.most_room(self.reserved_replica)
+                if best is None:
+                    break
+                most = min(most_known, _max_fitting_tokens(best))
+            best = fleet.most_room(self.reserved_replica)
+        return True
+
+    def _is_late(self, row: TenantQueue, now: float) -> bool:
+        first = row.first
+        if first.first_since is None:
+            first.first_since = self.admitted_count
+        if not first.needs_tokens:
+            return False
+        return (
+            self.admitted_count - first.first_since >= self._patience
+            or now - first.since_s >= self._patience_s
+        )
+
+
+def _max_fitting_tokens(replica: ReplicaView) -> float:
+    """The largest need for which a route at this replica is worth asking for."""
+    return max(0, replica.room_tokens) if replica.homed else math.inf

@@ -1,0 +1,120 @@
+"""Changes of programs' homes, in batches. Gateways keep a copy, and ask the core for new programs only.
+
+Changes are flushed together (SAGA §5.3), each with a version, so that a copy knows its age and what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from .routed_programs import Key
+
+FLUSH_S = 0.010
+FLUSH_CHANGES = 100
+MAX_LOGGED_PROGRAMS = 20_000
+"""Programs whose latest change is kept: a copy that is older gets all homes."""
+
+Home = tuple[str, str]
+"""Replica id and instance."""
+
+
+class HomeChange(msgspec.Struct, frozen=True, array_like=True):
+    """A program has a new home, or none."""
+
+    tenant: str
+    program_id: str
+    version: int
+    replica_id: str | None = None
+    instance: str | None = None
+
+
+class HomeChanges(msgspec.Struct, frozen=True):
+    """Changes after version ``since`` up to ``version``: the latest of each program, in order.
+
+    ``full``: these are all homes, and replace the reader's copy. ``life`` identifies the core that counts:
+    versions of two lives cannot be compared.
+    """
+
+    life: str
+    since: int
+    version: int
+    changes: tuple[HomeChange, ...]
+    full: bool = False
+
+
+class HomeChangeLog:
+    """Numbers changes, returns them in batches, and keeps the latest of each program.
+
+    A batch is due ``flush_s`` after its first change, or after ``flush_changes`` changes, whichever is first;
+    it has one entry per program. Raises ``ValueError`` for a negative time or counts below 1.
+    """
+
+    def __init__(
+        self,
+        life: str = "",
+        flush_s: float = FLUSH_S,
+        flush_changes: int = FLUSH_CHANGES,
+        most_logged: int = MAX_LOGGED_PROGRAMS,
+    ) -> None:
+        if not (flush_s >= 0 and flush_changes >= 1 and most_logged >= 1):
+            raise ValueError(
+                f"flush_s {flush_s}, flush_changes {flush_changes}, most_logged {most_logged}; "
+                "expected ≥ 0, ≥ 1, ≥ 1"
+            )
+        self.life = life
+        self.version = 0
+        """Version of the latest change."""
+        self._flush_s = flush_s
+        self._flush_changes = flush_changes
+        self._most_logged = most_logged
+        self._log: OrderedDict[Key, HomeChange] = OrderedDict()
+        """Latest change of each program, oldest first."""
+        self._forgotten = 0
+        """Changes up to this version are no longer complete."""
+        self._flushed = 0
+        self._first_s: float | None = None
+        """Time of the first change that has not been flushed."""
+
+    def note(self, key: Key, home: Home | None, now: float) -> None:
+        """Record a program's home; ``None``: it has none."""
+        self.version += 1
+        replica_id, instance = home or (None, None)
+        self._log[key] = HomeChange(*key, self.version, replica_id, instance)
+        self._log.move_to_end(key)
+        if len(self._log) > self._most_logged:
+            self._forgotten = self._log.popitem(last=False)[1].version
+        if self._first_s is None:
+            self._first_s = now
+
+    def due_s(self, now: float) -> float | None:
+        """Seconds until a batch is due, 0 if it is; ``None``: nothing has changed."""
+        if self._first_s is None:
+            return None
+        if self.version - self._flushed >= self._flush_changes or now < self._first_s:
+            return 0.0  # earlier than its first change: the clock stepped back
+        return max(0.0, self._first_s + self._flush_s - now)
+
+    def flush(self, now: float, everything: Callable[[], Iterable[tuple[Key, Home]]]) -> HomeChanges | None:
+        """The batch that is due, else ``None``. ``everything`` lists all homes, for a full batch."""
+        if self.due_s(now) != 0.0:
+            return None
+        changes = self.since(self._flushed, self.life, everything)
+        self._flushed, self._first_s = self.version, None
+        return changes
+
+    def since(
+        self, version: int, life: str, everything: Callable[[], Iterable[tuple[Key, Home]]]
+    ) -> HomeChanges:
+        """Changes that a copy of ``version`` of ``life`` lacks, flushed or not; all homes if unknown."""
+        if life != self.life or not self._forgotten <= version <= self.version:
+            homes = tuple(HomeChange(*key, self.version, *home) for key, home in everything())
+            return HomeChanges(self.life, 0, self.version, homes, full=True)
+        newest_first = []
+        for change in reversed(self._log.values()):
+            if change.version <= version:
+                break
+            newest_first.append(change)
+        return HomeChanges(self.life, version, self.version, tuple(reversed(newest_first)))

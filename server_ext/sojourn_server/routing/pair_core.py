@@ -1,0 +1,475 @@
+"""A routing core that chooses a prefill and a decode engine for each request (DualPath §6.1).
+
+The choice is by load alone, in ``policies.prefill_decode``: any engine reads a turn's KV from storage, so
+programs have no home. This module adds what a gateway needs: engines that come and go, failed requests that
+are sent again, the amount of KV that is stored per program, and bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from itertools import count
+
+from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
+from . import routing_events
+from .pair_tables import PairEngine, PairProgram, PairRequest
+from .routed_programs import Key
+from .routing_core import RoutingCore
+from .routing_events import PairEngineRegistered, PairRole, SendRequestToPair
+from .routing_limits import RoutingLimits
+from .routing_status import PairEngineStatus, ProgramRouteStatus
+
+ROLE_MISSING_TIMEOUT_S = 5.0
+"""Requests wait this long for a role without engines, where no supervisor starts engines: an engine that
+returns within one or two polls costs no request, and one that loads a model takes longer."""
+RETRY_AFTER_S = 5.0
+"""Sent to clients that are rejected for a missing role."""
+MAX_PAIR_PROGRAMS = 200_000
+"""Programs whose stored context is remembered; the longest silent is forgotten first."""
+
+
+class PairCore(RoutingCore):
+    """Decides by a pair scheduler.
+
+    ``expects_engines``: a supervisor starts missing engines, so requests wait for them. Otherwise a request
+    that finds a role without engines is rejected at once, and earlier ones after ``ROLE_MISSING_TIMEOUT_S``.
+    """
+
+    def __init__(
+        self,
+        pairs: PairScheduler | None = None,
+        limits: RoutingLimits | None = None,
+        *,
+        expects_engines: bool = False,
+        life: str = "",
+    ) -> None:
+        super().__init__(limits, life)
+        self._expects_engines = expects_engines
+        self._missing_since_s: float | None = None
+        """When a tick first found a role without engines."""
+        self.pairs = pairs or PairScheduler()
+        self.engines: dict[str, PairEngine] = {}
+        self.flights: dict[str, PairRequest] = {}
+        self._names: dict[tuple[PairRole, int], str] = {}
+        """Engines that the pair scheduler knows."""
+        self._nodes: dict[str, int] = {}
+        self._numbers = count()
+        self.programs: OrderedDict[Key, PairProgram] = OrderedDict()
+        """Latest last."""
+        self._paired = 0
+        """Requests that were sent to a pair."""
+        self._roles: tuple[PairRole | None, int] | None = None
+        """The missing role and the longest context; ``None``: to be computed again."""
+        self._engines_changed = False
+        """Some engine opened or closed since all waiting requests were queued."""
+        self._handlers[PairEngineRegistered] = self._registered
+        self._handlers[routing_events.NicQueueReported] = self._nic_queue_reported
+        self._handlers[routing_events.PrefillFinished] = self._prefilled
+
+    # -- questions ------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self.flights) - self._paired
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        return None
+
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        program = self.programs.get((tenant, program_id))
+        return program.answered_by if program is not None else None
+
+    def is_open(self, request_id: str) -> bool:
+        """Adopted requests do not count: their gateway asks for them again if it took them back."""
+        flight = self.flights.get(request_id)
+        return flight is not None and not flight.adopted
+
+    def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
+        flight = self.flights.get(request_id)
+        return flight.sent if flight is not None and flight.decode_id is not None else None
+
+    def replica(self, replica_id: str) -> PairEngine | None:
+        return self.engines.get(replica_id)
+
+    def replicas(self) -> Iterable[PairEngine]:
+        return self.engines.values()
+
+    def in_flight(self, replica_id: str) -> int:
+        return sum(flight.is_at(replica_id) for flight in self.flights.values())
+
+    def suspect_all(self, now: float) -> None:
+        """Nothing to do: engines are not restored."""
+
+    def stored_tokens(self, tenant: str, program_id: str) -> int:
+        """Tokens of a program's context that are in storage, as far as known."""
+        program = self.programs.get((tenant, program_id))
+        return program.stored_tokens if program is not None else 0
+
+    def program_statuses(self) -> list[ProgramRouteStatus]:
+        """Contexts are what is in storage."""
+        waiting = Counter(
+            (flight.asked.tenant, flight.asked.program_id or "")
+            for flight in self.flights.values()
+            if flight.decode_id is None
+        )
+        found = [program.status(key, waiting[key]) for key, program in self.programs.items()]
+        return found[::-1]
+
+    def replica_statuses(self) -> list[PairEngineStatus]:
+        """Without ``links``: the core does not know them."""
+        counts: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        for flight in self.flights.values():
+            for replica_id in (flight.prefill_id, flight.decode_id):
+                if replica_id is not None and flight.is_at(replica_id):
+                    counts[replica_id] += 1
+                    tokens[replica_id] += flight.asked.context_tokens
+        return [engine.status(counts[name], tokens[name]) for name, engine in self.engines.items()]
+
+    # -- engines --------------------------------------------------------------------
+
+    def _registered(self, event: PairEngineRegistered, now: float) -> None:
+        if event.kv_tokens < 1 or not event.node or event.max_running < 0:
+            raise ValueError(
+                f"engine {event.replica_id!r}: kv_tokens {event.kv_tokens}, node {event.node!r}, max_running "
+                f"{event.max_running}; expected at least 1, a name, at least 0"
+            )
+        node = self._nodes.setdefault(event.node, len(self._nodes))
+        self.pairs.add_node(node, event.block_s)
+        known = self.engines.get(event.replica_id)
+        if known is not None and (known.seen.instance, known.seen.role) != (event.instance, event.role):
+            self._lose(event.replica_id, now)
+            known = None
+        if known is None:
+            drained = self.drained.get(event.replica_id) == event.instance
+            known = self.engines[event.replica_id] = PairEngine(event, now, draining=drained)
+            self._roles = None
+        elif (known.seen.node, known.seen.kv_tokens) != (event.node, event.kv_tokens):
+            self._unschedule(known)  # a new engine for the pair scheduler; its requests stay
+        if known.seen != event:
+            self._roles = None
+        known.seen, known.heard_s, known.probed_s, known.suspect = event, now, None, False
+        self._admit(known)
+        self._limit(known)
+
+    def _admit(self, engine: PairEngine) -> None:
+        """Let the pair scheduler choose an engine, unless it is draining or suspect."""
+        if engine.is_open or engine.draining or engine.suspect:
+            return
+        engine.is_open = self._engines_changed = True
+        seen = engine.seen
+        if engine.number is not None:
+            if seen.role is PairRole.PREFILL:
+                self.pairs.resume_prefill(engine.number)
+            else:
+                self.pairs.resume_decode(engine.number)
+            return
+        node = self._nodes[seen.node]
+        engine.number = next(self._numbers)
+        self._names[seen.role, engine.number] = seen.replica_id
+        if seen.role is PairRole.PREFILL:
+            self.pairs.add_prefill(engine.number, node)
+        else:
+            # Engines of one node form a group (§6.1).
+            self.pairs.add_decode(engine.number, node, node, seen.kv_tokens)
+            self._limit(engine)
+
+    def _limit(self, engine: PairEngine) -> None:
+        """Send a decode engine no more requests than it runs at once."""
+        seen = engine.seen
+        if seen.role is PairRole.DECODE and engine.number is not None:
+            self.pairs.set_decode_request_limit(engine.number, seen.max_running or math.inf)
+
+    def _withdraw(self, engine: PairEngine) -> None:
+        """Send an engine nothing new for now. Its requests still count: they use memory all the same."""
+        if engine.number is None or not engine.is_open:
+            return
+        engine.is_open = False
+        if engine.seen.role is PairRole.PREFILL:
+            self.pairs.suspend_prefill(engine.number)
+        else:
+            self.pairs.suspend_decode(engine.number)
+        self._engines_changed = True
+
+    def _unschedule(self, engine: PairEngine) -> None:
+        """Remove an engine and its requests from the pair scheduler."""
+        role, number = engine.seen.role, engine.number
+        if number is None:
+            return
+        engine.number, engine.is_open = None, False
+        del self._names[role, number]
+        if role is PairRole.PREFILL:
+            self.pairs.remove_prefill(number)
+        else:
+            self.pairs.remove_decode(number)
+        self._engines_changed = True
+
+    def _lose(self, replica_id: str, now: float) -> None:
+        self._unschedule(self.engines.pop(replica_id))
+        self._roles = None
+        for flight in [one for one in self.flights.values() if one.is_at(replica_id)]:
+            if flight.began:
+                self._abort(flight.asked.request_id, replica_id)
+                self._close(flight)
+            else:
+                self._replay(flight, now)
+
+    def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
+        engine = self.engines.get(event.replica_id)
+        if engine is not None and not engine.draining:
+            engine.draining, self._roles = True, None
+            self.drained[event.replica_id] = engine.seen.instance
+            self._withdraw(engine)
+
+    def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
+        engine = self.engines.get(event.replica_id)
+        if engine is not None and engine.draining:
+            engine.draining, self._roles = False, None
+            self.drained.pop(event.replica_id, None)
+            self._admit(engine)
+
+    def _suspect(self, replica_id: str, now: float) -> None:
+        engine = self.engines[replica_id]
+        engine.suspect, engine.probed_s = True, now
+        self._withdraw(engine)
+        self._probe(replica_id, engine.seen.instance)
+
+    def _nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
+        node = self._nodes.get(event.node)
+        if node is not None:
+            self.pairs.report(node, event.queue_s, now)
+
+    def _fleet(self) -> tuple[PairRole | None, int]:
+        """The role without engines that are not draining, and the longest context that both roles hold.
+
+        Suspect engines count. Cached, because each request asks and there may be a thousand engines.
+        """
+        if self._roles is None:
+            present = {engine.seen.role for engine in self.engines.values() if not engine.draining}
+            longest = dict.fromkeys(PairRole, 0)
+            for engine in self.engines.values():
+                tokens = engine.seen.max_context_tokens or engine.seen.kv_tokens
+                longest[engine.seen.role] = max(longest[engine.seen.role], tokens)
+            self._roles = (
+                next((role for role in PairRole if role not in present), None),
+                min((tokens for tokens in longest.values() if tokens), default=0),
+            )
+        return self._roles
+
+    def _longest_tokens(self) -> int:
+        return self._fleet()[1]
+
+    # -- requests -------------------------------------------------------------------
+
+    def _received(self, event: routing_events.RequestReceived, now: float) -> None:
+        known = self.flights.get(event.request_id)
+        if known is not None and known.adopted:
+            self._close(known)  # its gateway knows that it was never sent
+        super()._received(event, now)
+
+    def _reject_early(self, event: routing_events.RequestReceived) -> bool:
+        missing = None if self._expects_engines else self._fleet()[0]
+        if missing is None:
+            return False
+        message = f"no {missing.value} engine is registered; try again soon"
+        self._reject(event.request_id, 503, "no_room", message, retry_after_s=RETRY_AFTER_S)
+        return True
+
+    def _open(self, event: routing_events.RequestReceived, now: float) -> None:
+        self._submit(self._add_request(event, now))
+
+    def _add_request(self, event: routing_events.RequestReceived, now: float) -> PairRequest:
+        flight = self.flights[event.request_id] = PairRequest(event, now, now)
+        if event.program_id is not None:
+            self._program(event).requests += 1
+        return flight
+
+    def _close_if_open(self, request_id: str, now: float) -> None:
+        flight = self.flights.get(request_id)
+        if flight is not None:
+            self._close(flight)
+
+    def _sent(self, event: routing_events.RequestSent, now: float) -> None:
+        """Adopt a request whose engines another core chose, or its gateway without a core. Its use of those
+        engines stays unknown until it ends or is sent again."""
+        flight = self.flights.get(event.request_id)
+        where = (event.prefill_id, event.replica_id)
+        if flight is not None and where in ((None, flight.decode_id), (flight.prefill_id, flight.decode_id)):
+            flight.began = flight.began or event.began
+            if event.prefill_id is None:
+                self._mark_prefilled(flight)
+            return
+        if flight is None:
+            asked = routing_events.RequestReceived(
+                event.request_id,
+                event.tenant,
+                event.context_tokens,
+                program_id=event.program_id,
+                output_tokens=event.output_tokens,
+            )
+            flight = self._add_request(asked, now)
+        else:
+            self._remove_from_pairs(flight)
+        self._paired += 1
+        flight.prefill_id, flight.decode_id = event.prefill_id, event.replica_id
+        flight.prefilled, flight.began = event.prefill_id is None, event.began
+        flight.adopted = True
+
+    def _program(self, asked: routing_events.RequestReceived) -> PairProgram:
+        key = asked.tenant, str(asked.program_id)
+        program = self.programs.setdefault(key, PairProgram())
+        self.programs.move_to_end(key)
+        if len(self.programs) > MAX_PAIR_PROGRAMS:
+            self.programs.popitem(last=False)
+        return program
+
+    def _submit(self, flight: PairRequest) -> None:
+        """Queue a request at the pair scheduler. A size that no engine holds is reduced: it was an estimate,
+        or the engines that held it are gone; an engine that cannot serve it reports that itself."""
+        asked = flight.asked
+        decode_tokens = self.pairs.decode.largest_kv_tokens()
+        tokens = max(1, asked.context_tokens)
+        kv_tokens = tokens + asked.output_tokens
+        if decode_tokens:
+            tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
+        stored = self.stored_tokens(asked.tenant, asked.program_id) if asked.program_id is not None else 0
+        hit_blocks = min(stored, tokens - 1) // FULL_BLOCK_TOKENS
+        self.pairs.submit(PdRequest(asked.request_id, tokens, hit_blocks, kv_tokens))
+
+    def _dispatch(self, now: float, *, epoch: bool) -> None:
+        if self._engines_changed:
+            self._engines_changed = False
+            self._requeue()
+        for pair in self.pairs.dispatch(now):
+            request_id = str(pair.request.request_id)
+            flight = self.flights[request_id]
+            flight.prefill_id = self._names[PairRole.PREFILL, pair.prefill]
+            flight.decode_id = self._names[PairRole.DECODE, pair.decode]
+            decode = self.engines[flight.decode_id].seen
+            self._paired += 1
+            blocks = sum(pair.split)
+            flight.sent = SendRequestToPair(
+                request_id,
+                flight.decode_id,
+                "pair",
+                prefill_id=flight.prefill_id,
+                peer=decode.peer,
+                epoch=decode.epoch,
+                decode_share=pair.split.decode_blocks / blocks if blocks else 0.0,
+            )
+            self._actions.append(flight.sent)
+            self.counts.sent("pair")
+
+    def _requeue(self) -> None:
+        """Submit all waiting requests again, in order of arrival, at sizes that the engines hold now."""
+        waiting = sorted(
+            (flight for flight in self.flights.values() if flight.decode_id is None),
+            key=lambda flight: flight.since_s,
+        )
+        for flight in waiting:
+            self.pairs.end(flight.asked.request_id)
+        for flight in waiting:
+            self._submit(flight)
+
+    def _prefilled(self, event: routing_events.PrefillFinished, now: float) -> None:
+        flight = self.flights.get(event.request_id)
+        if flight is not None and flight.prefill_id == event.replica_id:
+            self._mark_prefilled(flight)
+
+    def _mark_prefilled(self, flight: PairRequest) -> None:
+        if not flight.prefilled:
+            flight.prefilled = True
+            if not flight.adopted:
+                self.pairs.prefilled(flight.asked.request_id)
+
+    def _began(self, event: routing_events.FirstByteSent, now: float) -> None:
+        flight = self.flights.get(event.request_id)
+        if flight is not None and flight.decode_id == event.replica_id:
+            flight.began = True
+
+    def _ended(self, event: routing_events.RequestFinished, now: float) -> None:
+        flight = self.flights.get(event.request_id)
+        if flight is None or event.replica_id not in (None, flight.decode_id):
+            return
+        asked = flight.asked
+        # A request that an engine refused stored nothing.
+        if event.answered and event.replica_id is not None and asked.program_id is not None:
+            program = self._program(asked)
+            program.turns += 1
+            program.answered_by = event.replica_id
+            # The size on arrival was an estimate; and a context that its client truncated is short again.
+            program.stored_tokens = (event.prompt_tokens or asked.context_tokens) + event.output_tokens
+        self._close(flight)
+
+    def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
+        flight = self.flights.get(event.request_id)
+        if flight is None or not flight.is_at(event.replica_id):
+            return
+        flight.failures += 1
+        flight.failures_computing += event.computing
+        if event.replica_id in self.engines:
+            self._suspect(event.replica_id, now)
+        limits = self.limits
+        if flight.began:
+            self._close(flight)  # the gateway has ended the stream
+        elif (
+            flight.failures >= limits.most_failures
+            or flight.failures_computing >= limits.most_failures_computing
+        ):
+            self._close(flight)
+            why = f"{flight.failures} pairs of engines in turn did not answer"
+            self._reject_failed(event.request_id, why)
+        else:
+            self._replay(flight, now)
+
+    def _replay(self, flight: PairRequest, now: float) -> None:
+        """Start a request again, with other engines if there are any."""
+        self._remove_from_pairs(flight)
+        flight.prefill_id = flight.decode_id = flight.sent = None
+        flight.prefilled = False
+        flight.waiting_since_s = now
+        self.counts.replayed += 1
+        self._submit(flight)
+
+    def _remove_from_pairs(self, flight: PairRequest) -> None:
+        self._paired -= flight.decode_id is not None
+        if not flight.adopted:
+            self.pairs.end(flight.asked.request_id)
+        flight.adopted = False
+
+    def _close(self, flight: PairRequest) -> None:
+        asked = flight.asked
+        del self.flights[asked.request_id]
+        key = asked.tenant, asked.program_id or ""
+        program = self.programs.get(key) if asked.program_id is not None else None
+        if program is not None:
+            program.requests = max(0, program.requests - 1)
+            if not program.requests and not program.turns:
+                del self.programs[key]  # it never had an answer
+        self._remove_from_pairs(flight)
+
+    def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
+        self.programs.pop((event.tenant, event.program_id), None)
+
+    # -- time -----------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for flight in [one for one in self.flights.values() if one.decode_id is None]:
+            if now - flight.waiting_since_s >= self.limits.wait_s:
+                self._close(flight)
+                self._reject_timed_out(flight.asked.request_id, "pair of engines")
+        missing = None if self._expects_engines else self._fleet()[0]
+        if missing is None:
+            self._missing_since_s = None
+            return
+        if self._missing_since_s is None:
+            self._missing_since_s = now
+        if now - self._missing_since_s < ROLE_MISSING_TIMEOUT_S:
+            return
+        message = f"no {missing.value} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
+        for flight in [one for one in self.flights.values() if one.decode_id is None]:
+            self._close(flight)
+            self._reject(flight.asked.request_id, 503, "no_room", message, retry_after_s=RETRY_AFTER_S)

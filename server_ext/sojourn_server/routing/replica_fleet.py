@@ -1,0 +1,298 @@
+"""The replicas: their health, the programs at home there, and the requests sent there."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..policies.routing.replica_views import ReplicaView
+from .routing_events import ReplicaRegistered
+from .routing_status import ReplicaStatus
+
+MAX_REMEMBERED_DRAINS = 1024
+"""Drained replicas that are gone, and would still be drained if they came back."""
+DEFAULT_MAX_RUNNING = 64
+"""Requests that a replica runs at once, if it does not report a number."""
+
+
+class ReplicaHealth(str, Enum):
+    """Assumed state of a replica."""
+
+    UP = "up"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    """Silent for too long: it is probed, keeps its programs, and takes no new ones."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica. Sizes in tokens of KV."""
+
+    replica_id: str
+    instance: str
+    capacity_tokens: int
+    host_tokens: int
+    max_running: int
+    max_context_tokens: int
+    heard_s: float
+    epoch: int
+    """Number of this registration among those of all replicas."""
+    health: ReplicaHealth = ReplicaHealth.UP
+    homed: int = 0
+    homed_tokens: int = 0
+    in_flight: dict[str, int] = field(default_factory=dict)
+    """Contexts of requests in progress there, by request."""
+    in_flight_tokens: int = 0
+    queued: int = 0
+    """Requests that wait for it at the gateway."""
+    queued_tokens: int = 0
+    idle_since_s: float | None = None
+    """Since when it could take another request; ``None``: it is full."""
+    probed_s: float | None = None
+
+    @property
+    def sent_load(self) -> float:
+        """Share of the replica used by requests in progress there."""
+        return self._load(self.in_flight_tokens, len(self.in_flight))
+
+    def _load(self, tokens: int, requests: int) -> float:
+        load = tokens / self.capacity_tokens
+        return max(load, requests / self.max_running) if self.max_running else load
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The sizes that it reported."""
+        return (self.capacity_tokens, self.host_tokens, self.max_running, self.max_context_tokens)
+
+    @property
+    def state(self) -> str:
+        """Its health, for gateways."""
+        return self.health.value
+
+    @property
+    def is_draining(self) -> bool:
+        """Its programs move away."""
+        return self.health is ReplicaHealth.DRAINING
+
+    def status(self, queued: int) -> ReplicaStatus:
+        """Its state, for operators. ``queued``: requests that wait for it at the gateway."""
+        view = self.view()
+        return ReplicaStatus(
+            self.replica_id,
+            self.instance,
+            self.state,
+            round(view.load, 4),
+            view.in_flight,
+            queued,
+            view.homed,
+            self.capacity_tokens,
+            self.host_tokens,
+            view.room_tokens,
+        )
+
+    def view(self) -> ReplicaView:
+        """Its state, for a policy."""
+        return ReplicaView(
+            self.replica_id,
+            self._load(self.in_flight_tokens + self.queued_tokens, len(self.in_flight) + self.queued),
+            len(self.in_flight),
+            self.capacity_tokens + self.host_tokens - self.homed_tokens,
+            self.homed,
+            self.health is ReplicaHealth.UP,
+            self.queued,
+            self.capacity_tokens + self.host_tokens,
+        )
+
+
+class ReplicaFleet:
+    """All known replicas, and an up-to-date view of each.
+
+    A view is made again when it is read after a change: one decision changes one of 64 replicas, up to three
+    times. ``full_load``: a replica with at least this load gets no more requests.
+    """
+
+    def __init__(self, full_load: float = math.inf) -> None:
+        self._full_load = full_load
+        self.capacity_tokens = 0
+        """Sum over all replicas, on their devices."""
+        self.room_tokens = 0
+        """Sum over all replicas, in all tiers."""
+        self.longest_tokens = 0
+        """Longest context that any replica computes; 0: there is none."""
+        self.max_running = 0
+        """Requests that all replicas together run at once."""
+        self.epoch = 0
+        """Registrations so far."""
+        self.newly_idle = False
+        """A replica registered or is no longer full since this was last set to False."""
+        self.drained: OrderedDict[str, str] = OrderedDict()
+        """Instances that were draining when last seen, by replica: a short absence does not end a drain."""
+        self._replicas: dict[str, Replica] = {}
+        self._places: dict[str, int] = {}
+        self._views: list[ReplicaView] = []
+        self._stale: set[str] = set()
+        """Replicas whose view is outdated."""
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def get(self, replica_id: str | None) -> Replica | None:
+        """A replica by id; ``None``: it is unknown."""
+        return self._replicas.get(replica_id) if replica_id is not None else None
+
+    @property
+    def views(self) -> Sequence[ReplicaView]:
+        """Views of all replicas, in the order of registration."""
+        if self._stale:
+            for replica_id in self._stale:
+                self._views[self._places[replica_id]] = self._replicas[replica_id].view()
+            self._stale.clear()
+        return self._views
+
+    def view(self, replica_id: str | None) -> ReplicaView | None:
+        """View of one replica."""
+        replica = self._replicas.get(replica_id) if replica_id is not None else None
+        if replica is None:
+            return None
+        place = self._places[replica.replica_id]
+        if replica.replica_id in self._stale:
+            self._stale.discard(replica.replica_id)
+            self._views[place] = replica.view()
+        return self._views[place]
+
+    def full(self, replica: Replica) -> bool:
+        """Whether a replica gets no more requests."""
+        return self._full_load < math.inf and replica.sent_load >= self._full_load
+
+    def missing(self, replica: Replica) -> tuple[int, int]:
+        """Tokens and requests in flight that have to end before a replica takes another request."""
+        if math.isinf(self._full_load):
+            return 0, 0
+        tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
+        requests = 0
+        if replica.max_running:
+            requests = len(replica.in_flight) - math.ceil(self._full_load * replica.max_running) + 1
+        return max(0, tokens), max(0, requests)
+
+    def most_room(self, but: str | None = None) -> ReplicaView | None:
+        """Among replicas that take new programs, the one with the most room, empty ones first."""
+        best: ReplicaView | None = None
+        for view in self.views:
+            if not view.takes_new or view.replica_id == but:
+                continue
+            if best is None or (not view.homed, view.room_tokens) > (not best.homed, best.room_tokens):
+                best = view
+        return best
+
+    def views_without(self, replica_ids: Collection[str]) -> Sequence[ReplicaView]:
+        """All views, with these replicas taking nothing new."""
+        places = [self._places[one] for one in replica_ids if one in self._places]
+        if not places:
+            return self.views
+        views = list(self.views)
+        for place in places:
+            views[place] = views[place]._replace(takes_new=False)
+        return views
+
+    def fitting(self, tokens: int) -> int:
+        """``tokens``, at most the longest context: more is never computed."""
+        return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
+
+    def seen(self, event: ReplicaRegistered, now: float) -> bool:
+        """Process a registration; the caller has removed an earlier instance.
+
+        True if waiting requests are affected. Raises ``ValueError`` for a replica without KV.
+        """
+        if (
+            event.capacity_tokens < 1
+            or min(event.host_tokens, event.max_running, event.max_context_tokens) < 0
+        ):
+            raise ValueError(
+                f"replica {event.replica_id!r}: capacity_tokens {event.capacity_tokens}, host_tokens "
+                f"{event.host_tokens}, max_running {event.max_running}, max_context_tokens "
+                f"{event.max_context_tokens}; expected ≥ 1, ≥ 0, ≥ 0, ≥ 0"
+            )
+        sizes = (event.capacity_tokens, event.host_tokens, event.max_running, event.max_context_tokens)
+        replica = self._replicas.get(event.replica_id)
+        if replica is None:
+            self.epoch += 1
+            drained = self.drained.pop(event.replica_id, None) == event.instance
+            health = ReplicaHealth.DRAINING if drained else ReplicaHealth.UP
+            self.add(Replica(event.replica_id, event.instance, *sizes, now, self.epoch, health), now)
+            return True
+        replica.heard_s, replica.probed_s = now, None
+        if replica.sizes == sizes and replica.health is not ReplicaHealth.SUSPECT:
+            return False
+        if replica.health is ReplicaHealth.SUSPECT:
+            replica.health = ReplicaHealth.UP
+        replica.capacity_tokens, replica.host_tokens, replica.max_running, replica.max_context_tokens = sizes
+        self._sum_up()
+        self.changed(replica, now)
+        return True
+
+    def add(self, replica: Replica, now: float) -> None:
+        """Add a replica that is not known."""
+        self._replicas[replica.replica_id] = replica
+        self._places[replica.replica_id] = len(self._views)
+        self._views.append(replica.view())
+        self._sum_up()
+        self.changed(replica, now)
+
+    def gone(self, replica: Replica) -> None:
+        """Remove a replica; remember whether it was draining."""
+        if replica.health is ReplicaHealth.DRAINING:
+            self.drained[replica.replica_id] = replica.instance
+            self.drained.move_to_end(replica.replica_id)
+            if len(self.drained) > MAX_REMEMBERED_DRAINS:
+                self.drained.popitem(last=False)
+        self._stale.discard(replica.replica_id)
+        place = self._places.pop(replica.replica_id)
+        del self._replicas[replica.replica_id], self._views[place]
+        for replica_id, other in self._places.items():
+            if other > place:
+                self._places[replica_id] = other - 1
+        self._sum_up()
+
+    def changed(self, replica: Replica, now: float) -> None:
+        """Mark a replica's view outdated; to be called after each change of its load or health."""
+        self._stale.add(replica.replica_id)
+        if self.full(replica):
+            replica.idle_since_s = None
+        elif replica.idle_since_s is None:
+            replica.idle_since_s = now
+            self.newly_idle = True
+
+    def sent(self, replica: Replica, request_id: str, context_tokens: int, now: float) -> None:
+        """Count a request that is sent there."""
+        replica.in_flight[request_id] = context_tokens
+        replica.in_flight_tokens += context_tokens
+        self.changed(replica, now)
+
+    def over(self, replica: Replica, request_id: str, now: float) -> None:
+        """A request that was sent there ended, or never arrived."""
+        replica.in_flight_tokens -= replica.in_flight.pop(request_id)
+        self.changed(replica, now)
+
+    def queued(self, replica: Replica, tokens: int, requests: int) -> None:
+        """Change the number of requests that wait for it at the gateway."""
+        replica.queued += requests
+        replica.queued_tokens += tokens
+        self._stale.add(replica.replica_id)
+
+    def homed(self, replica: Replica, tokens: int, programs: int = 0) -> None:
+        """Change the number and size of the programs at home there."""
+        replica.homed += programs
+        replica.homed_tokens += tokens
+        self._stale.add(replica.replica_id)
+
+    def _sum_up(self) -> None:
+        self.capacity_tokens = sum(replica.capacity_tokens for replica in self)
+        self.room_tokens = self.capacity_tokens + sum(replica.host_tokens for replica in self)
+        self.max_running = sum(replica.max_running or DEFAULT_MAX_RUNNING for replica in self)
+        self.longest_tokens = max((r.max_context_tokens or r.capacity_tokens for r in self), default=0)

@@ -1,0 +1,200 @@
+"""Where a request goes: asks the routing policy, and carries its decision out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import nlargest
+
+from ..policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
+from ..policies.routing.routing_policies import RoutingPolicy
+from .replica_fleet import Replica, ReplicaHealth
+from .resident_programs import turns_left
+from .routed_programs import RoutedProgram
+from .routing_events import AnyRoutingAction, ReleaseProgramKv, SendRequest
+from .routing_limits import PolicyCallError
+from .routing_queue import RoutedRequest
+from .routing_tables import RoutingTables
+
+MAX_REPLICAS_COMPARED = 8
+"""Replicas whose residents a new program is compared with: those with the most room."""
+MAX_PREFIX_PIECES = 200_000
+"""Pieces remembered per replica: a few hundred bytes each."""
+
+
+class PrefixIndex:
+    """By replica, the hashes of the prompt pieces sent there, least recently used first.
+
+    A hash covers its piece and all pieces before it, so a prompt matches up to its first unknown hash.
+    Raises ``ValueError`` for ``most_pieces`` below 1.
+    """
+
+    def __init__(self, most_pieces: int = MAX_PREFIX_PIECES) -> None:
+        if most_pieces < 1:
+            raise ValueError(f"most_pieces is {most_pieces}; expected ≥ 1")
+        self._most = most_pieces
+        self._replicas: dict[str, OrderedDict[int, None]] = {}
+
+    def computed(self, replica_id: str, prefix: Sequence[int]) -> None:
+        """Record a prompt that is sent to a replica."""
+        known = self._replicas.setdefault(replica_id, OrderedDict())
+        # Last piece first, so that the end of a prompt is forgotten before its beginning.
+        for piece in reversed(prefix):
+            known[piece] = None
+            known.move_to_end(piece)
+        while len(known) > self._most:
+            known.popitem(last=False)
+
+    def matches(self, prefix: Sequence[int], context_tokens: int) -> dict[str, int]:
+        """Tokens of a prompt that each replica has computed, without replicas that have none."""
+        if not prefix:
+            return {}
+        found: dict[str, int] = {}
+        for replica_id, known in self._replicas.items():
+            pieces = 0
+            while pieces < len(prefix) and prefix[pieces] in known:
+                pieces += 1
+            if pieces:
+                found[replica_id] = context_tokens * pieces // len(prefix)
+        return found
+
+    def forget(self, replica_id: str) -> None:
+        """Remove a replica."""
+        self._replicas.pop(replica_id, None)
+
+
+class RequestPlacer:
+    """Sends requests, or queues them for a replica. Appends its actions to ``actions``."""
+
+    def __init__(
+        self, routing: RoutingPolicy, tables: RoutingTables, actions: list[AnyRoutingAction]
+    ) -> None:
+        self._routing = routing
+        self._tables = tables
+        self._fleet, self._requests, self._residents = tables.fleet, tables.requests, tables.residents
+        self._prefixes = PrefixIndex() if routing.reads_prefixes else None
+        self.actions = actions
+
+    def route(
+        self, request: RoutedRequest, now: float, reserved_replica: str | None = None, *, leaves: bool = False
+    ) -> RoutingDecision:
+        """The policy's decision. The request may not move into ``reserved_replica``; with ``leaves`` it has
+        to leave its home. Changes nothing. Raises ``PolicyCallError``."""
+        program = request.program
+        shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
+        home = parent_home = None
+        if program is not None and not leaves:
+            at = self._fleet.get(program.home)
+            # A request that has failed once does not test whether a suspect home is alive.
+            doubtful = at is not None and request.failures and at.health is ReplicaHealth.SUSPECT
+            if at is not None and at.health is not ReplicaHealth.DRAINING and not doubtful:
+                home = self._fleet.view(program.home) if program.home not in request.failed_at else None
+            parent = self._tables.programs.get(program.parent)
+            if parent is not None and not program.turns and parent.home not in shut:
+                parent_home = self._fleet.view(parent.home)
+        view = RoutingView(
+            request.request_id,
+            request.number,
+            request.context_tokens,
+            request.size_tokens,
+            home,
+            program is not None and (program.cached or program.in_flight > 0),
+            parent_home,
+            self._prefixes.matches(request.prefix, request.context_tokens) if self._prefixes else {},
+        )
+        views = self._fleet.views_without(shut) if shut else self._fleet.views
+        if self._residents.wanted and not (view.home is not None and view.cached):
+            views = _largest_capacity(views)
+            self.expect_turns(program)
+            shown = self._residents.at([one.replica_id for one in views], program, now)
+            left = turns_left(program) if program is not None else 1.0
+            view = view._replace(turns_left=left, residents=shown)
+        try:
+            return self._routing.route(view, views, now)
+        except Exception as error:
+            raise PolicyCallError(f"no route for request {request.request_id!r}") from error
+
+    def expect_turns(self, program: RoutedProgram | None) -> None:
+        """Update the number of turns that a program has left, if the policy reads it."""
+        if self._residents.wanted and program is not None:
+            program.turns_left = self._tables.expected.turns_left(program)
+            self._residents.touch(program)
+
+    def bring(self, request: RoutedRequest, route: RoutingDecision, now: float) -> bool:
+        """Send a request that waits nowhere, or queue it for its replica; False: its route has no replica."""
+        replica = self._fleet.get(route.replica_id)
+        if replica is None:
+            return False
+        request.reason = route.reason
+        if request.program is not None and self._tables.lives(request.program):
+            because = self._home_left_reason(request, request.program)
+            request.moved_from = self.settle(request.program, replica, request.size_tokens, now)
+            request.left_because = because if request.moved_from is not None else ""
+        if self._prefixes is not None:
+            self._prefixes.computed(replica.replica_id, request.prefix)
+        if self._queues_at(replica):
+            self._requests.enqueue_for_replica(request, replica.replica_id)
+        else:
+            self.send(request, replica, now)
+        return True
+
+    def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
+        """Route a request that waits for any replica, and bring it there if there is one; its route."""
+        route = self.route(request, now, reserved_replica)
+        if self._fleet.get(route.replica_id) is not None:
+            self._requests.take_out(request)
+            self.bring(request, route, now)
+        return route
+
+    def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
+        """Where a request and its program could be sent at once if they left a replica."""
+        route = self.route(request, now, replica_id, leaves=True)
+        replica = self._fleet.get(route.replica_id)
+        return None if replica is None or self._queues_at(replica) else route
+
+    def send(self, request: RoutedRequest, replica: Replica, now: float) -> None:
+        """Send a request that waits nowhere."""
+        self._requests.send(request, replica.replica_id, now)
+        self._tables.counts.sent(request.reason)
+        self.actions.append(
+            SendRequest(
+                request.request_id,
+                replica.replica_id,
+                request.reason,
+                request.moved_from,
+                request.left_because,
+            )
+        )
+
+    def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
+        """Make a replica a program's home; returns its former home."""
+        before = self._tables.homes.settle(program, replica, size_tokens, now)
+        if before is not None:
+            self._tables.counts.moves += 1
+            if not program.in_flight:
+                self.actions.append(ReleaseProgramKv(program.key[1], before, program.tenant))
+        return before
+
+    def forget(self, replica_id: str) -> None:
+        """Remove a replica."""
+        if self._prefixes is not None:
+            self._prefixes.forget(replica_id)
+
+    def _home_left_reason(self, request: RoutedRequest, program: RoutedProgram) -> str:
+        """Why a program has to leave its home; empty: it does not."""
+        at = self._fleet.get(program.home)
+        if at is not None and at.health is ReplicaHealth.DRAINING:
+            return "drain"
+        return "failed" if program.home in request.failed_at else ""
+
+    def _queues_at(self, replica: Replica) -> bool:
+        return replica.replica_id in self._requests.queues or self._fleet.full(replica)
+
+
+def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
+    """The replicas whose residents are compared."""
+    if len(views) <= MAX_REPLICAS_COMPARED:
+        return views
+    return nlargest(
+        MAX_REPLICAS_COMPARED, views, key=lambda view: (view.takes_new, not view.homed, view.room_tokens)
+    )

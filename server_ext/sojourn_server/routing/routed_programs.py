@@ -1,0 +1,259 @@
+"""Programs that a gateway routes: their homes, and estimates of their size and of what is left of them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..policies.forecasting.remaining_tokens import (
+    OutputLengthView,
+    RemainingTokensPolicy,
+    SurvivalPrediction,
+)
+from ..programs.execution_history import SlidingMean
+from ..programs.output_lengths import OutputLengthHistory
+from .routing_status import ProgramRouteStatus
+
+Key = tuple[str, str]
+"""Tenant and program id: two tenants may use the same id for different programs."""
+
+MIN_FINISHED_PROGRAMS = 16
+"""Finished programs of an agent type that are needed before their peaks are used for others."""
+MEAN_WINDOW = 256
+"""Latest programs or turns that a mean is taken of."""
+MAX_AGENT_TYPES = 512
+ESTIMATOR_VERSION = 1
+"""Version of the documents that ``ProgramEstimator`` writes and reads."""
+
+
+@dataclass(slots=True)
+class RoutedProgram:
+    """A program. Sizes in tokens."""
+
+    key: Key
+    agent_type: str | None
+    parent: Key | None
+    began_s: float
+    last_s: float
+    deadline_s: float | None = None
+    home: str | None = None
+    """Replica of its turns."""
+    cached: bool = False
+    """Its KV is at its home, as far as known."""
+    context_tokens: int = 0
+    """Longest context so far."""
+    size_tokens: int = 0
+    """Size that it counts for at its home."""
+    turns: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    moves: int = 0
+    moved_at_turn: int = -1
+    """The turn before which it last moved; it stays until that turn is over."""
+    turns_left: float | None = None
+    """Estimated at its last turn, if the policy reads it; ``None``: its agent type is unknown."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that is charged."""
+        return self.key[0]
+
+    def status(self) -> ProgramRouteStatus:
+        """Its state, for operators."""
+        return ProgramRouteStatus(
+            self.key[1],
+            self.tenant,
+            self.home,
+            self.turns,
+            self.context_tokens,
+            self.size_tokens,
+            self.moves,
+            self.in_flight,
+            self.waiting,
+        )
+
+
+class RoutedProgramTable:
+    """Live programs, longest silent first. Beyond ``most`` the tenant with the most programs loses its
+    longest silent one, so that no tenant displaces another's programs."""
+
+    def __init__(self, most: int = 200_000) -> None:
+        self._most = most
+        self._programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
+        self._of: dict[str, OrderedDict[Key, RoutedProgram]] = {}
+        """The same, by tenant."""
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[RoutedProgram]:
+        return iter(self._programs.values())
+
+    def get(self, key: Key | None) -> RoutedProgram | None:
+        """A program by its key."""
+        return self._programs.get(key) if key is not None else None
+
+    def heard(
+        self, key: Key, agent_type: str | None, parent_id: str | None, now: float
+    ) -> tuple[RoutedProgram, RoutedProgram | None]:
+        """A request's program, new or known; and the program that was forgotten for it, if any."""
+        program = self._programs.get(key)
+        if program is not None:
+            self.touched(program, now)
+            return program, None
+        parent = (key[0], parent_id) if parent_id else None
+        program = RoutedProgram(key, agent_type, parent, now, now)
+        self.add(program)
+        forgotten = self._oldest_idle(program) if len(self._programs) > self._most else None
+        if forgotten is not None:
+            self.ended(forgotten.key)
+        return program, forgotten
+
+    def _oldest_idle(self, but: RoutedProgram) -> RoutedProgram | None:
+        """The longest silent program without requests, of the tenant with the most programs that has one."""
+        for of_tenant in sorted(self._of.values(), key=len, reverse=True):
+            for program in of_tenant.values():
+                if not program.in_flight and not program.waiting and program is not but:
+                    return program
+        return None
+
+    def add(self, program: RoutedProgram) -> None:
+        """Add a program of another core. Call it in order of silence, longest first."""
+        self._programs[program.key] = program
+        self._of.setdefault(program.tenant, OrderedDict())[program.key] = program
+
+    def touched(self, program: RoutedProgram, now: float) -> None:
+        """Record an event of a program."""
+        program.last_s = now
+        for programs in (self._programs, self._of[program.tenant]):
+            programs.move_to_end(program.key)
+
+    def ended(self, key: Key) -> RoutedProgram | None:
+        """Remove a program."""
+        program = self._programs.pop(key, None)
+        if program is not None:
+            of_tenant = self._of[key[0]]
+            del of_tenant[key]
+            if not of_tenant:
+                del self._of[key[0]]
+        return program
+
+    def silent_since(self, before_s: float) -> list[RoutedProgram]:
+        """Programs without requests and without events since then."""
+        found = []
+        for program in self._programs.values():
+            if program.last_s >= before_s:
+                break
+            if not program.in_flight and not program.waiting:
+                found.append(program)
+        return found
+
+
+class ProgramEstimator:
+    """Statistics per agent type: longest contexts, turns, seconds per turn and per program.
+
+    ``quantile``: probability that a program does not outgrow its estimated size.
+    """
+
+    def __init__(self, quantile: float = 0.5, predictor: RemainingTokensPolicy | None = None) -> None:
+        if not 0 < quantile < 1:
+            raise ValueError(f"quantile is {quantile}; expected between 0 and 1")
+        self._quantile = quantile
+        self._predictor = predictor or SurvivalPrediction(min_outputs=MIN_FINISHED_PROGRAMS, hints=False)
+        self._peaks = OutputLengthHistory()
+        self._turns = OutputLengthHistory()
+        self._turn_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
+        self._life_s: OrderedDict[str | None, SlidingMean] = OrderedDict()
+
+    def ended(self, program: RoutedProgram, now: float) -> None:
+        """Learn from a program that ended."""
+        if program.turns:
+            self._peaks.observe(program.agent_type, None, max(1, program.context_tokens))
+            self._turns.observe(program.agent_type, None, program.turns)
+            _note(self._life_s, program.agent_type, now - program.began_s)
+
+    def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
+        """Learn from a turn that was answered ``seconds`` after it was sent."""
+        _note(self._turn_s, program.agent_type, seconds)
+
+    def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
+        """Longest context that a program is expected to reach, at least its current one."""
+        left = self._left(
+            self._peaks, program.agent_type, context_tokens, max(1, most_tokens - context_tokens)
+        )
+        return context_tokens + (round(left) if left is not None else 0)
+
+    def turns_left(self, program: RoutedProgram) -> float | None:
+        """Expected number of turns left; ``None``: unknown. So it is for a program without an agent type:
+        its client may not announce its end either."""
+        if program.agent_type is None:
+            return None
+        return self._left(self._turns, program.agent_type, program.turns, 10_000)
+
+    def work_s(self, program: RoutedProgram) -> float:
+        """Expected seconds of a replica's time that it still needs; 0: unknown."""
+        turns = self._left(self._turns, program.agent_type, program.turns, 10_000)
+        return (turns or 1.0) * (_mean(self._turn_s, program.agent_type) or 0.0)
+
+    def life_s(self, program: RoutedProgram) -> float | None:
+        """Mean seconds from first request to end, of programs of its agent type; ``None``: unknown."""
+        return _mean(self._life_s, program.agent_type)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All statistics as a JSON-able document."""
+        return {
+            "version": ESTIMATOR_VERSION,
+            "peaks": self._peaks.snapshot(),
+            "turns": self._turns.snapshot(),
+            "turn_s": [[kind, mean.values()] for kind, mean in self._turn_s.items()],
+            "life_s": [[kind, mean.values()] for kind, mean in self._life_s.items()],
+        }
+
+    def restore(self, document: Any) -> None:
+        """Replace the statistics by those of a ``snapshot``. Raises ``ValueError`` for anything else."""
+        if not isinstance(document, Mapping) or document.get("version") != ESTIMATOR_VERSION:
+            raise ValueError(f"estimates: expected a document of version {ESTIMATOR_VERSION}")
+        peaks = OutputLengthHistory.restore(document.get("peaks"))
+        turns = OutputLengthHistory.restore(document.get("turns"))
+        turn_s, life_s = _read_means(document.get("turn_s")), _read_means(document.get("life_s"))
+        self._peaks, self._turns, self._turn_s, self._life_s = peaks, turns, turn_s, life_s
+
+    def _left(self, lengths: OutputLengthHistory, kind: str | None, so_far: int, most: int) -> float | None:
+        known = lengths.known(kind, None, MIN_FINISHED_PROGRAMS)
+        left = self._predictor.remaining(OutputLengthView("", so_far, most, known, None, None), 0.0)
+        return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
+
+
+def _note(means: OrderedDict[str | None, SlidingMean], kind: str | None, value: float) -> None:
+    for each in {kind, None}:
+        mean = means.get(each)
+        if mean is None:
+            mean = means[each] = SlidingMean(MEAN_WINDOW)
+            if len(means) > MAX_AGENT_TYPES:
+                means.popitem(last=False)
+        mean.observe(max(0.0, value))
+
+
+def _mean(means: OrderedDict[str | None, SlidingMean], kind: str | None) -> float | None:
+    mean = means.get(kind) or means.get(None)
+    return mean.mean() if mean is not None else None
+
+
+def _read_means(entries: Any) -> OrderedDict[str | None, SlidingMean]:
+    if not isinstance(entries, list):
+        raise ValueError(f"estimates: {entries!r}; expected a list of agent types and seconds")
+    means: OrderedDict[str | None, SlidingMean] = OrderedDict()
+    for entry in entries[-MAX_AGENT_TYPES:]:
+        match entry:
+            case [str() | None as kind, list(values)]:
+                mean = means[kind] = SlidingMean(MEAN_WINDOW)
+                for value in values:
+                    if not isinstance(value, (int, float)) or isinstance(value, bool):
+                        raise ValueError(f"estimates: {value!r} of {kind!r}; expected seconds")
+                    mean.observe(value)
+            case _:
+                raise ValueError(f"estimates: {entry!r}; expected an agent type and its seconds")
+    return means

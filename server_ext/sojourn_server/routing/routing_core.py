@@ -1,0 +1,315 @@
+"""The routing core: events and ``now`` in, actions out. No I/O, no clock.
+
+The same object runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
+has what every core does: checks on arrival, leases of replicas, rejections, counters, and the questions that
+gateways ask. ``AffinityCore`` places a request on one replica, ``PairCore`` on a prefill and a decode engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from . import routing_events
+from .home_change_log import Home, HomeChangeLog, HomeChanges
+from .routed_programs import Key
+from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
+from .routing_limits import PolicyCallError, RoutingCounters, RoutingLimits
+from .routing_state import RoutingState
+from .routing_status import ProgramRouteStatus, ReplicaStatus
+
+_UNSAVED_EVENTS = (
+    routing_events.Tick,
+    routing_events.ReplicaRegistered,
+    routing_events.PairEngineRegistered,
+    routing_events.NicQueueReported,
+)
+"""Alone they change nothing that a successor has to know."""
+
+
+class LeasedReplica(Protocol):
+    """A replica or engine that has to report in time."""
+
+    heard_s: float
+    probed_s: float | None
+
+    @property
+    def replica_id(self) -> str: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def is_draining(self) -> bool: ...
+
+
+class RoutingCore(ABC):
+    """State machine of one gateway or one coordinator. Single-threaded.
+
+    ``life`` identifies this core among its predecessors and successors in ``changes_since``.
+    """
+
+    def __init__(self, limits: RoutingLimits | None = None, life: str = "") -> None:
+        self.limits = limits or RoutingLimits()
+        self.counts = RoutingCounters()
+        self.journal = HomeChangeLog(life)
+        """Changes of programs' homes."""
+        self.changes = 0
+        """Grows with everything that a successor has to know."""
+        self.drained: MutableMapping[str, str] = {}
+        """Instances that are drained, by replica: a short absence does not end a drain."""
+        self._actions: list[AnyRoutingAction] = []
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            routing_events.RequestReceived: self._received,
+            routing_events.RequestSent: self._sent,
+            routing_events.FirstByteSent: self._began,
+            routing_events.RequestFinished: self._ended,
+            routing_events.RequestFailed: self._failed,
+            routing_events.ReplicaGone: self._replica_gone,
+            routing_events.ReplicaDrainStarted: self._drain_started,
+            routing_events.ReplicaDrainCancelled: self._drain_cancelled,
+            routing_events.ProgramEnded: self._program_ended,
+            routing_events.Tick: self._tick,
+        }
+
+    def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
+        """Process an event; return the actions that it causes, in order.
+
+        Raises ``ValueError`` for a replica that cannot exist. Ignores events that do not concern this core.
+        """
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event, now)
+        self._dispatch(now, epoch=isinstance(event, routing_events.Tick))
+        actions = list(self._actions)
+        self.changes += bool(actions) or not isinstance(event, _UNSAVED_EVENTS)
+        self._actions.clear()
+        return actions
+
+    # -- questions ----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that have not been sent."""
+
+    @abstractmethod
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """The replica that is a program's home."""
+
+    @abstractmethod
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        """The engine of a program's last answer, of programs without a home."""
+
+    @abstractmethod
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request is in progress."""
+
+    @abstractmethod
+    def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
+        """The last decision about a request; ``None``: it waits, or is unknown."""
+
+    @abstractmethod
+    def replica(self, replica_id: str) -> LeasedReplica | None:
+        """A replica or engine; ``None``: it is unknown."""
+
+    @abstractmethod
+    def replicas(self) -> Iterable[LeasedReplica]:
+        """All replicas or engines."""
+
+    def lease(self, replica_id: str) -> tuple[str, float] | None:
+        """A replica's instance and the time of its last report; ``None``: it is unknown."""
+        replica = self.replica(replica_id)
+        return (replica.instance, replica.heard_s) if replica is not None else None
+
+    def health(self, replica_id: str) -> str | None:
+        """``up``, ``draining`` or ``suspect``; ``None``: the replica is unknown."""
+        replica = self.replica(replica_id)
+        return replica.state if replica is not None else None
+
+    @abstractmethod
+    def in_flight(self, replica_id: str) -> int:
+        """Requests that a replica is working on."""
+
+    def drain(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
+        """The event that drains a replica; ``None``: it is draining, or will be from its registration on."""
+        replica = self.replica(replica_id)
+        if replica is None:
+            # Set before it registers: no request may go there between its registration and its drain.
+            self.drained[replica_id] = instance
+        elif not replica.is_draining:
+            return routing_events.ReplicaDrainStarted(replica_id)
+        return None
+
+    @abstractmethod
+    def program_statuses(self) -> list[ProgramRouteStatus]:
+        """All known programs, latest first."""
+
+    @abstractmethod
+    def replica_statuses(self) -> Sequence[ReplicaStatus]:
+        """All known replicas, in the order of registration."""
+
+    def demand_tokens(self) -> tuple[int, int]:
+        """Tokens of KV that all programs need, and the room of all replicas. (0, 0): not known."""
+        return 0, 0
+
+    def shares_used(self) -> dict[str, float]:
+        """By tenant, usage of its requests in flight ÷ its share; empty where capacity is not shared."""
+        return {}
+
+    # -- copies -------------------------------------------------------------------
+
+    def flush(self, now: float) -> HomeChanges | None:
+        """The batch of changed homes that is due; ``None``: see ``journal.due_s`` for when."""
+        return self.journal.flush(now, self._all_homes)
+
+    def changes_since(self, version: int, life: str) -> HomeChanges:
+        """Changes that a copy of ``version`` of the core ``life`` lacks."""
+        return self.journal.since(version, life, self._all_homes)
+
+    def snapshot(self, now: float) -> RoutingState | None:
+        """State for a successor, without requests (their gateways report them); ``None``: there is none."""
+        return None
+
+    def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
+        """Continue from a snapshot taken ``elapsed_s`` ago; returns the number of programs with a home.
+
+        ``elapsed_s`` ``None``: the snapshot has the same clock. Raises ``ValueError``, also for a core that
+        is already in use.
+        """
+        raise ValueError("the state is one of engines that prefill and decode; expected none")
+
+    @abstractmethod
+    def suspect_all(self, now: float) -> None:
+        """After ``restore``: send new programs to no replica until it registers again."""
+
+    def _all_homes(self) -> Iterator[tuple[Key, Home]]:
+        yield from ()
+
+    # -- requests -----------------------------------------------------------------
+
+    def _received(self, event: routing_events.RequestReceived, now: float) -> None:
+        request_id, longest = event.request_id, self._longest_tokens()
+        if self.is_open(request_id):
+            self._reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
+            return
+        if self._reject_early(event):
+            return
+        if event.exact and longest and event.context_tokens > longest:
+            message = (
+                f"the prompt has {event.context_tokens:,} tokens; the longest that is served is {longest:,}"
+            )
+            self._reject(request_id, 400, "context_too_long", message)
+            return
+        if self._is_queue_full(event.tenant):
+            message = f"{self.waiting} requests are waiting already; try again later"
+            self._reject(request_id, 429, "too_many_waiting", message, retry_after_s=5.0)
+            return
+        try:
+            self._open(event, now)
+        except Exception as error:
+            # Nothing would look at the request again: it has to be answered now.
+            self._close_if_open(request_id, now)
+            if not isinstance(error, PolicyCallError):
+                raise  # a bug of ours: the caller rejects the request and logs the traceback
+            self._reject_unrouted(request_id, error)
+
+    def _reject_early(self, event: routing_events.RequestReceived) -> bool:
+        """Reject a request that this core cannot serve; False: it can."""
+        return False
+
+    def _is_queue_full(self, tenant: str) -> bool:
+        return self.waiting >= self.limits.most_waiting
+
+    @abstractmethod
+    def _longest_tokens(self) -> int:
+        """Longest context that is served; 0: unknown."""
+
+    @abstractmethod
+    def _open(self, event: routing_events.RequestReceived, now: float) -> None:
+        """Accept a request: send it, or queue it."""
+
+    @abstractmethod
+    def _close_if_open(self, request_id: str, now: float) -> None:
+        """Forget a request, if it was accepted."""
+
+    @abstractmethod
+    def _sent(self, event: routing_events.RequestSent, now: float) -> None: ...
+
+    @abstractmethod
+    def _began(self, event: routing_events.FirstByteSent, now: float) -> None: ...
+
+    @abstractmethod
+    def _ended(self, event: routing_events.RequestFinished, now: float) -> None: ...
+
+    @abstractmethod
+    def _failed(self, event: routing_events.RequestFailed, now: float) -> None: ...
+
+    @abstractmethod
+    def _dispatch(self, now: float, *, epoch: bool) -> None:
+        """Send eligible requests. ``epoch``: time passed."""
+
+    # -- replicas -----------------------------------------------------------------
+
+    def _replica_gone(self, event: routing_events.ReplicaGone, now: float) -> None:
+        lease = self.lease(event.replica_id)
+        if lease is not None and lease[0] == event.instance:
+            self._lose(event.replica_id, now)
+
+    @abstractmethod
+    def _lose(self, replica_id: str, now: float) -> None:
+        """Forget a replica; its requests go elsewhere."""
+
+    @abstractmethod
+    def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None: ...
+
+    @abstractmethod
+    def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None: ...
+
+    @abstractmethod
+    def _suspect(self, replica_id: str, now: float) -> None:
+        """Send no new program to a silent replica, and have it probed."""
+
+    @abstractmethod
+    def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None: ...
+
+    # -- time ---------------------------------------------------------------------
+
+    def _tick(self, event: routing_events.Tick, now: float) -> None:
+        lease_s = self.limits.lease_s
+        for replica in self.replicas():
+            silent = now - replica.heard_s >= lease_s
+            if silent and (replica.probed_s is None or now - replica.probed_s >= lease_s):
+                self._suspect(replica.replica_id, now)
+        self._expire(now)
+
+    @abstractmethod
+    def _expire(self, now: float) -> None:
+        """Reject requests that waited too long, and forget silent programs."""
+
+    # -- actions ------------------------------------------------------------------
+
+    def _probe(self, replica_id: str, instance: str) -> None:
+        self._actions.append(ProbeReplica(replica_id, instance))
+
+    def _abort(self, request_id: str, replica_id: str) -> None:
+        self._actions.append(AbortStream(request_id, replica_id))
+        self.counts.cut += 1
+
+    def _reject(
+        self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        self.counts.refused += 1
+        self._actions.append(RejectRequest(request_id, status, code, message, retry_after_s))
+
+    def _reject_failed(self, request_id: str, message: str) -> None:
+        self._reject(request_id, 502, "replicas_failed", message, retry_after_s=1.0)
+
+    def _reject_timed_out(self, request_id: str, what: str) -> None:
+        message = f"no {what} had room for it in {self.limits.wait_s:g} s"
+        self._reject(request_id, 503, "no_room", message, retry_after_s=10.0)
+
+    def _reject_unrouted(self, request_id: str, error: PolicyCallError) -> None:
+        self.counts.policy_failed(error)
+        self._reject(request_id, 500, "policy_failed", "the routing policy failed; see the gateway's log")

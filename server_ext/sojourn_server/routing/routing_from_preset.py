@@ -1,0 +1,65 @@
+"""Builds routing cores: from a cluster preset, or for prefill and decode engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..policies.cluster_preset import ClusterPreset
+from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from ..policies.prefill_decode.read_side_policies import (
+    PrefillSideRead,
+    ReadSidePolicy,
+    ShorterQueueRead,
+    WaterFillingRead,
+)
+from .affinity_core import AffinityCore
+from .pair_core import PairCore
+from .request_stealer import steal_reason
+from .routed_programs import ProgramEstimator
+from .routing_limits import RoutingLimits
+from .routing_preemption import PREEMPTED_REASON
+
+PAIR_POLICY = "dualpath"
+"""Name of the policy that chooses pairs."""
+PAIR_REASONS = ("pair",)
+READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
+    "shorter": ShorterQueueRead,
+    "split": WaterFillingRead,
+    "prefill": PrefillSideRead,
+}
+"""By their names in the configuration."""
+
+
+def build_routing_core(
+    preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
+) -> AffinityCore:
+    """``limits``: all but ``send_below_load``, which is the preset's. ``life``: as for ``RoutingCore``."""
+    return AffinityCore(
+        preset.routing,
+        preset.stealing,
+        preset.sharing,
+        replace(limits or RoutingLimits(), send_below_load=preset.send_below_load),
+        yielding=preset.yielding,
+        expected=ProgramEstimator(preset.size_quantile),
+        life=life,
+    )
+
+
+def build_pair_core(
+    read_side: str, limits: RoutingLimits | None = None, *, expects_engines: bool = False, life: str = ""
+) -> PairCore:
+    """A core for pairs. Raises ``ValueError`` for an unknown ``read_side``."""
+    if read_side not in READ_SIDE_POLICIES:
+        raise ValueError(f"read_side is {read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
+    pairs = PairScheduler(side=READ_SIDE_POLICIES[read_side]())
+    return PairCore(pairs, limits, expects_engines=expects_engines, life=life)
+
+
+def routing_reasons(preset: ClusterPreset) -> tuple[str, ...]:
+    """All known reasons for which a core with this preset sends a request. A policy class from outside need
+    not list its own."""
+    routed: Iterable[str] = getattr(preset.routing, "reasons", ())
+    stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
+    preempted = (PREEMPTED_REASON,) if preset.yielding.yields else ()
+    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted)

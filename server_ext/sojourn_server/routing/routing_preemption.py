@@ -1,0 +1,230 @@
+"""Preemption: requests that make way for a request of a more urgent tenant behind them (SAGA §6.2).
+
+If that request waits for a full replica, requests sent there without a first byte are taken back. If it waits
+for room, programs leave one of the replicas with the most room. Such a program has a single request, which
+waits there or has no first byte yet; if its KV is there, another replica must have room for it.
+"""
+
+from __future__ import annotations
+
+from heapq import nlargest
+from typing import NamedTuple
+
+from ..policies.fairness.tenant_preemption import (
+    BlockedRequestView,
+    NoTenantPreemption,
+    PreemptibleRequestView,
+    TenantPreemptionPolicy,
+    TenantStanding,
+)
+from ..policies.routing.replica_views import RoutingDecision
+from .replica_fleet import Replica
+from .request_placer import RequestPlacer
+from .routing_events import RecallRequest
+from .routing_limits import PolicyCallError
+from .routing_queue import RoutedRequest, can_move
+from .routing_tables import RoutingTables
+
+MAX_BLOCKED_REQUESTS = 16
+"""Requests per epoch that others may make way for."""
+MAX_VICTIM_CANDIDATES = 64
+"""Requests of one replica that may make way for one that needs room."""
+MAX_VICTIM_REPLICAS = 4
+"""Replicas examined for that: those with the most room."""
+PREEMPTED_REASON = "made_way"
+"""Reason of a ``SendRequest`` for a preempted request."""
+
+
+class PreemptionPlan(NamedTuple):
+    """A request that goes first at a replica, and the requests that make way there."""
+
+    blocked: RoutedRequest
+    others: list[RoutedRequest]
+    replica_id: str
+    for_capacity: bool
+
+
+class RoutingPreemption:
+    """Asks the policy about the requests that waited longest, those of the most urgent tenant first."""
+
+    def __init__(
+        self,
+        policy: TenantPreemptionPolicy | NoTenantPreemption,
+        tables: RoutingTables,
+        placer: RequestPlacer,
+    ) -> None:
+        self._policy = policy
+        self._tables = tables
+        self._fleet, self._requests, self._tenants = tables.fleet, tables.requests, tables.tenants
+        self._placer = placer
+
+    def preempt_less_urgent(self, now: float) -> int:
+        """Preempt requests; returns how many were recalled from a replica. Raises ``PolicyCallError``; every
+        request is queued or sent then."""
+        if not self._policy.yields or not self._requests.waiting or len(self._tenants.shares) < 2:
+            return 0
+        recalled = 0
+        for blocked in self._blocked(now):
+            if blocked.sent_s is not None:
+                continue  # sent together with an earlier one
+            if blocked.replica_id is None:
+                plan = self._preempt_for_capacity(blocked, now)
+            else:
+                plan = self._preempt_in_queue(blocked, blocked.replica_id, now)
+            if plan is not None:
+                recalled += self._carry_out(plan, now)
+        return recalled
+
+    def _carry_out(self, plan: PreemptionPlan, now: float) -> int:
+        """Carry out a plan: some requests leave a replica or return to its queue, one goes first."""
+        unqueued: list[RoutedRequest] = []
+        try:
+            return self._apply_preemption(plan, unqueued, now)
+        finally:
+            for request in unqueued:
+                request.needs_tokens = 0
+                self._requests.enqueue_for_any(request)
+
+    def _apply_preemption(self, plan: PreemptionPlan, unqueued: list[RoutedRequest], now: float) -> int:
+        """``unqueued`` collects requests that wait nowhere afterwards."""
+        recalled = 0
+        for request in plan.others:
+            program = request.program
+            route = self._placer.route_away_from(request, plan.replica_id, now)
+            if plan.for_capacity and route is None and program is not None and program.cached:
+                continue  # an earlier one took the room elsewhere: its KV stays, and so does it
+            recalled += self._take_back(request, plan.replica_id, now)
+            if not can_move(request):
+                self._requests.enqueue_for_replica(request, plan.replica_id)
+            elif route is not None:
+                self._placer.bring(request, RoutingDecision(route.replica_id, PREEMPTED_REASON), now)
+            elif plan.for_capacity and program is not None:
+                self._tables.homes.leave(program, now)
+                unqueued.append(request)
+            else:
+                self._requests.enqueue_for_replica(request, plan.replica_id)
+        replica = self._fleet.get(plan.replica_id)
+        if plan.for_capacity:
+            self._placer.place(plan.blocked, None, now)
+        elif replica is not None and not self._fleet.full(replica):
+            self._requests.take_out(plan.blocked)
+            self._placer.send(plan.blocked, replica, now)
+        return recalled
+
+    def _take_back(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
+        """Remove a request from its place, so that it waits nowhere; True if it had been sent."""
+        if request.sent_s is None:
+            self._requests.take_out(request)
+            return False
+        self._requests.undo_send(request, now)
+        request.recalled, request.recalled_from = True, replica_id
+        self._placer.actions.append(RecallRequest(request.request_id, replica_id))
+        return True
+
+    def _blocked(self, now: float) -> list[RoutedRequest]:
+        shares = self._tenants.shares
+        firsts = [row.first for line in self._requests.lines() for row in line.rows.values()]
+        waited = [request for request in firsts if now - request.since_s >= self._policy.blocked_s]
+        waited.sort(key=lambda request: (-shares.get(request.tenant, 0.0), request.number))
+        return waited[:MAX_BLOCKED_REQUESTS]
+
+    def _preempt_in_queue(self, blocked: RoutedRequest, replica_id: str, now: float) -> PreemptionPlan | None:
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return None
+        tokens, requests = self._fleet.missing(replica)
+        capacity = self._fleet.capacity_tokens
+        others = [
+            PreemptibleRequestView(
+                w.request_id, w.tenant, w.context_tokens, w.context_tokens / capacity, w.sent_s
+            )
+            for w in map(self._requests.by_id.__getitem__, replica.in_flight)
+            if not (w.began or w.recalled) and w.tenant != blocked.tenant
+        ]
+        view = BlockedRequestView(
+            blocked.request_id,
+            blocked.tenant,
+            now - blocked.since_s,
+            blocked.context_tokens / capacity,
+            tokens,
+            requests,
+        )
+        return self._ask_policy(blocked, view, others, replica_id, for_capacity=False)
+
+    def _preempt_for_capacity(self, blocked: RoutedRequest, now: float) -> PreemptionPlan | None:
+        if not blocked.needs_tokens:
+            return None
+        roomy = [view for view in self._fleet.views if view.takes_new]
+        for view in nlargest(MAX_VICTIM_REPLICAS, roomy, key=lambda view: view.room_tokens):
+            replica = self._fleet.get(view.replica_id)
+            if replica is not None:
+                plan = self._preempt_for_capacity_at(replica, view.room_tokens, blocked, now)
+                if plan is not None:
+                    return plan
+        return None
+
+    def _preempt_for_capacity_at(
+        self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
+    ) -> PreemptionPlan | None:
+        room = self._fleet.room_tokens
+        others = []
+        for request in self._at_home(replica):
+            program = request.program
+            assert program is not None
+            if request.tenant == blocked.tenant:
+                continue
+            if program.cached and self._placer.route_away_from(request, replica.replica_id, now) is None:
+                continue
+            size = program.size_tokens
+            others.append(
+                PreemptibleRequestView(request.request_id, request.tenant, size, size / room, request.sent_s)
+            )
+        view = BlockedRequestView(
+            blocked.request_id,
+            blocked.tenant,
+            now - blocked.since_s,
+            blocked.needs_tokens / room,
+            blocked.needs_tokens - room_tokens,
+        )
+        return self._ask_policy(blocked, view, others, replica.replica_id, for_capacity=True)
+
+    def _at_home(self, replica: Replica) -> list[RoutedRequest]:
+        """Requests that could leave a replica with their programs; queued ones before sent ones."""
+        queue = self._requests.queues.get(replica.replica_id)
+        request = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
+        newest = [self._requests.by_id[request_id] for request_id in reversed(replica.in_flight)]
+        found = []
+        for one in [*request, *newest]:
+            program = one.program
+            if program is None or program.home != replica.replica_id or one.began or one.recalled:
+                continue
+            alone = program.in_flight + program.waiting == 1
+            if alone and program.moved_at_turn != program.turns and self._tables.lives(program):
+                found.append(one)
+        return found[:MAX_VICTIM_CANDIDATES]
+
+    def _ask_policy(
+        self,
+        blocked: RoutedRequest,
+        view: BlockedRequestView,
+        others: list[PreemptibleRequestView],
+        replica_id: str,
+        *,
+        for_capacity: bool,
+    ) -> PreemptionPlan | None:
+        if not others:
+            return None
+        tenants = self._tenants
+        standings = {
+            tenant: TenantStanding(tenants.shares.get(tenant, 0.0), tenants.used(tenant, room=for_capacity))
+            for tenant in {blocked.tenant, *(other.tenant for other in others)}
+        }
+        known = {other.request_id for other in others}
+        try:
+            named = list(self._policy.preempt_less_urgent(view, others, standings))
+        except Exception as error:
+            raise PolicyCallError(f"the preemption policy failed at request {view.request_id!r}") from error
+        chosen = [request_id for request_id in named if request_id in known]
+        if not chosen:
+            return None
+        return PreemptionPlan(blocked, [self._requests.by_id[i] for i in chosen], replica_id, for_capacity)

@@ -1,0 +1,212 @@
+"""Requests, and the queues in which they wait for any replica or for one."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
+
+from .routed_programs import Key, RoutedProgram
+
+CHUNK = 128
+"""Requests that are searched one by one; a queue of 10,000 has 80 to 160 chunks."""
+
+_NUMBER = attrgetter("number")
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request in progress."""
+
+    request_id: str
+    number: int
+    tenant: str
+    program: RoutedProgram | None
+    context_tokens: int
+    size_tokens: int
+    since_s: float
+    output_tokens: int = 0
+    prefix: tuple[int, ...] = ()
+    replica_id: str | None = None
+    """The replica that it waits for or was sent to; ``None``: it waits for any."""
+    sent_s: float | None = None
+    began: bool = False
+    failures: int = 0
+    """Replicas that did not answer it."""
+    failures_computing: int = 0
+    """Of these, replicas that had accepted it."""
+    failed_at: tuple[str, ...] = ()
+    """Of these, replicas that are still there: it is not sent there again."""
+    failed_at_gone: tuple[tuple[str, str], ...] = ()
+    """Of these, replicas that are gone, with their instances: an instance may turn out to be alive."""
+    lost_with: str | None = None
+    """The replica that was lost with it last, while it is unknown whether that had accepted it."""
+    reason: str = ""
+    moved_from: str | None = None
+    left_because: str = ""
+    needs_tokens: int = 0
+    """Room that it waits for, as its route said; 0: it is to be routed."""
+    recalled_from: str | None = None
+    """The replica from which it was recalled, until another one answers it."""
+    recalled: bool = False
+    """It was recalled once, and will not be again."""
+    first_since: int | None = None
+    """``admitted_count`` of the capacity queue when it became the first of its row."""
+
+
+def can_move(request: RoutedRequest) -> bool:
+    """Whether a request and its program may go elsewhere: at a turn gap, once per turn, and not after a
+    failure."""
+    program = request.program
+    if request.failed_at:
+        return False
+    return program is None or (not program.in_flight and program.moved_at_turn != program.turns)
+
+
+class _QueueChunk:
+    """Consecutive requests of a row."""
+
+    __slots__ = ("least", "requests")
+
+    def __init__(self, requests: list[RoutedRequest]) -> None:
+        self.requests = requests
+        self.least = min(request.needs_tokens for request in requests)
+
+
+class TenantQueue:
+    """Requests of one tenant, in order of arrival, searchable by the room they need.
+
+    Cut into chunks, each with the least need in it: a search looks at one number per chunk, and at the
+    requests of one chunk.
+    """
+
+    __slots__ = ("_chunks", "least")
+
+    def __init__(self) -> None:
+        self._chunks: list[_QueueChunk] = []
+        self.least: float = math.inf
+        """The least need of any."""
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def __iter__(self) -> Iterator[RoutedRequest]:
+        for chunk in self._chunks:
+            yield from chunk.requests
+
+    @property
+    def first(self) -> RoutedRequest:
+        """The first to arrive."""
+        return self._chunks[0].requests[0]
+
+    def first_fitting(self, most_tokens: float) -> RoutedRequest | None:
+        """The first that needs at most ``most_tokens``."""
+        for chunk in self._chunks:
+            if chunk.least <= most_tokens:
+                return next(w for w in chunk.requests if w.needs_tokens <= most_tokens)
+        return None
+
+    def add(self, request: RoutedRequest) -> None:
+        """Insert in order of arrival: at the end, unless it was sent before and failed."""
+        self.least = min(self.least, request.needs_tokens)
+        if not self._chunks:
+            self._chunks.append(_QueueChunk([request]))
+            return
+        at = self._at(request.number)
+        chunk = self._chunks[at]
+        insort(chunk.requests, request, key=_NUMBER)
+        chunk.least = min(chunk.least, request.needs_tokens)
+        if len(chunk.requests) > CHUNK:
+            half = CHUNK // 2
+            self._chunks[at : at + 1] = [
+                _QueueChunk(chunk.requests[:half]),
+                _QueueChunk(chunk.requests[half:]),
+            ]
+
+    def remove(self, request: RoutedRequest) -> bool:
+        """Remove a request; False: it does not wait here."""
+        if not self._chunks:
+            return False
+        at = self._at(request.number)
+        chunk = self._chunks[at]
+        place = bisect_left(chunk.requests, request.number, key=_NUMBER)
+        if place == len(chunk.requests) or chunk.requests[place] is not request:
+            return False
+        del chunk.requests[place]
+        if not chunk.requests:
+            del self._chunks[at]
+        elif request.needs_tokens == chunk.least:
+            chunk.least = min(other.needs_tokens for other in chunk.requests)
+        if request.needs_tokens == self.least:
+            self.least = min((chunk.least for chunk in self._chunks), default=math.inf)
+        return True
+
+    def _at(self, number: int) -> int:
+        return max(0, bisect_right(self._chunks, number, key=lambda chunk: chunk.requests[0].number) - 1)
+
+
+class WaitingQueue:
+    """Requests that wait for the same, in order of arrival, by tenant where tenants share capacity."""
+
+    def __init__(self, *, by_tenant: bool) -> None:
+        self._by_tenant = by_tenant
+        self._rows: dict[str, TenantQueue] = {}
+        self._programs: dict[Key, dict[str, RoutedRequest]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[RoutedRequest]:
+        for row in self._rows.values():
+            yield from row
+
+    @property
+    def rows(self) -> dict[str, TenantQueue]:
+        """Non-empty queues by tenant; one for all, under ``""``, where tenants do not share capacity."""
+        return self._rows
+
+    def of(self, program: RoutedProgram) -> list[RoutedRequest]:
+        """Requests of one program."""
+        return list(self._programs.get(program.key, {}).values())
+
+    def oldest(self, count: int) -> list[RoutedRequest]:
+        """The first to arrive, of all tenants."""
+        return list(islice(merge(*self._rows.values(), key=_NUMBER), count))
+
+    def add(self, request: RoutedRequest) -> None:
+        """Insert in order of arrival."""
+        self._rows.setdefault(self._row(request), TenantQueue()).add(request)
+        if request.program is not None:
+            self._programs.setdefault(request.program.key, {})[request.request_id] = request
+        self._count += 1
+
+    def remove(self, request: RoutedRequest) -> bool:
+        """Remove a request; False: it does not wait here."""
+        name = self._row(request)
+        row = self._rows.get(name)
+        if row is None or not row.remove(request):
+            return False
+        self._count -= 1
+        if not row:
+            del self._rows[name]
+        if request.program is not None:
+            own = self._programs[request.program.key]
+            del own[request.request_id]
+            if not own:
+                del self._programs[request.program.key]
+        return True
+
+    def waits_for(self, request: RoutedRequest, needs_tokens: int) -> None:
+        """Set the room that a waiting request needs, as its route said."""
+        row = self._rows[self._row(request)]
+        row.remove(request)
+        request.needs_tokens = needs_tokens
+        row.add(request)
+
+    def _row(self, request: RoutedRequest) -> str:
+        return request.tenant if self._by_tenant else ""

@@ -1,0 +1,170 @@
+"""Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
+
+It has no requests. Gateways report those that they have sent (``RequestSent``), and ask again for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .program_affinity import ProgramAffinity
+from .replica_fleet import MAX_REMEMBERED_DRAINS, Replica, ReplicaFleet, ReplicaHealth
+from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
+
+ROUTING_STATE_VERSION = 1
+"""Version of the states that are written and read."""
+
+
+class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A replica; fields as in ``ReplicaRegistered``."""
+
+    replica_id: str
+    instance: str
+    capacity_tokens: int
+    host_tokens: int = 0
+    max_running: int = 0
+    max_context_tokens: int = 0
+    epoch: int = 0
+    health: str = ReplicaHealth.UP.value
+
+
+class SavedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A program; fields as in ``RoutedProgram``."""
+
+    tenant: str
+    program_id: str
+    began_s: float
+    last_s: float
+    agent_type: str | None = None
+    parent_id: str | None = None
+    deadline_s: float | None = None
+    home: str | None = None
+    cached: bool = False
+    context_tokens: int = 0
+    size_tokens: int = 0
+    turns: int = 0
+    moves: int = 0
+    moved_at_turn: int = -1
+
+
+class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
+    """Snapshot of an affinity core."""
+
+    version: int = ROUTING_STATE_VERSION
+    taken_s: float
+    """When, on the clock of the core that wrote it; so are all other times."""
+    number: int
+    """Requests so far."""
+    epoch: int
+    """Registrations of replicas so far."""
+    replicas: tuple[SavedReplica, ...]
+    programs: tuple[SavedProgram, ...]
+    """Longest silent first."""
+    expected: dict[str, Any]
+    drained: tuple[tuple[str, str], ...] = ()
+    """Drained replicas that are gone, with their instances."""
+
+
+def snapshot_routing_state(
+    fleet: ReplicaFleet, programs: RoutedProgramTable, expected: ProgramEstimator, number: int, now: float
+) -> RoutingState:
+    """The current state."""
+    return RoutingState(
+        taken_s=now,
+        number=number,
+        epoch=fleet.epoch,
+        replicas=tuple(
+            SavedReplica(
+                replica.replica_id,
+                replica.instance,
+                replica.capacity_tokens,
+                replica.host_tokens,
+                replica.max_running,
+                replica.max_context_tokens,
+                replica.epoch,
+                replica.health.value,
+            )
+            for replica in fleet
+        ),
+        programs=tuple(
+            SavedProgram(
+                program.tenant,
+                program.key[1],
+                program.began_s,
+                program.last_s,
+                program.agent_type,
+                program.parent[1] if program.parent is not None else None,
+                program.deadline_s,
+                program.home,
+                program.cached,
+                program.context_tokens,
+                program.size_tokens,
+                program.turns,
+                program.moves,
+                program.moved_at_turn,
+            )
+            for program in programs
+        ),
+        expected=expected.snapshot(),
+        drained=tuple(fleet.drained.items()),
+    )
+
+
+def restore_routing_state(
+    state: RoutingState,
+    fleet: ReplicaFleet,
+    programs: RoutedProgramTable,
+    homes: ProgramAffinity,
+    expected: ProgramEstimator,
+    now: float,
+    shift_s: float,
+) -> None:
+    """Fill empty tables. ``shift_s`` is added to all times. Raises ``ValueError`` for an invalid state; the
+    tables may be partly filled then."""
+    if state.version != ROUTING_STATE_VERSION:
+        raise ValueError(f"a state of version {state.version}; expected {ROUTING_STATE_VERSION}")
+    expected.restore(state.expected)
+    for saved in state.replicas:
+        if saved.capacity_tokens < 1 or fleet.get(saved.replica_id) is not None:
+            raise ValueError(
+                f"state: replica {saved.replica_id!r} of {saved.capacity_tokens} tokens; expected each once, "
+                "of at least 1"
+            )
+        health = ReplicaHealth(saved.health)
+        replica = Replica(
+            saved.replica_id,
+            saved.instance,
+            saved.capacity_tokens,
+            saved.host_tokens,
+            saved.max_running,
+            saved.max_context_tokens,
+            now,
+            saved.epoch,
+            health,
+        )
+        fleet.add(replica, now)
+    fleet.epoch = state.epoch
+    fleet.drained.update(state.drained[-MAX_REMEMBERED_DRAINS:])
+    for one in state.programs:
+        if min(one.context_tokens, one.size_tokens, one.turns) < 0:
+            raise ValueError(f"state: program {one.program_id!r} has numbers below 0: {one}")
+        key = (one.tenant, one.program_id)
+        program = RoutedProgram(
+            key,
+            one.agent_type,
+            (one.tenant, one.parent_id) if one.parent_id else None,
+            one.began_s + shift_s,
+            one.last_s + shift_s,
+            one.deadline_s + shift_s if one.deadline_s is not None else None,
+            context_tokens=one.context_tokens,
+            turns=one.turns,
+            moves=one.moves,
+            moved_at_turn=one.moved_at_turn,
+        )
+        programs.add(program)
+        home = fleet.get(one.home)
+        if home is not None:
+            homes.settle(program, home, one.size_tokens, now)
+            program.cached = one.cached

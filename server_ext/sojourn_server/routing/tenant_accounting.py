@@ -1,0 +1,190 @@
+"""Tenants: what each uses, what its share is, and whose request goes first."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from itertools import islice
+
+from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
+from .replica_fleet import DEFAULT_MAX_RUNNING, ReplicaFleet
+from .routed_programs import Key, ProgramEstimator, RoutedProgram
+from .routing_limits import RoutingCounters
+from .routing_queue import TenantQueue
+
+MAX_NEW_ESTIMATES = 256
+"""Programs with a new request whose work is estimated per epoch; the others keep their last estimate."""
+MIN_REFRESHED_ESTIMATES = 64
+"""If there are fewer, old estimates are renewed: of 10,000 waiting programs each one every 16 s."""
+
+
+class TenantAccounting:
+    """Usage and shares per tenant.
+
+    A program without a deadline is due after ``slo_factor`` times the usual duration of its agent type, or of
+    ``usual_life_s`` for a type without finished programs.
+
+    Clients state their programs' deadlines, but no program counts as more urgent than is possible: a stated
+    deadline is not earlier than ``now`` plus the work left. And of a tenant's programs at most as many count
+    as all replicas run at once: the first to arrive.
+    """
+
+    def __init__(
+        self,
+        policy: SharePolicy,
+        fleet: ReplicaFleet,
+        expected: ProgramEstimator,
+        slo_factor: float,
+        usual_life_s: float,
+        counts: RoutingCounters,
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._expected = expected
+        self._slo_factor = slo_factor
+        self._usual_life_s = usual_life_s
+        self._counts = counts
+        self._tokens: dict[str, int] = {}
+        """Contexts in flight."""
+        self._homed: dict[str, int] = {}
+        """Sizes of programs at their homes."""
+        self._open: dict[str, int] = {}
+        """Requests in progress."""
+        self._working: OrderedDict[Key, RoutedProgram] = OrderedDict()
+        """Programs with requests, oldest estimate first."""
+        self._needs_estimate: dict[Key, RoutedProgram] = {}
+        """Of these, programs with a request since their last estimate."""
+        self._tasks: dict[str, dict[Key, tuple[RunningTaskView, bool]]] = {}
+        """Work left per program, by tenant; True where a client stated the deadline."""
+        self._shares: Mapping[str, float] = {}
+        self._shares_due_s = -math.inf
+
+    @property
+    def take_turns(self) -> bool:
+        """False: requests go in order of arrival."""
+        return self._policy.divides_capacity
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Part of all capacity per tenant, in this epoch."""
+        return self._shares
+
+    @property
+    def in_flight_tokens(self) -> Mapping[str, int]:
+        """Contexts of requests in flight, without zeros."""
+        return self._tokens
+
+    @property
+    def homed_tokens(self) -> Mapping[str, int]:
+        """Sizes of programs at their homes, without zeros."""
+        return self._homed
+
+    # -- usage ------------------------------------------------------------------
+
+    def came(self, tenant: str, program: RoutedProgram | None) -> None:
+        """A request arrived."""
+        self._open[tenant] = self._open.get(tenant, 0) + 1
+        if program is not None and self._policy.divides_capacity:
+            self._working[program.key] = program
+            self._needs_estimate[program.key] = program
+
+    def over(self, tenant: str, program: RoutedProgram | None) -> None:
+        """A request ended."""
+        left = self._open[tenant] - 1
+        if left:
+            self._open[tenant] = left
+        else:
+            del self._open[tenant]
+        if program is None or program.in_flight or program.waiting:
+            return
+        if self._working.get(program.key) is program:
+            del self._working[program.key]
+            self._needs_estimate.pop(program.key, None)
+            tasks = self._tasks.get(program.tenant)
+            if tasks is not None and tasks.pop(program.key, None) is not None and not tasks:
+                del self._tasks[program.tenant]
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Add to the tokens in flight."""
+        _add(self._tokens, tenant, tokens)
+
+    def housed(self, tenant: str, tokens: int) -> None:
+        """Add to the sizes of programs at their homes."""
+        _add(self._homed, tenant, tokens)
+
+    # -- shares -----------------------------------------------------------------
+
+    def update_shares(self, now: float) -> None:
+        """Once per epoch: compute shares from the work that tenants' programs have left."""
+        epoch_s = self._policy.epoch_s
+        if not self._policy.divides_capacity or 0 < self._shares_due_s - now <= epoch_s:
+            return  # due later than an epoch from now: the clock stepped back
+        self._shares_due_s = now + epoch_s
+        fresh = list(islice(self._needs_estimate.values(), MAX_NEW_ESTIMATES))
+        for program in [
+            *fresh,
+            *islice(self._working.values(), max(0, MIN_REFRESHED_ESTIMATES - len(fresh))),
+        ]:
+            self._needs_estimate.pop(program.key, None)
+            if self._working.get(program.key) is program:
+                self._estimate(program)
+        # A tenant whose requests have no program has unknown work: the least share.
+        views = [TenantView(tenant, self._counting(tenant, now)) for tenant in self._open]
+        try:
+            self._shares = dict(self._policy.shares(views, now))
+        except Exception as error:
+            self._counts.policy_failed(error)  # shares stay as they were
+
+    def _counting(self, tenant: str, now: float) -> list[RunningTaskView]:
+        """The programs that count, with possible deadlines. Depends on ``now``, so it is not part of the
+        estimate."""
+        tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
+        return [
+            RunningTaskView(task.work_s, now + task.work_s)
+            if given and task.deadline_s < now + task.work_s
+            else task
+            for task, given in tasks
+        ]
+
+    def used(self, tenant: str, *, room: bool = False) -> float:
+        """Part of all capacity that a tenant's requests use; with ``room``, at least the part of all tiers
+        that its programs use."""
+        fleet = self._fleet
+        used = self._tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
+        if room and fleet.room_tokens:
+            used = max(used, self._homed.get(tenant, 0) / fleet.room_tokens)
+        return used
+
+    def order(self, rows: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """Tenants with waiting requests, first to be served first, for ``room`` or for a replica's time."""
+        if len(rows) == 1:
+            return [tenant for tenant, _ in rows]
+        turns = [
+            WaitingTenantView(tenant, self.used(tenant, room=room), row.first.since_s) for tenant, row in rows
+        ]
+        try:
+            return self._policy.order(turns, self._shares)
+        except Exception as error:
+            self._counts.policy_failed(error)
+            return [turn.tenant for turn in sorted(turns, key=lambda turn: (turn.since_s, turn.tenant))]
+
+    def _estimate(self, program: RoutedProgram) -> None:
+        task = RunningTaskView(self._expected.work_s(program), self._deadline_s(program))
+        self._tasks.setdefault(program.tenant, {})[program.key] = task, program.deadline_s is not None
+        self._working.move_to_end(program.key)
+
+    def _deadline_s(self, program: RoutedProgram) -> float:
+        if program.deadline_s is not None:
+            return program.deadline_s
+        life_s = self._expected.life_s(program)
+        usual_s = self._usual_life_s if life_s is None else life_s
+        return program.began_s + self._slo_factor * usual_s
+
+
+def _add(sums: dict[str, int], tenant: str, tokens: int) -> None:
+    left = sums.get(tenant, 0) + tokens
+    if left:
+        sums[tenant] = left
+    else:
+        sums.pop(tenant, None)

@@ -1,0 +1,214 @@
+"""ThunderAgent's router: whole programs are paused and resumed so that their contexts fit the device.
+
+Follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 of March 2026: ``scheduler/router.py``,
+``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or several. What the paper
+(arXiv 2602.13692) and the code do differently follows the code.
+
+- A program is *active* on a backend (counted against its device, its requests go there at once) or *paused*
+  (its requests wait, and it is on none). A context counts in full while its program acts.
+- A new program becomes active at once where nobody is paused and some backend has room for it: of those the
+  one with the fewest tokens; else it is paused.
+- Every 5 s: first resume, then pause. Chosen to be resumed are, as far as all backends together have room,
+  programs with a request waiting, then new ones, then those still in a tool; the smallest first within
+  each. They are placed the largest first, each on the backend with the most room left, wherever it was
+  before; whom that does not hold stays paused. Paused are, on each backend until the rest fits, acting
+  programs, the smallest first; then reasoning ones, the smallest first, which are marked and stay until
+  their turn is over.
+- Whoever has waited for half an hour goes on regardless: where it was before, or if it is new where the
+  fewest programs are.
+
+Left out: tokens that programs share, which the router takes from each backend's metrics; counting tokens from
+characters, since here they are known; counting output while it
+is generated, so a turn's output counts from its end; ``--use-acting-token-decay``, off by default. At that
+revision the loop that pauses does not subtract what it has already marked, and so marks every reasoning
+program once no acting one is left; its documentation says otherwise and later revisions subtract. So do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..request_router import RequestRouterView, RoutableRequest, RoutedProgramView
+
+BUFFER_TOKENS = 100
+"""Kept free for each active program (``BUFFER_PER_PROGRAM``)."""
+
+CHECK_EVERY_S = 5.0
+"""``--scheduler-interval``."""
+
+FORCE_RESUME_AFTER_S = 1800.0
+"""After so long a waiting request goes on though nothing has room (``_wait_for_resume``)."""
+
+
+@dataclass(slots=True)
+class _RoutedProgram:
+    """A program, as the router books it."""
+
+    program_id: str
+    tokens: int = 0
+    steps: int = 0
+    """Requests that have arrived."""
+    reasoning: bool = False
+    paused: bool = False
+    marked: bool = False
+    """It will be paused when its turn is over."""
+    request_id: str | None = None
+    """Its newest request."""
+    backend: int | None = None
+    """Where it is active, or was when it was paused; ``None``: it never was."""
+
+    @property
+    def needs_tokens(self) -> int:
+        return self.tokens + BUFFER_TOKENS
+
+
+class ThunderAgentRouter:
+    """The router before untouched engines of the same size. Raises ``ValueError`` for fewer than one."""
+
+    is_open = False
+    tick_s = CHECK_EVERY_S
+
+    def __init__(self, backends: int = 1) -> None:
+        if backends < 1:
+            raise ValueError(f"backends is {backends}; expected at least 1")
+        self._backends = range(backends)
+        self._programs: dict[str, _RoutedProgram] = {}
+        self._check_s: float | None = None
+
+    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
+        self._drop_ended_programs(view)
+        for program in view.programs:
+            self._update_program(program)
+        for request in view.waiting:
+            self._arrived(request, view.capacity_tokens)
+        resumed: list[str] = []
+        if self._check_s is None:
+            self._check_s = now + self.tick_s
+        elif now >= self._check_s:
+            self._check_s = now + self.tick_s
+            resumed = self._resume(view.capacity_tokens)
+            self._pause(view.capacity_tokens)
+        resumed += self._force_resume(view.waiting, now)
+        place = {program_id: number for number, program_id in enumerate(resumed)}
+        going = [request for request in view.waiting if not self._programs[request.program_id].paused]
+        # Those whom nothing held back were here first.
+        going.sort(key=lambda request: place.get(request.program_id, -1))
+        return [request.request_id for request in going]
+
+    def replica_of(self, program_id: str) -> int:
+        """Number of a program's backend, from 0; known once ``select_requests`` has admitted a request."""
+        backend = self._programs[program_id].backend
+        assert backend is not None
+        return backend
+
+    # -- what happened ------------------------------------------------------------
+
+    def _drop_ended_programs(self, view: RequestRouterView) -> None:
+        present = {program.program_id for program in view.programs if program.state != "over"}
+        present.update(request.program_id for request in view.waiting)
+        for program_id in [known for known in self._programs if known not in present]:
+            del self._programs[program_id]
+
+    def _update_program(self, program: RoutedProgramView) -> None:
+        known = self._programs.get(program.program_id)
+        if known is not None and known.reasoning and program.state == "acting":
+            self._turn_over(known, program.context_tokens)
+
+    def _turn_over(self, known: _RoutedProgram, context_tokens: int) -> None:
+        known.reasoning = False
+        known.tokens = context_tokens
+        if known.marked:
+            known.marked, known.paused = False, True
+
+    def _arrived(self, request: RoutableRequest, capacity_tokens: int) -> None:
+        known = self._programs.get(request.program_id)
+        if known is None:
+            known = self._programs[request.program_id] = _RoutedProgram(request.program_id)
+        if known.request_id == request.request_id:
+            return
+        if known.reasoning and not known.paused:  # the end of the turn before came at the same moment
+            self._turn_over(known, known.tokens)
+        known.request_id = request.request_id
+        known.steps += 1
+        known.reasoning = True
+        known.tokens = request.prompt_tokens
+        if known.steps == 1:
+            # A new program is not among the active yet: neither it nor its buffer counts against itself.
+            known.paused = True
+            others_paused = any(k.paused for k in self._programs.values() if k is not known)
+            if not others_paused:
+                self._begin(known, capacity_tokens)
+
+    # -- pausing and resuming -------------------------------------------------------
+
+    def _active(self, backend: int) -> Iterator[_RoutedProgram]:
+        return (k for k in self._programs.values() if k.backend == backend and not k.paused)
+
+    def _remaining(self, capacity_tokens: int, backend: int) -> int:
+        return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
+
+    def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
+        """A new program goes where it fits and the fewest tokens are."""
+        fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
+        if fitting:
+            known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
+            known.paused = False
+
+    def _resume(self, capacity_tokens: int) -> list[str]:
+        room = {backend: self._remaining(capacity_tokens, backend) for backend in self._backends}
+        room = {backend: tokens for backend, tokens in room.items() if tokens > BUFFER_TOKENS}
+        remaining = sum(room.values())
+        candidates = sorted(
+            (known for known in self._programs.values() if known.paused),
+            key=lambda known: (_pause_priority(known), known.tokens),
+        )
+        chosen = []
+        for known in candidates:
+            if known.needs_tokens <= remaining:
+                remaining -= known.needs_tokens
+                chosen.append(known)
+        resumed = []
+        for known in sorted(chosen, key=lambda known: -known.tokens):
+            backend = max(room, key=lambda backend: room[backend])
+            if known.needs_tokens > room[backend]:
+                continue
+            room[backend] -= known.needs_tokens
+            known.paused, known.backend = False, backend
+            resumed.append(known.program_id)
+        return resumed
+
+    def _pause(self, capacity_tokens: int) -> None:
+        for backend in self._backends:
+            self._pause_on(backend, capacity_tokens)
+
+    def _pause_on(self, backend: int, capacity_tokens: int) -> None:
+        over = -self._remaining(capacity_tokens, backend)
+        over -= sum(known.needs_tokens for known in self._active(backend) if known.marked)
+        smallest_first = sorted(self._active(backend), key=lambda known: known.tokens)
+        for known in smallest_first:
+            if over > 0 and not known.reasoning:
+                known.paused = True
+                over -= known.needs_tokens
+        for known in smallest_first:
+            if over > 0 and known.reasoning and not known.marked:
+                known.marked = True
+                over -= known.needs_tokens
+
+    def _force_resume(self, waiting: Sequence[RoutableRequest], now: float) -> list[str]:
+        forced = []
+        for request in waiting:
+            known = self._programs[request.program_id]
+            if known.paused and now - request.since_s >= FORCE_RESUME_AFTER_S:
+                if known.backend is None:
+                    known.backend = min(self._backends, key=lambda b: sum(1 for _ in self._active(b)))
+                known.paused = False
+                forced.append(known.program_id)
+        return forced
+
+
+def _pause_priority(known: _RoutedProgram) -> int:
+    """0: comes back and waits. 1: new (a second request has not been seen). 2: in a tool."""
+    if known.steps == 1:
+        return 1
+    return 0 if known.reasoning else 2

@@ -1,0 +1,91 @@
+"""What the SDK would tell the server of a simulated program: its context with each request, and its events.
+
+Nothing else crosses from client to server: no length, duration or turn that is still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sojourn.emitter import POLL_EVERY_S
+
+from sojourn_server.traces.trace_schema import TraceToolRun
+
+from .client_history import AGENT_NODE, ClientHistory
+
+BATCH_LINGER_S = 0.005
+"""The emitter waits so long for further events (``sojourn.emitter``, ``linger_s``)."""
+EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
+"""How long an event lies before it is sent: half of what the emitter sleeps between two looks, on average.
+A request of the program that leaves earlier takes it along."""
+
+
+class ClientHints:
+    """One client of one program."""
+
+    def __init__(
+        self,
+        program_id: str,
+        parent_id: str | None = None,
+        *,
+        agent_type: str | None = None,
+        history: ClientHistory | None = None,
+    ) -> None:
+        self._agent_type = agent_type
+        self._history = history
+        self._unsent: list[tuple[float, dict[str, Any]]] = []
+        self._program_id = program_id
+        self._parent_id = parent_id
+        self._sequence = 0
+        self._step = 0
+
+    def context(self) -> dict[str, Any]:
+        """Further fields of the next request's ``agentic_context``."""
+        self._step += 1
+        context: dict[str, Any] = {"step_id": str(self._step)}
+        if self._parent_id is not None:
+            context["parent_program_id"] = self._parent_id
+        if self._agent_type is not None:
+            ours: dict[str, Any] = {"agent_type": self._agent_type, "node": AGENT_NODE}
+            left = None if self._history is None else self._history.steps_left(self._agent_type, self._step)
+            if left is not None:
+                ours["expected_steps_left"] = round(left, 3)
+            context["sojourn"] = ours
+        return context
+
+    def happened(self, events: Iterable[dict[str, Any]], now: float) -> bool:
+        """Queue events to be sent; whether there were none in the queue."""
+        was_empty = not self._unsent
+        self._unsent += [(now, event) for event in events]
+        return was_empty
+
+    def pop_unsent(self, now: float) -> list[dict[str, Any]]:
+        """Remove and return what is unsent, oldest first, each with its age."""
+        taken, self._unsent = self._unsent, []
+        return [{**event, "age_s": round(now - at_s, 6)} for at_s, event in taken]
+
+    def program_start(self) -> dict[str, Any]:
+        """The program begins."""
+        return self._event("program_start", **self._parent())
+
+    def program_end(self) -> dict[str, Any]:
+        """The program is over."""
+        if self._history is not None and self._agent_type is not None:
+            self._history.over(self._agent_type, self._step)
+        return self._event("program_end", status="ok")
+
+    def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:
+        """A tool call begins."""
+        return self._event("tool_start", call_id=call_id, tool=run.name, tool_class=run.cmd)
+
+    def tool_stop(self, call_id: str, duration_s: float) -> dict[str, Any]:
+        """A tool call has ended."""
+        return self._event("tool_stop", call_id=call_id, duration_s=duration_s, status="ok")
+
+    def _parent(self) -> dict[str, Any]:
+        return {} if self._parent_id is None else {"parent_program_id": self._parent_id}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence += 1
+        return {"type": kind, "program_id": self._program_id, "seq": self._sequence, **fields}

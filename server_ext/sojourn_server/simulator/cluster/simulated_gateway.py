@@ -1,0 +1,235 @@
+"""The gateway's routing core in a simulation, and the clients behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...policies.cluster_preset import ClusterPreset
+from ...routing import routing_events
+from ...routing.routed_programs import RoutedProgram
+from ...routing.routing_events import (
+    AnyRoutingAction,
+    RecallRequest,
+    RejectRequest,
+    ReleaseProgramKv,
+    SendRequest,
+)
+from ...routing.routing_from_preset import build_routing_core
+from ...routing.routing_limits import RoutingLimits
+from ..event_queue import EventQueue
+from ..request_router import RequestRouterView, RoutableRequest
+from ..run_log import RunLog
+from ..simulated_clients import ActiveProgram, SimulatedClients, agent_type_of
+from ..simulated_engine import SimulatedEngineOptions
+from ..simulated_replica import SimulatedReplica
+from ..simulator_policies import UNLIMITED_S
+from ..token_accounting import InFlightTurn
+from ..workloads.arrival_processes import ArrivalProcess
+from .isolated_completion import SLO_FACTOR
+
+DEFAULT_TENANT = "lab"
+"""On whose behalf programs run of which the workload does not say it."""
+TICK_INTERVAL_S = 0.1
+"""How often a core that steals, or gives out shares, is told that time goes by (SAGA §5.2, §6.2)."""
+PREFIX_CHUNK_TOKENS = 256
+"""Of a prompt, what one hash of its beginning is of."""
+MAX_WAITING_REQUESTS = 1_000_000
+
+
+class SimulatedGateway:
+    """One routing core. Nobody is refused for want of room or patience, as no baseline refuses anybody."""
+
+    def __init__(self, preset: ClusterPreset) -> None:
+        self.core = build_routing_core(
+            preset,
+            RoutingLimits(
+                most_waiting=MAX_WAITING_REQUESTS,
+                wait_s=UNLIMITED_S,
+                lease_s=UNLIMITED_S,
+                silent_program_s=UNLIMITED_S,
+            ),
+        )
+        needs_time = preset.stealing.steals or preset.sharing.divides_capacity or preset.yielding.yields
+        self.tick_s = TICK_INTERVAL_S if needs_time else float("inf")
+        self.reads_prefixes = preset.routing.reads_prefixes
+
+    def saw(self, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float) -> None:
+        """A program has ended before the run begins: its turns, its longest context, and the seconds that it
+        took, with its tools and these alone."""
+        program = RoutedProgram(
+            (DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
+        )
+        self.core.expected.observe_turn(program, (took_s - tools_s) / turns)
+        self.core.expected.ended(program, took_s)
+
+    def seen(self, replica: str, options: SimulatedEngineOptions, now: float) -> list[AnyRoutingAction]:
+        """An engine says that it is there."""
+        size = options.block_size
+        return self.core.take(
+            routing_events.ReplicaRegistered(
+                replica,
+                "1",
+                (options.blocks - 1) * size,
+                host_tokens=(options.host_blocks + options.disk_blocks) * size,
+                max_running=options.max_num_seqs,
+                max_context_tokens=options.max_model_len,
+            ),
+            now,
+        )
+
+    def asked(
+        self,
+        request: RoutableRequest,
+        *,
+        parent_id: str | None,
+        agent_type: str,
+        tenant: str | None,
+        deadline_s: float | None,
+        prefix: tuple[int, ...],
+        now: float,
+    ) -> list[AnyRoutingAction]:
+        """A request has come. ``deadline_s`` is its program's, on the run's clock."""
+        return self.core.take(
+            routing_events.RequestReceived(
+                request.request_id,
+                tenant or DEFAULT_TENANT,
+                request.prompt_tokens,
+                program_id=request.program_id,
+                parent_id=parent_id,
+                agent_type=agent_type,
+                deadline_s=deadline_s,
+                prefix=prefix,
+                exact=True,
+            ),
+            now,
+        )
+
+    def began(self, request_id: str, replica: str, now: float) -> list[AnyRoutingAction]:
+        """Its first token is there."""
+        return self.core.take(routing_events.FirstByteSent(request_id, replica), now)
+
+    def ended(self, request_id: str, replica: str, output_tokens: int, now: float) -> list[AnyRoutingAction]:
+        """It is answered."""
+        return self.core.take(routing_events.RequestFinished(request_id, output_tokens, replica), now)
+
+    def program_ended(self, program_id: str, tenant: str | None, now: float) -> list[AnyRoutingAction]:
+        """Its client says so. All clients do: a gateway is told what a server with hints is."""
+        return self.core.take(routing_events.ProgramEnded(program_id, tenant or DEFAULT_TENANT), now)
+
+    def tick(self, now: float) -> list[AnyRoutingAction]:
+        """Time has gone by."""
+        return self.core.take(routing_events.Tick(), now)
+
+
+class GatewayRouterStub:
+    """Stands in for a router: the routing core takes requests one by one instead of views."""
+
+    is_open = False
+
+    def __init__(self, tick_s: float) -> None:
+        self.tick_s = tick_s
+
+    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
+        """Never called."""
+        raise NotImplementedError
+
+
+class GatewayClients(SimulatedClients):
+    """Clients behind the gateway's routing core."""
+
+    def __init__(
+        self,
+        sim_replicas: Sequence[SimulatedReplica],
+        event_queue: EventQueue,
+        loop: ArrivalProcess,
+        gateway: SimulatedGateway,
+        log: RunLog,
+        **options: Any,
+    ) -> None:
+        super().__init__(sim_replicas, event_queue, loop, GatewayRouterStub(gateway.tick_s), log, **options)
+        self._gateway = gateway
+        self._bound: dict[str, str] = {}
+
+    def begin(self) -> None:
+        for sim_replica in self._sim_replicas.values():
+            self._do(
+                self._gateway.seen(sim_replica.replica, sim_replica.engine.options, self._event_queue.now_s)
+            )
+        super().begin()
+
+    def first_token(self, turn: InFlightTurn) -> None:
+        assert turn.life.replica is not None
+        self._do(self._gateway.began(turn.life.request_id, turn.life.replica, self._event_queue.now_s))
+
+    def answered(self, turn: InFlightTurn) -> None:
+        # The core comes first: the client's next request then finds the freed capacity.
+        life = turn.life
+        replica = self._bound.pop(life.request_id)
+        self._do(self._gateway.ended(life.request_id, replica, life.output_tokens, self._event_queue.now_s))
+        super().answered(turn)
+
+    def _target_replica(self, request_id: str) -> str:
+        return self._bound[request_id]
+
+    def _route_request(self, request: RoutableRequest) -> None:
+        active = self._submitted[request.request_id].active
+        plan, life = active.plan, active.life
+        deadline_s = None
+        if plan.tenant is not None and life.expected_s is not None:
+            deadline_s = life.arrived_s + SLO_FACTOR * life.expected_s
+        prefix: tuple[int, ...] = ()
+        if self._gateway.reads_prefixes:
+            prefix = prefix_hashes(self._submitted[request.request_id].prompt)
+        self._do(
+            self._gateway.asked(
+                request,
+                parent_id=life.parent,
+                agent_type=agent_type_of(plan, is_child=life.parent is not None),
+                tenant=plan.tenant,
+                deadline_s=deadline_s,
+                prefix=prefix,
+                now=self._event_queue.now_s,
+            )
+        )
+
+    def _tick(self) -> None:
+        self._do(self._gateway.tick(self._event_queue.now_s))
+        super()._tick()
+
+    def _query_router(self, over: ActiveProgram | None = None) -> None:
+        if over is not None:
+            plan = over.plan
+            self._do(self._gateway.program_ended(plan.instance_id, plan.tenant, self._event_queue.now_s))
+
+    def _do(self, actions: Sequence[AnyRoutingAction]) -> None:
+        for action in actions:
+            if isinstance(action, SendRequest):
+                self._bound[action.request_id] = action.replica_id
+                self._enter(action.request_id)
+            elif isinstance(action, RejectRequest):
+                self._give_up(action)
+            elif isinstance(action, ReleaseProgramKv):
+                self._release(action.program_id, action.replica_id)
+            elif isinstance(action, RecallRequest):
+                self._recall(action.request_id)
+            else:
+                raise AssertionError(
+                    f"{action}: expected none of a failed engine: engines do not fail in a simulation"
+                )
+
+    def _give_up(self, refusal: RejectRequest) -> None:
+        """End the program of a rejected request."""
+        sent = self._submitted.pop(refusal.request_id)
+        self._log.notes.append(f"{refusal.request_id} was refused: {refusal.message}")
+        self._gone(sent.active)
+
+
+def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Chained hashes of a prompt's pieces; the last, shorter one is left out."""
+    chain = 0
+    found = []
+    for start in range(0, len(prompt) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):
+        chain = hash((chain, *prompt[start : start + PREFIX_CHUNK_TOKENS]))
+        found.append(chain)
+    return tuple(found)

@@ -1,0 +1,92 @@
+"""Seconds of a step as a live engine took them: the costs that ``sojourn profile`` fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...policies.costs.engine_profile import EngineProfile
+from ...policies.costs.step_costs import StepCosts
+from .hardware_profile import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S
+from .latency_model import StepWork
+from .latency_profile_files import LatencyProfileError
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLatency:
+    """A ``LatencyModel``: step + token·tokens + pair·pairs + kv_token·kv_tokens_read + request·requests.
+
+    A plane through what was measured: good between the measured points (the profile's samples tell by how
+    much), optimistic where the engine changes its regime, such as a batch far larger than any measured.
+    ``costs.call_s``, what the API server adds to each request, is in no step; see ``FittedLatency.call_s``.
+    """
+
+    costs: StepCosts
+    device_to_host_bytes_per_s: float | None
+    """``None``: not measured, and a copy raises."""
+    host_to_device_bytes_per_s: float | None
+
+    @classmethod
+    def of(cls, profile: EngineProfile) -> FittedLatency:
+        """From a profile; one of version 1 does if it has decode points. Raises ``LatencyProfileError``."""
+        return cls(
+            profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
+            profile.device_to_host_bytes_per_s,
+            profile.host_to_device_bytes_per_s,
+        )
+
+    @property
+    def call_s(self) -> float:
+        """Seconds the API server adds to every request's time to first token."""
+        return self.costs.call_s
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one step; an empty one costs a step's fixed share."""
+        step_s, token_s, pair_s, kv_token_s, request_s, _ = self.costs
+        return (
+            step_s
+            + token_s * work.tokens
+            + pair_s * work.attention_pairs
+            + kv_token_s * work.kv_tokens_read
+            + request_s * work.requests
+        )
+
+    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
+        """Seconds of one copy. Raises ``LatencyProfileError`` where its bandwidth was not measured."""
+        if kv_bytes <= 0:
+            return 0.0
+        rate = self.device_to_host_bytes_per_s if to_host else self.host_to_device_bytes_per_s
+        if rate is None:
+            raise LatencyProfileError(
+                "the engine profile holds no copy bandwidth; measure it on the server's machine, "
+                "or simulate without host memory"
+            )
+        return kv_bytes / rate
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        """Seconds to write or read files of so many bytes, on a drive that was not measured but is usual."""
+        return max(0, kv_bytes) / (DISK_WRITE_BYTES_PER_S if to_disk else DISK_READ_BYTES_PER_S)
+
+
+def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
+    """Version 1: a quadratic prefill curve, and decode seconds over context for one request at a time."""
+    if not profile.decode_points:
+        raise LatencyProfileError(
+            "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"
+        )
+    contexts = [context for context, _ in profile.decode_points]
+    seconds = [value for _, value in profile.decode_points]
+    step_s, kv_token_s = min(seconds), 0.0
+    if len(set(contexts)) > 1:
+        mean_c, mean_s = sum(contexts) / len(contexts), sum(seconds) / len(seconds)
+        slope = sum((c - mean_c) * (s - mean_s) for c, s in zip(contexts, seconds, strict=True))
+        kv_token_s = max(0.0, slope / sum((c - mean_c) ** 2 for c in contexts))
+        step_s = max(0.0, mean_s - kv_token_s * mean_c)
+    return StepCosts(
+        step_s=step_s,
+        token_s=profile.prefill.b_s_per_token,
+        # n tokens are n·(n+1)/2 pairs, so the curve's n² costs two of them each.
+        pair_s=2 * profile.prefill.c_s_per_token2,
+        kv_token_s=kv_token_s,
+        request_s=0.0,
+        call_s=max(0.0, profile.prefill.a_s - step_s),
+    )

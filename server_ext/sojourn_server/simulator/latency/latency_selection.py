@@ -1,0 +1,177 @@
+"""From what the user names to a latency model and the device it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...policies.costs.engine_profile import EngineProfile
+from .device_shape import GPU_MEMORY_UTILIZATION, device_shape
+from .fitted_latency import FittedLatency
+from .hardware_profile import load_hardware_profile, parse_hardware_profile
+from .latency_model import DeviceShape, LatencyModel
+from .latency_profile_files import (
+    LatencyProfileError,
+    is_profile_path,
+    read_profile_toml,
+    shipped_profile_names,
+)
+from .model_shape import load_model_shape
+from .roofline import RooflineLatency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """What the user may set; ``None`` leaves it to the profile, or to vLLM's default on that device."""
+
+    cpu_ratio: float = 0.0
+    """Host memory for KV as a multiple of the device's KV; 0: no offload."""
+    gpu_memory_utilization: float | None = None
+    """Roofline only: a measured engine has its pool."""
+    kv_pool_tokens: int | None = None
+    """Takes the place of what fits, or was measured."""
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+
+
+def is_engine_profile(hardware: str) -> bool:
+    """Whether ``hardware`` is an engine profile: what was measured is one model on one device."""
+    return (
+        is_profile_path(hardware)
+        and Path(hardware).is_file()
+        and _is_engine_profile_document(read_profile_toml(Path(hardware)))
+    )
+
+
+def _is_engine_profile_document(document: dict[str, Any]) -> bool:
+    return "prefill" in document
+
+
+def load_latency_model(
+    hardware: str, model: str | None = None, tp: int = 1, options: DeviceOptions | None = None
+) -> tuple[LatencyModel, DeviceShape]:
+    """The latency model and the device's shape for ``hardware``.
+
+    ``hardware`` is the name of a shipped profile, a hardware profile of the user's (TOML), or an engine
+    profile that ``sojourn profile`` wrote. The first two need a ``model`` (a name or a TOML file); an engine
+    profile brings its own, and a ``model`` then only tells the size of its KV where the server didn't.
+    Raises ``LatencyProfileError`` with one line that names file, field and what to do.
+    """
+    options = options or DeviceOptions()
+    if is_profile_path(hardware):
+        path = Path(hardware)
+        if not path.is_file():
+            raise LatencyProfileError(f"{path}: no such file")
+        document = read_profile_toml(path)
+        if _is_engine_profile_document(document):
+            return _measured_latency_model(path, model, tp, options)
+        device = parse_hardware_profile(document, path)
+    else:
+        device = load_hardware_profile(hardware)
+    if model is None:
+        known = ", ".join(shipped_profile_names("models"))
+        raise LatencyProfileError(f"hardware {hardware} needs a model: one of {known}, or a TOML file")
+    shape = load_model_shape(model)
+    utilization = options.gpu_memory_utilization
+    if options.kv_pool_tokens is None:
+        described = device_shape(
+            device,
+            shape,
+            tp,
+            cpu_ratio=options.cpu_ratio,
+            gpu_memory_utilization=GPU_MEMORY_UTILIZATION if utilization is None else utilization,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            block_size=options.block_size or 16,
+        )
+    else:
+        shape.check_tp(tp)
+        shape.check_context(options.max_model_len)
+        batched = options.max_num_batched_tokens or int(device.max_num_batched_tokens)
+        block_size = options.block_size or 16
+        described = _rounded_device_shape(
+            DeviceShape(
+                hardware=device.name if tp == 1 else f"{tp}x {device.name}",
+                model=shape.name,
+                kv_bytes_per_token=shape.kv_bytes_per_token(tp),
+                kv_pool_tokens=options.kv_pool_tokens,
+                max_context_tokens=min(
+                    shape.max_context_tokens, options.kv_pool_tokens // block_size * block_size
+                )
+                if options.max_model_len is None
+                else options.max_model_len,
+                max_num_seqs=options.max_num_seqs or int(device.max_num_seqs),
+                max_num_batched_tokens=batched,
+                block_size=block_size,
+            ),
+            options.cpu_ratio,
+        )
+    return RooflineLatency(device, shape, tp), described
+
+
+def _measured_latency_model(
+    path: Path, model: str | None, tp: int, options: DeviceOptions
+) -> tuple[LatencyModel, DeviceShape]:
+    try:
+        profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
+        latency = FittedLatency.of(profile)
+    except ValueError as error:
+        raise LatencyProfileError(f"{path}: {error}") from error
+    if tp != 1:
+        raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
+    limits = profile.limits
+    longest = limits.max_context_tokens
+    if longest and options.kv_pool_tokens:
+        block_size = options.block_size or profile.block_size
+        longest = min(longest, options.kv_pool_tokens // block_size * block_size)
+    found = {
+        "kv_pool_tokens": options.kv_pool_tokens or limits.kv_pool_tokens,
+        "max_model_len": options.max_model_len or longest,
+        "max_num_seqs": options.max_num_seqs or limits.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens or limits.max_num_batched_tokens,
+    }
+    missing = [name for name, value in found.items() if not value]
+    if missing:
+        raise LatencyProfileError(
+            f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
+            "profile; say it, or measure again with sojourn profile"
+        )
+    kv_bytes = limits.kv_bytes_per_token
+    if kv_bytes is None and model is not None:
+        kv_bytes = load_model_shape(model).kv_bytes_per_token()
+    if options.cpu_ratio > 0:
+        if kv_bytes is None:
+            raise LatencyProfileError(
+                f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
+            )
+        latency.copy_s(1, to_host=True)
+        latency.copy_s(1, to_host=False)
+    device = DeviceShape(
+        hardware=profile.hardware,
+        model=profile.model,
+        kv_bytes_per_token=kv_bytes or 0,
+        kv_pool_tokens=found["kv_pool_tokens"] or 0,
+        max_context_tokens=found["max_model_len"] or 0,
+        max_num_seqs=found["max_num_seqs"] or 0,
+        max_num_batched_tokens=found["max_num_batched_tokens"] or 0,
+        block_size=options.block_size or profile.block_size,
+    )
+    return latency, _rounded_device_shape(device, options.cpu_ratio)
+
+
+def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
+    """Whole blocks, host memory by ratio, and a pool that holds at least one longest request."""
+    if not 0 <= cpu_ratio < float("inf"):
+        raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
+    block = device.block_size
+    pool = device.kv_pool_tokens // block * block
+    if pool < device.max_context_tokens:
+        raise LatencyProfileError(
+            f"kv_pool_tokens is {pool:,}, max_model_len {device.max_context_tokens:,}: one request would not "
+            f"fit; use a max_model_len of at most {pool}"
+        )
+    return device._replace(kv_pool_tokens=pool, host_kv_tokens=int(pool * cpu_ratio) // block * block)

@@ -1,0 +1,67 @@
+"""Every eviction order on one fixed access sequence, beside the offline optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .access_sequence import AccessSequence, prepare_access_sequence
+from .belady import replay_belady
+from .block_accesses import AccessLog
+from .eviction_replay import replay_evictions
+from .eviction_replay_result import EvictionReplayResult, ReplayProgress
+from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, eviction_order_names
+
+
+def compare_eviction_orders(
+    log: AccessLog | AccessSequence,
+    orders: Sequence[str] | None = None,
+    *,
+    progress: ReplayProgress | None = None,
+) -> dict[str, EvictionReplayResult]:
+    """Replay the sequence under each order (default: all), with its ratio to the optimum, which comes first.
+
+    ``progress`` counts entries over all replays together. Raises ``ValueError``
+    for an unknown order, before anything is replayed, and ``AccessLogError``.
+    """
+    wanted = dict.fromkeys(eviction_order_names() if orders is None else orders)
+    wanted.pop(OPTIMAL_ORDER, None)
+    makers = {name: eviction_order_factory(name) for name in wanted}
+    sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
+    rounds = 1 + len(makers)
+    optimum = replay_belady(sequence, progress=_partial_progress(progress, 0, rounds))
+    results = {OPTIMAL_ORDER: _with_competitive_ratio(optimum, optimum)}
+    for number, (name, maker) in enumerate(makers.items(), 1):
+        result = replay_evictions(
+            sequence, maker(sequence.owners), name=name, progress=_partial_progress(progress, number, rounds)
+        )
+        results[name] = _with_competitive_ratio(result, optimum)
+    return results
+
+
+def competitive_ratio(regenerated_tokens: int, optimum_tokens: int) -> float | None:
+    """SAGA's competitive ratio (S10) on one log; 0/0 is 1, and None stands for x/0."""
+    if optimum_tokens == 0:
+        return 1.0 if regenerated_tokens == 0 else None
+    return regenerated_tokens / optimum_tokens
+
+
+def _with_competitive_ratio(
+    result: EvictionReplayResult, optimum: EvictionReplayResult
+) -> EvictionReplayResult:
+    result.over_belady = competitive_ratio(result.regenerated_tokens, optimum.regenerated_tokens)
+    notes = []
+    if result.over_belady is None:
+        notes.append("no ratio: the offline optimum loses nothing")
+    if result.given_back_tokens:
+        notes.append(f"{result.given_back_tokens} reused tokens given back for want of space")
+    if result.overflow_blocks:
+        notes.append(f"the sequence overflowed the pool by up to {result.overflow_blocks} blocks")
+    result.note = "; ".join(notes)
+    return result
+
+
+def _partial_progress(progress: ReplayProgress | None, number: int, rounds: int) -> ReplayProgress | None:
+    if progress is None:
+        return None
+    tell = progress
+    return lambda done, total: tell(number * total + done, rounds * total)

@@ -1,0 +1,144 @@
+"""One number of a run at several values, under every policy: what a larger tier would buy."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from .simulation_run import (
+    DISK_POLICIES_HINT,
+    RunSpec,
+    device_for_run,
+    engine_policy,
+    uses_cpu_ratio,
+    uses_disk_ratio,
+)
+
+HOST_MEMORY_POLICIES_HINT = "host memory among them, such as lru-offload or continuum+host"
+"""What a policy is to have where nobody has host memory, in the words of a message."""
+
+
+class SweepError(ValueError):
+    """What is asked for cannot be swept; the text says what is wrong and what was expected."""
+
+
+class SweepParameter(NamedTuple):
+    """A number of ``RunSpec`` that can be swept."""
+
+    name: str
+    option: str
+    """Of ``sojourn simulate``, for one value."""
+    meaning: str
+    """With its unit, for an axis."""
+    whole: bool = False
+    zero: bool = False
+    """0 is a value too."""
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        number = "a whole number" if self.whole else "a finite number"
+        return f"{number} of 0 or more" if self.zero else f"{number} above 0"
+
+
+HOST_MEMORY = SweepParameter(
+    "cpu_ratio", "cpu_ratio", "host memory for KV, as a multiple of the device's", zero=True
+)
+DISK = SweepParameter(
+    "disk_ratio", "disk_ratio", "disk for KV, as a multiple of the device's memory", zero=True
+)
+SWEEP_PARAMETERS = {
+    field.name: field
+    for field in (
+        HOST_MEMORY,
+        DISK,
+        SweepParameter("pool_tokens", "pool_tokens", "KV tokens on the device", whole=True),
+        SweepParameter("programs", "programs", "programs at once, or arrivals in all", whole=True),
+        SweepParameter("rate_per_s", "rate", "programs arriving a second"),
+        SweepParameter("tp", "tp", "tensor parallel devices", whole=True),
+        SweepParameter("replicas", "replicas", "replicas behind a gateway", whole=True),
+    )
+}
+"""Those in which more costs more, or is more work: only of them a curve says what to buy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSweep:
+    """A field and its values, in the order in which they were named."""
+
+    field: SweepParameter
+    values: tuple[float, ...]
+
+    def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Each of ``specs``, a policy each, at every value: values outermost, policies in their order.
+
+        A policy that the field does not touch has the same specification at all values, so that
+        ``run_suite`` runs it once. Raises ``SweepError`` where it touches none, and ``PolicyError``.
+        """
+        if not any(self._affects(spec) for spec in specs):
+            named = ", ".join(spec.policy for spec in specs)
+            who = DISK_POLICIES_HINT if self.field is DISK else HOST_MEMORY_POLICIES_HINT
+            raise SweepError(f"{self.field.name} changes nothing for {named}; expected a policy with {who}")
+        return [self._at(spec, value) for value in self.values for spec in specs]
+
+    def label(self, spec: RunSpec) -> str:
+        """What progress bars call a run: ``RunSpec.label`` does not tell the values apart."""
+        if not self._affects(spec):
+            return spec.policy
+        return f"{spec.policy} @ {self.field.name} {getattr(spec, self.field.name):g}"
+
+    def _at(self, spec: RunSpec, value: float) -> RunSpec:
+        changed: dict[str, Any] = {self.field.name: value if self._affects(spec) else 0.0}
+        return replace(spec, **changed)
+
+    def _affects(self, spec: RunSpec) -> bool:
+        if self.field == HOST_MEMORY:
+            return uses_cpu_ratio(engine_policy(spec))
+        return self.field != DISK or uses_disk_ratio(engine_policy(spec))
+
+
+def read_sweep(text: str) -> ParameterSweep:
+    """From ``NAME=V1,V2,…``. Raises ``SweepError`` naming the part that is wrong."""
+    name, equals, listed = text.partition("=")
+    name = name.strip()
+    field = SWEEP_PARAMETERS.get(name)
+    if field is None:
+        near = difflib.get_close_matches(name, SWEEP_PARAMETERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise SweepError(
+            f"{text}: cannot sweep {name!r}; expected one of {', '.join(SWEEP_PARAMETERS)}{hint}"
+        )
+    if not equals:
+        raise SweepError(f"{text}: no values; expected {name}=V1,V2,…")
+    values: list[float] = []
+    for part in listed.split(","):
+        value = _parse_number(part, field)
+        if value is None:
+            raise SweepError(f"{text}: {part.strip()!r} is not {field.expected}")
+        if value in values:
+            raise SweepError(f"{text}: {part.strip()!r} is there twice")
+        values.append(value)
+    return ParameterSweep(field, tuple(values))
+
+
+def kv_bytes_per_token(spec: RunSpec) -> int | None:
+    """Bytes of KV that a token takes on all devices of ``spec`` together; ``None``: its profile does not say.
+
+    Raises ``LatencyProfileError``.
+    """
+    # Without host memory: an engine profile that does not tell what it needs is no error here.
+    _, shape = device_for_run(spec, cpu_ratio=0.0)
+    return shape.kv_bytes_per_token or None
+
+
+def _parse_number(text: str, field: SweepParameter) -> float | None:
+    try:
+        value = int(text) if field.whole else float(text)
+    except ValueError:
+        return None
+    if not 0 <= value < math.inf or (value == 0 and not field.zero):
+        return None
+    return abs(value)  # there is a -0

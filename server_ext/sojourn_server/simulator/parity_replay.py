@@ -1,0 +1,239 @@
+"""Parity: a steward built from a tape's header and told the tape's facts must answer as the recorded one did.
+
+This is what makes the lab's figures figures of the engine: the same objects,
+told the same things at the same times, decide the same. Nothing here imports
+the engine; what it answered in between is on the tape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..recording import (
+    RECORD_SHAPES,
+    RecordedCall,
+    RecordingError,
+    RecordingReader,
+    canonical_line,
+    encode_record,
+)
+from .parity_difference import ParityDifference, first_difference
+from .recording_player import RecordingPlayer
+
+__all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
+
+RECENT_RECORDS = 4000
+"""Records looked through for what was last known of the program at which a difference was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """What came of telling a tape's facts to a second steward."""
+
+    path: str
+    preset: str
+    versions: dict[str, str]
+    """Of sojourn, the engine and Python, when the tape was made."""
+    records: int
+    """Compared, the difference included."""
+    span_s: float
+    """Seconds of the engine's clock that they cover."""
+    decisions: dict[str, int]
+    """Reproduced entries of the decision log, by kind."""
+    answers: dict[str, int]
+    """Reproduced answers, by the kind of record."""
+    evictions: int
+    """Blocks reported as reused."""
+    ended: str | None
+    """Why the tape ends; None where it just stops."""
+    difference: ParityDifference | None
+    """The first one; what would follow from it is not looked at."""
+    wall_s: float
+
+    @property
+    def identical(self) -> bool:
+        """Every decision and every answer was reproduced exactly."""
+        return self.difference is None
+
+    @property
+    def total_decisions(self) -> int:
+        """Entries of the decision log that were reproduced."""
+        return sum(self.decisions.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, with ``identical`` and the difference in words."""
+        return {
+            "tape": self.path,
+            "identical": self.identical,
+            "policy": self.preset,
+            "versions": self.versions,
+            "records": self.records,
+            "decisions": self.total_decisions,
+            "decisions_by_kind": self.decisions,
+            "answers_by_kind": self.answers,
+            "evictions": self.evictions,
+            "span_s": self.span_s,
+            "ended": self.ended,
+            "difference": None if self.difference is None else str(self.difference),
+            "wall_s": self.wall_s,
+        }
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=f"{self.path}: {self.preset}", title_justify="left", show_header=True)
+        table.add_column("reproduced exactly" if self.identical else "reproduced up to the difference")
+        table.add_column("count", justify="right")
+        for kind, count in sorted(self.decisions.items()):
+            table.add_row(f"decision: {kind}", f"{count:,}")
+        for op, count in sorted(self.answers.items()):
+            table.add_row(f"answer: {RECORD_SHAPES[op].meaning}", f"{count:,}")
+        table.add_row("blocks reported as reused", f"{self.evictions:,}")
+        table.add_row("records", f"{self.records:,}", end_section=True)
+        made_by = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        lines = [
+            f"{self.span_s:,.1f} s of the engine's clock in {self.wall_s:.1f} s; recorded by {made_by}",
+            f"the tape ends: {self.ended}" if self.ended else "the tape stops without an end record",
+        ]
+        if self.difference is None:
+            verdict = Text(f"identical: {self.total_decisions:,} decisions", style="bold green")
+        else:
+            verdict = Text(str(self.difference), style="bold red")
+        return Group(table, *map(Text, lines), verdict)
+
+
+def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> ParityReport:
+    """Tell a steward what the tape says, and compare what it makes of it, up to the first difference.
+
+    Raises ``RecordingError`` where the file is missing, damaged, unfinished (unless
+    ``allow_unfinished``) or of another version: a tape that cannot be believed
+    is no finding about the policy.
+    """
+    reader = RecordingReader(path, allow_unfinished=allow_unfinished)
+    started = time.perf_counter()
+    replay = _ParityReplay(reader)
+    found = replay.run()
+    return ParityReport(
+        path=str(path),
+        preset=replay.player.program_scheduler.preset.name,
+        versions=reader.header.versions,
+        records=replay.records,
+        span_s=replay.span_s,
+        decisions=dict(replay.decisions),
+        answers=dict(replay.answers),
+        evictions=replay.evictions,
+        ended=replay.ended,
+        difference=found,
+        wall_s=time.perf_counter() - started,
+    )
+
+
+@dataclass(slots=True)
+class _ComparingSink:
+    """A ``RecordSink`` that compares what is made with what was recorded."""
+
+    full: bool = False
+    expected: deque[RecordedCall] = field(default_factory=deque)
+    found: tuple[RecordedCall, bytes] | None = None
+    """The first record that came out differently, and how."""
+    failure: Exception | None = None
+
+    def write(self, record: tuple[Any, ...]) -> None:
+        if self.found is not None or self.failure is not None:
+            return
+        made = encode_record(record)
+        if not self.expected:
+            self.failure = RuntimeError(f"a record of {record[0]!r} that is not on the tape")
+            return
+        wanted = self.expected.popleft()
+        if made != wanted.raw and made != canonical_line(wanted.raw):
+            self.found = (wanted, made)
+
+    def close(self) -> None:
+        pass
+
+    def give_up(self, error: Exception) -> None:
+        self.failure = error
+
+
+class _ParityReplay:
+    """One steward, told one tape."""
+
+    def __init__(self, reader: RecordingReader) -> None:
+        self._reader = reader
+        self._sink = _ComparingSink()
+        try:
+            self.player = RecordingPlayer(reader.header.program_scheduler(self._sink))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RecordingError(
+                f"{reader.path}, line 1: no steward can be built from this: {error}"
+            ) from error
+        self.records = self.evictions = 0
+        self.decisions: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
+        self.ended: str | None = None
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._recent: deque[RecordedCall] = deque(maxlen=RECENT_RECORDS)
+
+    @property
+    def span_s(self) -> float:
+        """From the first record that has a time to the last."""
+        return self._last_s - self._first_s if self._first_s is not None else 0.0
+
+    def run(self) -> ParityDifference | None:
+        """Everything in order, up to the first difference."""
+        for record in self._reader.records():
+            found = self._one(record)
+            if found is not None:
+                return found
+        return None
+
+    def _one(self, record: RecordedCall) -> ParityDifference | None:
+        where = f"{self._reader.path}, line {record.line}"
+        self._sink.expected.append(record)
+        self.records += 1
+        try:
+            call = self.player.call(record)
+        except (ValueError, TypeError, LookupError) as error:
+            raise RecordingError(
+                f"{where}: the facts of {record.op!r} make no sense: {error!r:.200}"
+            ) from error
+        raised: Exception | None = None
+        try:
+            call()
+        except Exception as error:
+            raised = error  # the recorded one may have raised the same: then its answer says so
+        if self._sink.failure is not None:
+            raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
+        if self._sink.found is not None:
+            wanted, made = self._sink.found
+            return first_difference(wanted, made, self._before(wanted), raised)
+        self._recent.append(record)
+        self._count(record)
+        return None
+
+    def _before(self, wanted: RecordedCall) -> list[RecordedCall]:
+        """The last records of the same program."""
+        program_id = self.player.program_of(wanted)
+        if program_id is None:
+            return []
+        return [r for r in self._recent if r is not wanted and self.player.program_of(r) == program_id][-6:]
+
+    def _count(self, record: RecordedCall) -> None:
+        if record.now is not None:
+            self._first_s = record.now if self._first_s is None else self._first_s
+            self._last_s = record.now
+        self.decisions.update(decision[1] for decision in record.decisions)
+        if record.op == "evict":
+            self.evictions += len(record.facts[3])
+        elif record.op == "close":
+            self.ended = record.facts[0]
+        elif RECORD_SHAPES[record.op].answer:
+            self.answers[record.op] += 1

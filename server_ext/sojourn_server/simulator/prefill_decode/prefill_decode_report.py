@@ -1,0 +1,144 @@
+"""Outcomes for a reader: a table for the terminal, JSON, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from sojourn_server.policies.prefill_decode.read_side_policies import PrefillSideRead
+
+from .prefill_decode_outcome import PdOutcome
+from .prefill_decode_systems import PD_SYSTEMS, PdSystem
+
+COLUMNS = {
+    "system": "what is added to the system above it",
+    "took s": "virtual seconds until the last agent has ended",
+    "faster": "times as fast as the first system of the table",
+    "turns/s": "turns that ended each second",
+    "agents": "how many have ended",
+    "TTFT s": "mean seconds from a request to its first token",
+    "TTST s": "mean seconds from the first token to the second",
+    "TPOT ms": "mean milliseconds between the tokens after it",
+    "links": "the busiest storage NIC's bytes over the average's, while loaded",
+    "P, D busy": "share of the time in which prefill and decode nodes' storage NICs read",
+    "attention": "the slowest device's attention over the average's, in the first twentieth",
+    "prefill": "share of the time in which prefill devices compute",
+}
+"""Column → meaning. Of a name of several words the last stands below the others."""
+OFFLINE_ONLY = {"took s", "faster", "attention"}
+"""Where agents arrive, a run takes what it was given, and its first twentieth has next to nobody in it."""
+ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
+MOSTLY = 0.5
+"""Part of the time in which storage has to be in the way, so that a second path has much to save."""
+
+
+def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
+    """A line a run, at most 80 columns wide. Those of one call are one load on one cluster."""
+    first = outcomes[0]
+    online = first.rate_per_s is not None
+    load = f"{first.rate_per_s:g} agents/s" if online else f"{first.agents:,} agents"
+    made = Table(
+        title=f"{first.cluster} ({first.devices:,} devices) · {first.model} · {first.workload} · {load}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    hidden = OFFLINE_ONLY if online else ONLINE_ONLY
+    shown = [name for name in COLUMNS if name not in hidden]
+    for name in shown:
+        made.add_column(
+            "\n".join(name.rsplit(" ", 1)),
+            justify="left" if name == "system" else "right",
+            vertical="bottom",
+            no_wrap=True,
+        )
+    for outcome in outcomes:
+        texts = outcome_row(outcome, first)
+        made.add_row(*(texts[name] for name in shown))
+    return made
+
+
+def outcome_row(outcome: PdOutcome, first: PdOutcome) -> dict[str, str]:
+    """The texts of a line, by column."""
+    seen = outcome.seen
+    return {
+        "system": PD_SYSTEMS[outcome.system].title,
+        "took s": f"{outcome.virtual_s:,.0f}",
+        "faster": f"{first.virtual_s / outcome.virtual_s:.2f}×" if outcome.virtual_s else "–",
+        "turns/s": f"{outcome.turns / outcome.virtual_s:,.1f}" if outcome.virtual_s else "–",
+        "agents": f"{outcome.finished_agents:,}",
+        "TTFT s": _seconds_text(seen.ttft_mean) if seen else "–",
+        "TTST s": _seconds_text(seen.ttst_mean) if seen else "–",
+        "TPOT ms": f"{1000 * seen.tpot_mean:,.1f}" if seen else "–",
+        "links": f"{outcome.nic_max_over_mean:.2f}" if outcome.nic_max_over_mean else "–",
+        "P, D busy": " ".join(f"{share:.0%}" for share in outcome.nic_busy),
+        "attention": f"{outcome.attention_max_over_mean:.2f}" if outcome.attention_max_over_mean else "–",
+        "prefill": f"{outcome.prefill_busy:.0%}",
+    }
+
+
+def _seconds_text(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
+    """What to know before ``outcomes`` are compared: that storage was hardly in the way of one path, so that
+    a second had nothing to save. ``None`` where it was, or nobody with one path is compared with anybody
+    else. Where agents arrive nothing is said: there a load is chosen, and this is what it shows."""
+    one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
+    if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:
+        return None
+    if (
+        all(_reads_by_prefill_only(PD_SYSTEMS[each.system]) for each in outcomes)
+        or one_path.prefill_nics_full >= MOSTLY
+    ):
+        return None
+    return (
+        f"storage was not in the way. With {PD_SYSTEMS[one_path.system].title} the prefill nodes' storage "
+        f"NICs were full {100 * one_path.prefill_nics_full:.0f} % of the time, and a second path saves much "
+        "only while they are. Take more agents (--programs), unless prefill devices compute nearly all the "
+        "time already (column prefill)."
+    )
+
+
+def _reads_by_prefill_only(system: PdSystem) -> bool:
+    """Whether all is read by the prefill side, and reading takes time."""
+    return system.side is PrefillSideRead and not system.free_io
+
+
+def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "made_with": msgspec.to_builtins(made_with),
+        "outcomes": [msgspec.to_builtins(outcome) for outcome in outcomes],
+    }
+
+
+def plot_outcomes(outcomes: Sequence[PdOutcome], path: Path) -> None:
+    """Bars of what each system took, or of how long it let agents wait. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
+    online = outcomes[0].rate_per_s is not None
+    figure = Figure(figsize=(6.5, 0.6 * len(outcomes) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    names = [PD_SYSTEMS[outcome.system].title for outcome in outcomes]
+    values = [
+        (outcome.seen.ttft_mean if outcome.seen else 0.0) if online else outcome.virtual_s
+        for outcome in outcomes
+    ]
+    bars = axis.barh(names, values, color="#4c78a8")
+    axis.bar_label(bars, [f" {value:,.2f}" if online else f" {value:,.0f}" for value in values])
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    first = outcomes[0]
+    axis.set(
+        title=f"{first.cluster}, {first.model}, {first.workload}",
+        xlabel="mean time to first token, s" if online else "until the last agent has ended, s",
+    )
+    figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)

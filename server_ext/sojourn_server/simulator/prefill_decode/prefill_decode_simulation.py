@@ -1,0 +1,389 @@
+"""A cluster of prefill and decode nodes, event by event (DualPath §4, §6, §7).
+
+A turn's life: submitted → a pair of devices and who reads (the router's own ``PairScheduler``) → its reads
+stand in the storage NICs' queues, once its nodes have the memory → ready on the prefill device → computed in
+one or more steps → its KV goes to the decode device → written token by token → the agent's next turn.
+
+What is simulated and what not:
+
+- Storage NICs are queues, whole requests one after the other. A node's DRAM buffer bounds what its own NIC
+  reads ahead for prefill; what is on its way to a decode device counts against that device's memory and its
+  share of the node's buffer.
+- Layer by layer, a request takes no memory of the prefill device before it is computed, and copies lie behind
+  compute. Without, it takes room for all its KV from before its read until its KV has left, and copies come
+  before and after.
+- Compute NICs are times added, not queues; only copies without layers stand in line at their device.
+- Decode devices do not wait for one another; storage behind the NICs and the scheduler's time cost nothing.
+- Writes use the other direction of the storage NICs and are only counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from sojourn_server.policies.prefill_decode.prefill_compute_quota import AttentionCosts, PrefillComputeQuota
+from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
+from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
+
+from ..event_queue import Event, EventQueue
+from .agent_state import AgentState
+from .decode_device import DecodeDevice
+from .fcfs_memory_pool import FcfsMemoryPool
+from .prefill_decode_cluster import PdCluster
+from .prefill_decode_systems import PdSystem
+from .prefill_devices import PrefillDevice, PrefillGroup, PrefillStepCost
+from .round_robin_pairs import RoundRobinPairs
+from .storage_nic import WINDOW_S, StorageNic
+from .token_latencies import TokenLatencies
+from .trajectories import Trajectory, workload_means
+
+HIGH_PRIORITY_SHARE = 0.99
+"""What model traffic gets of a compute NIC that KV contends for, by traffic classes (§5.1)."""
+
+PROGRESS_EVENTS = 1 << 16
+"""Events between two calls of ``on_progress``."""
+
+
+class PdSimulation:
+    """One system on one cluster, with agents that are all there at the start or arrive one by one."""
+
+    def __init__(
+        self,
+        cluster: PdCluster,
+        system: PdSystem,
+        agents: Sequence[Trajectory],
+        arrivals_s: Sequence[float] | None = None,
+        *,
+        latencies_from_s: float | None = None,
+    ) -> None:
+        """``arrivals_s``: when each agent comes; ``None``: all at once. ``latencies_from_s``: keep those of
+        turns submitted from then on; ``None``: of nobody. Raises ``ValueError`` for no agents, and when one
+        comes that no decode device could hold."""
+        if not agents:
+            raise ValueError("no agents to simulate")
+        if arrivals_s is not None and len(arrivals_s) != len(agents):
+            raise ValueError(f"{len(arrivals_s)} arrivals for {len(agents)} agents; expected as many")
+        self.cluster = cluster
+        self.system = system
+        self.agents = agents
+        self._flights = [AgentState(agent, trajectory) for agent, trajectory in enumerate(agents)]
+        self._queue = EventQueue()
+        self.events = 0
+        self.turns = 0
+        self.finished_agents = 0
+        self.finished_s: list[float] = []
+        """When agents ended, in order."""
+        self.prompt_tokens = self.output_tokens = 0
+        """Of turns that have ended."""
+        self.submitted = 0
+        self.attention_in: list[list[float]] = []
+        """By window of time: seconds of the longest attention in each step, and of the mean, added up."""
+        self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
+        self._build(cluster, system, agents)
+        self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
+
+    # -- what there is -----------------------------------------------------------------
+
+    def _build(self, cluster: PdCluster, system: PdSystem, agents: Sequence[Trajectory]) -> None:
+        machine, model = cluster.machine, cluster.model
+        block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
+        blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
+        flops_per_s = machine.flops_per_s
+        # Beside the model's own messages, where those go first.
+        share = machine.collective_share
+        lane = machine.compute_nic_bytes_per_s * (
+            1.0 - HIGH_PRIORITY_SHARE * share if cluster.isolated else 1
+        )
+        self._block_copy_s = block_bytes / lane
+        self._token_copy_s = model.kv_bytes_per_token / lane
+        self._stall = 0.0 if cluster.isolated else share
+        if system.free_io:
+            self._block_copy_s = self._token_copy_s = self._stall = 0.0
+        costs = AttentionCosts(
+            pair_s=model.pair_flops / flops_per_s, token_s=model.local_token_flops / flops_per_s
+        )
+        self.attention_costs = costs
+        cost = PrefillStepCost(
+            model.prefill_step_s,
+            model.spread_token_flops / flops_per_s,
+            self._block_copy_s,
+            self._token_copy_s,
+            model.layers,
+            self._stall,
+        )
+        quota = PrefillComputeQuota(
+            costs=costs,
+            quota_s=cluster.quota_s if cluster.step_tokens is None else 1e12,
+            block_tokens=FULL_BLOCK_TOKENS,
+        )
+        load = workload_means(agents)
+        turn_s = model.turn_flops(load.hit_tokens, load.new_tokens) / flops_per_s
+        limits = PrefillSelectionLimits(
+            short_queue_s=cluster.short_queue_s,
+            most_tokens=cluster.most_tokens_s * load.prompt_tokens / turn_s,
+        )
+        self.limits = limits
+        self.pairs: PairScheduler | RoundRobinPairs = (
+            PairScheduler(limits, system.side()) if system.scheduled else RoundRobinPairs(system.side())
+        )
+        nodes = cluster.prefill_nodes + cluster.decode_nodes
+        self.nics = [StorageNic(node, blocks_per_s) for node in range(nodes)]
+        self.prefill_devices: list[PrefillDevice] = []
+        self.decode_devices: list[DecodeDevice] = []
+        for node in range(nodes):
+            self.pairs.add_node(node, 1.0 / blocks_per_s)
+        for node in range(cluster.prefill_nodes):
+            for _ in range(machine.devices):
+                number = len(self.prefill_devices)
+                self.prefill_devices.append(PrefillDevice(number, node))
+                self.pairs.add_prefill(number, node)
+        memory = machine.decode_kv_tokens(model)
+        in_transit = machine.buffer_tokens(model) // machine.devices
+        for node in range(cluster.prefill_nodes, nodes):
+            for _ in range(machine.devices):
+                number = len(self.decode_devices)
+                self.decode_devices.append(
+                    DecodeDevice(
+                        number,
+                        node,
+                        memory,
+                        model.decode_step_s,
+                        model.decode_request_s,
+                        model.decode_bytes_per_token / (machine.device_bytes_per_s * machine.read_efficiency),
+                    )
+                )
+                self.pairs.add_decode(number, node, node, memory + in_transit)
+        together = max(1, min(cluster.prefill_nodes, model.group_nodes) * machine.devices)
+        devices = self.prefill_devices
+        self.groups = [
+            PrefillGroup(
+                devices[first : first + together],
+                quota,
+                math.inf if cluster.step_tokens is None else cluster.step_tokens,
+                cost,
+                system.layerwise and not system.free_io,
+            )
+            for first in range(0, len(devices), together)
+        ]
+        self._group_of = [self.groups[number // together] for number in range(len(devices))]
+        self._buffers: list[FcfsMemoryPool[AgentState]] = [
+            FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
+        ]
+        self._copies_first = not system.layerwise and not system.free_io
+        """Copies come before and after computing, and KV lies on the device all the while."""
+        self._on_device: list[FcfsMemoryPool[AgentState]] = (
+            [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
+        )
+        self._free_io = system.free_io
+        self._copying_in_s = [0.0] * len(devices)
+        self._copying_out_s = [0.0] * len(devices)
+        self._coming_in: list[deque[Event]] = [deque() for _ in devices]
+        self._going_out: list[deque[Event]] = [deque() for _ in devices]
+
+    # -- time --------------------------------------------------------------------------
+
+    def run(self, until_s: float = math.inf, on_progress: Callable[[float, int], None] | None = None) -> None:
+        """Run until all agents have ended, or until ``until_s``. ``on_progress(now, agents ended)`` is called
+        every ``PROGRESS_EVENTS`` events and at the end."""
+        ran = PROGRESS_EVENTS
+        while ran == PROGRESS_EVENTS:
+            ran = self._queue.run_until(until_s, PROGRESS_EVENTS)
+            self.events += ran
+            if on_progress is not None:
+                on_progress(self.now, self.finished_agents)
+
+    @property
+    def now(self) -> float:
+        """Virtual time of the latest event."""
+        return self._queue.now_s
+
+    def _schedule_arrivals(self, arrivals_s: Sequence[float]) -> None:
+        line: deque[Event] = deque()
+        for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
+            self._queue.in_line(line, arrivals_s[agent], self._arrive, self._flights[agent])
+
+    # -- a turn's life -----------------------------------------------------------------
+
+    def _arrive(self, flight: AgentState) -> None:
+        self._submit(flight)
+        self._dispatch()
+
+    def _submit(self, flight: AgentState) -> None:
+        hit_blocks, prompt_tokens, output_tokens, _ = flight.trajectory[flight.turn]
+        request = flight.request = PdRequest(
+            flight.agent, prompt_tokens, 0 if self._free_io else hit_blocks, prompt_tokens + output_tokens
+        )
+        flight.output_tokens = output_tokens
+        flight.cached = flight.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
+        flight.todo = prompt_tokens - cached
+        flight.submitted_s = self._queue.now_s
+        self.submitted += 1
+        self.pairs.submit(request)
+
+    def _dispatch(self) -> None:
+        flights = self._flights
+        for request, worker, decode, (own, other) in self.pairs.dispatch(self._queue.now_s):
+            flight = flights[request.request_id]  # type: ignore[index]
+            flight.worker = worker
+            flight.decode = decode
+            flight.prefill_blocks = own
+            flight.decode_blocks = other
+            # Without layers all of its KV lies on the device, from before it is read.
+            if not self._copies_first or self._on_device[worker].take(request.tokens, flight):
+                self._start_reads(flight)
+
+    def _start_reads(self, flight: AgentState) -> None:
+        own, other = flight.prefill_blocks, flight.decode_blocks
+        flight.parts = (own > 0) + (other > 0)
+        if not flight.parts:
+            self._hit_in_dram(flight)
+            return
+        if other:
+            nic = self.nics[self.decode_devices[flight.decode].node]
+            self._queue.in_line(nic.line, nic.read(other, self._queue.now_s), self._decode_read_done, flight)
+        if own:
+            node = self.prefill_devices[flight.worker].node
+            if self._buffers[node].take(own, flight):
+                nic = self.nics[node]
+                self._queue.in_line(
+                    nic.line, nic.read(own, self._queue.now_s), self._prefill_read_done, flight
+                )
+
+    def _decode_read_done(self, flight: AgentState) -> None:
+        """Its decode node has read its part."""
+        flight.parts -= 1
+        if not flight.parts:
+            self._hit_in_dram(flight)
+
+    def _prefill_read_done(self, flight: AgentState) -> None:
+        """Its prefill node has."""
+        flight.parts -= 1
+        if not flight.parts:
+            self._hit_in_dram(flight)
+        node = self.prefill_devices[flight.worker].node
+        waiting = self._buffers[node].waiting
+        if waiting:
+            # The books know nothing of reads that wait for memory.
+            nic = self.nics[node]
+            queue_s = max(0.0, nic.busy_until_s - self._queue.now_s) + waiting / nic.rate_blocks_per_s
+            self.pairs.report(node, queue_s, self._queue.now_s)
+
+    def _hit_in_dram(self, flight: AgentState) -> None:
+        """All of its hit is in DRAM."""
+        if self._copies_first and flight.cached:
+            worker = flight.worker
+            begin = max(self._queue.now_s, self._copying_in_s[worker])
+            self._copying_in_s[worker] = end = begin + flight.cached * self._token_copy_s
+            self._queue.in_line(self._coming_in[worker], end, self._loaded, flight)
+        else:
+            self._loaded(flight)
+
+    def _loaded(self, flight: AgentState) -> None:
+        """It can be computed."""
+        worker = flight.worker
+        self.prefill_devices[worker].ready(flight)
+        group = self._group_of[worker]
+        if not group.busy:
+            self._begin(group)
+
+    def _begin(self, group: PrefillGroup) -> None:
+        step_s = group.begin()
+        if step_s:
+            self._queue.at(self._queue.now_s + step_s, self._prefill_step_done, group)
+            window = int(self._queue.now_s / WINDOW_S)
+            counted = self.attention_in
+            if len(counted) <= window:
+                counted.extend([[0.0, 0.0] for _ in range(window + 1 - len(counted))])
+            longest_s, mean_s = group.last_attention_s
+            counted[window][0] += longest_s
+            counted[window][1] += mean_s
+
+    def _prefill_step_done(self, group: PrefillGroup) -> None:
+        done = group.end()
+        now = self._queue.now_s
+        prefilled = self.pairs.prefilled
+        for flight in done:
+            flight.first_token_s = now
+            prefilled(flight.agent)
+            if flight.prefill_blocks:
+                self._leave_buffer(self.prefill_devices[flight.worker].node, flight.prefill_blocks)
+            if self._copies_first:
+                worker = flight.worker
+                begin = max(now, self._copying_out_s[worker])
+                self._copying_out_s[worker] = end = begin + flight.request.tokens * self._token_copy_s
+                self._queue.in_line(self._going_out[worker], end, self._kv_left_prefill, flight)
+            else:
+                self._kv_in_decode_dram(flight)
+        self._begin(group)
+        if done:
+            self._dispatch()
+
+    def _leave_buffer(self, node: int, blocks: int) -> None:
+        for other in self._buffers[node].leave(blocks):
+            nic = self.nics[node]
+            self._queue.in_line(
+                nic.line, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
+            )
+
+    def _kv_left_prefill(self, flight: AgentState) -> None:
+        """Its KV has left the prefill device."""
+        for other in self._on_device[flight.worker].leave(flight.request.tokens):
+            self._start_reads(other)
+        self._kv_in_decode_dram(flight)
+
+    def _kv_in_decode_dram(self, flight: AgentState) -> None:
+        """Its KV is in the decode node's DRAM."""
+        device = self.decode_devices[flight.decode]
+        self.nics[device.node].written_tokens += flight.request.kv_tokens - flight.cached_before
+        if flight.output_tokens < 2:
+            self._end([flight])
+            return
+        if device.line or not device.fits(flight):
+            device.line.append(flight)
+            return
+        self._enter(device, flight)
+        due_s = device.next_s(self._queue.now_s)
+        if due_s < device.due_s:
+            device.due_s = due_s
+            self._queue.at(due_s, self._decode_step_done, device)
+
+    def _enter(self, device: DecodeDevice, flight: AgentState) -> None:
+        load_s = flight.request.tokens * self._token_copy_s
+        device.enter(flight, load_s, self._stall * load_s, self._queue.now_s)
+
+    def _decode_step_done(self, device: DecodeDevice) -> None:
+        now = self._queue.now_s
+        if now != device.due_s:
+            return  # it was asked sooner
+        done = device.finished(now)
+        while device.line and device.fits(device.line[0]):
+            self._enter(device, device.line.popleft())
+        device.due_s = due_s = device.next_s(now)
+        if due_s < math.inf:
+            self._queue.at(due_s, self._decode_step_done, device)
+        if done:
+            self._end(done)
+
+    def _end(self, done: list[AgentState]) -> None:
+        now = self._queue.now_s
+        end = self.pairs.end
+        for flight in done:
+            end(flight.agent)
+            self.turns += 1
+            self.prompt_tokens += flight.request.tokens
+            self.output_tokens += flight.output_tokens
+            if self.latencies is not None:
+                self.latencies.note(flight, now)
+            gap_s = flight.trajectory[flight.turn].gap_s
+            flight.turn += 1
+            if flight.turn == len(flight.trajectory):
+                self.finished_agents += 1
+                self.finished_s.append(now)
+            elif gap_s:
+                self._queue.at(now + gap_s, self._arrive, flight)
+            else:
+                self._submit(flight)
+        self._dispatch()

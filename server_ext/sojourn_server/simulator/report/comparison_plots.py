@@ -1,0 +1,340 @@
+"""Completion, load, regeneration and Pareto plots. Each function returns a matplotlib figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..run_log import RunLog
+from .kaplan_meier import finished_share
+from .plot_labels import place_labels
+from .plot_styles import PlotStyle, cause_colours
+from .run_metrics import trace_name
+from .run_row import RunRow, SummaryStatistics
+
+_COLUMNS = 3
+_PANEL_INCHES = (4.2, 3.6)
+
+
+class PlotMetric(NamedTuple):
+    """What a panel shows."""
+
+    title: str
+    log: bool
+    value: str
+    """Field of ``RunRow``, with the figure after a dot."""
+
+
+THROUGHPUT = PlotMetric("output throughput, tokens/s", False, "output_tok_per_s")
+P95 = PlotMetric("program completion, P95, est. of all, s", True, "completion_estimate_s.p95")
+_METRICS = (
+    THROUGHPUT,
+    PlotMetric("programs finished per hour", False, "programs_per_hour"),
+    PlotMetric("time to first token, mean, s", True, "ttft_s.mean"),
+    P95,
+)
+
+
+def load_value(run: RunLog | RunRow) -> float:
+    """Programs at once, or arrivals a second."""
+    if run.loop == "open" and run.rate_per_s is not None:
+        return run.rate_per_s
+    return float(run.programs_wanted if isinstance(run, RunLog) else run.programs)
+
+
+def completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
+    """Share of programs finished after so long, as ``survival`` estimates it, up to the longest time seen.
+
+    Of programs that arrived from ``since_s`` on, as in ``summarize_run``.
+    """
+    loads = sorted({load_value(run) for run in runs})
+    figure, axes = _panels(len(loads))
+    for axis, load in zip(axes, loads, strict=True):
+        mine = [run for run in runs if load_value(run) == load]
+        longest_s = 0.0
+        for run in mine:
+            arrived = [program for program in run.programs if program.arrived_s >= since_s]
+            exact = [seconds for program in arrived if (seconds := program.completion_s) is not None]
+            cut_off = [run.virtual_s - program.arrived_s for program in arrived if program.finished_s is None]
+            points = finished_share(exact, cut_off)
+            longest_seen_s = max([*exact, *cut_off], default=0.0)
+            longest_s = max(longest_s, longest_seen_s)
+            look = looks[run.policy]
+            counts = f" ({len(exact)} of {len(arrived)})" if len(loads) == 1 else ""
+            axis.step(
+                [0.0, *(seconds for seconds, _ in points), longest_seen_s],
+                [0.0, *(share for _, share in points), points[-1][1] if points else 0.0],
+                where="post", color=look.colour, linestyle=look.dash, linewidth=look.width,
+                label=run.policy + counts,
+            )  # fmt: skip
+        axis.set_title(load_text(mine[0]))
+        axis.set_xlim(0, 1.02 * longest_s or 1.0)
+        axis.set_ylim(0, 1.01)
+        axis.set_xlabel("program completion, virtual s")
+    _label_left(axes, "share finished (Kaplan-Meier)")
+    draw_legend(figure, axes, "finished of arrived" if len(loads) == 1 else None)
+    figure.suptitle(workload_text(runs[0]))
+    return figure
+
+
+def load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+    """Throughput, programs, TTFT and completion against load; bars where there is but one load."""
+    timed = [row for row in rows if row.output_tok_per_s is not None]
+    loads = sorted({load_value(row) for row in timed})
+    if len(loads) == 1:
+        return _bars(timed, looks)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 7.0), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True).flat
+    placed = [(load_value(row), row) for row in timed]
+    for axis, metric in zip(axes, _METRICS, strict=True):
+        draw_metric(axis, metric, placed, looks)
+        if loads[0] > 0 and loads[-1] / loads[0] > 8:
+            axis.set_xscale("log")
+        axis.set_xticks(loads, [f"{load:g}" for load in loads])
+        axis.set_xticks([], minor=True)
+        if metric.log:
+            set_plain_log_scale(axis)
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set_xlabel("programs at once" if rows[0].loop == "closed" else "programs arriving a second")
+        axis.xaxis.set_tick_params(labelbottom=True)
+    draw_legend(figure, figure.axes)
+    figure.suptitle(workload_text(rows[0]))
+    return figure
+
+
+def draw_metric(
+    axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, PlotStyle]
+) -> None:
+    """A line a policy through its rows at their places on the x axis, and the title.
+
+    Rows without the figure are left out; hollow points are lower bounds.
+    """
+    for name in dict.fromkeys(row.policy for _, row in placed):
+        points = [(x, value) for x, row in placed
+                  if row.policy == name and (value := read(row, metric)) is not None]  # fmt: skip
+        look = looks[name]
+        axis.plot(
+            [x for x, _ in sorted(points)], [y for _, y in sorted(points)],
+            color=look.colour, linestyle=look.dash, linewidth=look.width, label=name,
+            marker=look.marker, markersize=5,
+        )  # fmt: skip
+        bounds = [
+            (x, row.completion_estimate_s.p95)
+            for x, row in placed
+            if row.policy == name and metric is P95 and "p95" in row.completion_estimate_s.at_least
+        ]
+        axis.plot([x for x, _ in bounds], [y for _, y in bounds], marker=look.marker, markersize=5,
+                  color=look.colour, markerfacecolor="white", linestyle="none")  # fmt: skip
+    axis.set_title(metric.title + (" (hollow: at least)" if metric is P95 else ""))
+
+
+def regenerated(rows: Sequence[RunRow]) -> Any:
+    """Tokens computed again, in % of the prompt tokens, by cause; the number of tokens beside each bar."""
+    from matplotlib.patches import Patch
+
+    causes = sorted(
+        {cause for row in rows for cause in row.regenerated_by},
+        key=lambda cause: (-sum(row.regenerated_by.get(cause, 0) for row in rows), cause),
+    )
+    looks = cause_colours(causes)
+    loads = sorted({load_value(row) for row in rows})
+    bars = max(sum(load_value(row) == load for row in rows) for load in loads)
+    figure, axes = _panels(len(loads), height=1.2 + 0.27 * bars)
+    most = max((_percent(row, row.regenerated_tokens) for row in rows), default=0.0) or 1.0
+    for axis, load in zip(axes, loads, strict=True):
+        mine = [row for row in rows if load_value(row) == load]
+        for place, row in enumerate(mine):
+            left = 0.0
+            for cause in causes:
+                width = _percent(row, row.regenerated_by.get(cause, 0))
+                colour, hatch = looks[cause]
+                if width:
+                    axis.barh(place, width, left=left, height=0.7,
+                              color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)  # fmt: skip
+                left += width
+            axis.text(
+                left + most * 0.015, place, _short_count(row.regenerated_tokens), va="center", fontsize=7
+            )
+        axis.set_yticks(range(len(mine)), [row.policy for row in mine])
+        axis.invert_yaxis()
+        axis.set_xlim(0, most * 1.17)
+        axis.grid(axis="y", visible=False)
+        axis.set_title(load_text(mine[0]))
+        axis.set_xlabel("tokens computed again, % of prompt tokens")
+    if causes:
+        handles = [
+            Patch(facecolor=looks[c][0], hatch=looks[c][1], edgecolor="white", label=c) for c in causes
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(causes)))
+    figure.suptitle(workload_text(rows[0]))
+    return figure
+
+
+def pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+    """Output throughput against P95 completion; hollow where that is a lower bound.
+
+    The line joins the policies that no other beats in both, where all are known exactly.
+    """
+    timed = [
+        row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
+    ]
+    loads = sorted({load_value(row) for row in timed})
+    figure, axes = _panels(len(loads), height=4.2, width=6.5 if len(loads) == 1 else 4.8)
+    labelled = []
+    for axis, load in zip(axes, loads, strict=True):
+        mine = [row for row in timed if load_value(row) == load]
+        points = []
+        for row in mine:
+            x, y = row.completion_estimate_s.p95 or 0.0, row.output_tok_per_s or 0.0
+            look = looks[row.policy]
+            bound = "p95" in row.completion_estimate_s.at_least
+            axis.plot([x], [y], marker=look.marker, markersize=8, color=look.colour, linestyle="none",
+                      markerfacecolor="none" if bound else look.colour)  # fmt: skip
+            points.append((x, y, f"≥ {row.policy}" if bound else row.policy, look.colour))
+        exact = all("p95" not in row.completion_estimate_s.at_least for row in mine)
+        # Where somebody's P95 is only known from below nobody can say who beats whom.
+        front = pareto_frontier(
+            [(x, y) for row, (x, y, *_) in zip(mine, points, strict=True) if exact and not row.limit]
+        )
+        axis.plot([x for x, _ in front], [y for _, y in front], color="#8A8A8A", linewidth=1, zorder=0)
+        axis.set_xlim(*_padded_limits([x for x, *_ in points]))
+        axis.set_ylim(*_padded_limits([y for _, y, *_ in points]))
+        axis.set_title(load_text(mine[0]))
+        axis.set_xlabel("program completion, P95, est. of all, virtual s")
+        axis.text(0.01, 0.99, "↖ better", transform=axis.transAxes, va="top", color="#555555")
+        labelled.append((axis, points))
+    _label_left(axes, "output throughput, tokens/s")
+    figure.suptitle(workload_text(rows[0]))
+    place_labels(figure, labelled)
+    return figure
+
+
+def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other point beats both in x (less is better) and in y (more is better), by x."""
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return best
+
+
+def _bars(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 1.6 + 0.46 * len(rows)), layout="constrained")
+    axes = figure.subplots(2, 2, sharey=True).flat
+    for axis, metric in zip(axes, _METRICS, strict=True):
+        values = [read(row, metric) or 0.0 for row in rows]
+        most = max(values) or 1.0
+        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+            axis.barh(place, value, height=0.7, color=looks[row.policy].colour)
+            bound = metric is P95 and "p95" in row.completion_estimate_s.at_least
+            axis.text(
+                value + most * 0.01,
+                place,
+                f"{'≥' if bound else ''}{_three_digits(value)}",
+                va="center",
+                fontsize=7,
+            )
+        axis.set_yticks(range(len(rows)), [row.policy for row in rows])
+        axis.set_xlim(0, most * 1.12)
+        axis.grid(axis="y", visible=False)
+        axis.set_title(metric.title)
+    figure.axes[0].invert_yaxis()
+    figure.suptitle(f"{workload_text(rows[0])} · {load_text(rows[0])}")
+    return figure
+
+
+def _panels(
+    number: int, height: float = _PANEL_INCHES[1], width: float | None = None
+) -> tuple[Any, list[Any]]:
+    """A figure with ``number`` panels, at most ``_COLUMNS`` beside each other."""
+    from matplotlib.figure import Figure
+
+    columns = 2 if number == 4 else min(number, _COLUMNS)
+    lines = -(-number // columns)
+    if width is None:
+        width = 9.0 if number == 1 else _PANEL_INCHES[0]
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axis in grid[number:]:
+        axis.remove()
+    return figure, grid[:number]
+
+
+def _label_left(axes: Sequence[Any], text: str) -> None:
+    for axis in axes:
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(text)
+
+
+def draw_legend(figure: Any, axes: Sequence[Any], title: str | None = None) -> None:
+    """Beside the panels, each policy once."""
+    found: dict[str, Any] = {}
+    for axis in axes:  # a policy may be missing at some loads
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside right upper",
+        title=title,
+        handlelength=3.2,
+        fontsize=8,
+    )
+
+
+def set_plain_log_scale(axis: Any) -> None:
+    """A log scale with figures as people write them, three to a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
+    """Limits of an axis around ``values``, wide enough that a difference of a few percent looks small."""
+    low, high = min(values), max(values)
+    half = 0.58 * max(high - low, 0.4 * high) or 1.0
+    middle = (low + high) / 2
+    return max(0.0, middle - half), max(middle + half, 2 * half if middle < half else 0.0)
+
+
+def read(row: RunRow, metric: PlotMetric) -> float | None:
+    """The figure of ``metric``; ``None`` where it was not measured."""
+    field, _, figure = metric.value.partition(".")
+    value: float | SummaryStatistics | None = getattr(row, field)
+    found: float | None = getattr(value, figure) if figure else value  # type: ignore[assignment]
+    return found
+
+
+def workload_text(run: RunLog | RunRow) -> str:
+    """What was played on what, in words."""
+    return f"{trace_name(run.trace)} · {run.hardware} · {run.model}"
+
+
+def load_text(run: RunLog | RunRow) -> str:
+    """The load in words."""
+    if run.loop == "open" and run.rate_per_s is not None:
+        return f"{run.rate_per_s:g} programs arriving a second"
+    return f"{load_value(run):g} programs at once"
+
+
+def _percent(row: RunRow, tokens: int) -> float:
+    return 100.0 * tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+
+
+def _short_count(tokens: int) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.3g} {unit}"
+    return str(tokens)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,72 @@
+"""How long programs take when some had not finished by the run's end: the Kaplan-Meier estimate.
+
+The mean of the finished ones alone is biased towards short programs, and the
+more so the slower a policy is, so that the slowest may look best. Kaplan and
+Meier (1958, "Nonparametric estimation from incomplete observations") let an
+unfinished program count among those at risk for as long as it was seen. That
+asks that being cut off has nothing to do with how long a program would still
+take; here the run's end cuts them off, which has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ...metrics.summary_statistics import PERCENTILES
+from .run_row import NO_STATISTICS, SummaryStatistics
+
+_ROUNDING = 1e-12
+"""A product of fractions that should be 0.05 may be a hair above it."""
+
+
+def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:
+    """Points ``(seconds, share of programs finished by then)``, in order; the share rises at each point.
+
+    ``exact`` are completion times, ``cut_off`` the time so far of those that had not finished.
+    """
+    ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
+    at_risk = len(ordered)
+    unfinished = 1.0
+    points = []
+    for seconds, same in groupby(ordered, key=lambda entry: entry[0]):
+        cut = [bound for _, bound in same]
+        ended = cut.count(0)
+        # One that was cut off at the very moment was still at risk then.
+        if ended:
+            unfinished *= 1.0 - ended / at_risk
+            points.append((seconds, 1.0 - unfinished))
+        at_risk -= len(cut)
+    return points
+
+
+def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
+    """Mean and percentiles of all programs' completion, the unfinished included.
+
+    A percentile is the shortest time by which at least that share had finished. One that the estimate
+    does not reach, and the mean where it does not reach 1, are ``at_least``: the run was too short to
+    tell, the longest time seen (and the mean up to it) stand in.
+    """
+    points = finished_share(exact, cut_off)
+    if not exact and not cut_off:
+        return NO_STATISTICS
+    longest_s = max([*exact, *cut_off])
+    at_least = []
+    mean, before_s, unfinished = 0.0, 0.0, 1.0
+    for seconds, share in points:
+        mean += unfinished * (seconds - before_s)
+        before_s, unfinished = seconds, 1.0 - share
+    mean += unfinished * (longest_s - before_s)
+    if unfinished > _ROUNDING:
+        at_least.append("mean")
+    found: dict[str, float] = {}
+    for percent in PERCENTILES:
+        reached = (seconds for seconds, share in points if share >= percent / 100.0 - _ROUNDING)
+        seconds_reached = next(reached, None)
+        if seconds_reached is None:
+            at_least.append(f"p{percent}")
+        found[f"p{percent}"] = longest_s if seconds_reached is None else seconds_reached
+    return SummaryStatistics(
+        mean=mean, p50=found["p50"], p90=found["p90"], p95=found["p95"], p99=found["p99"],
+        count=len(exact) + len(cut_off), at_least=tuple(at_least),
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""One program's life in a run, turn by turn: what it waited for, what it found, what it lost and why."""
+
+from __future__ import annotations
+
+import difflib
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..run_log import ProgramLog, RunLog, TurnLog
+from .program_phases import PHASE_KINDS, TurnPhase, totals, turn_pairs, turn_phases
+from .wrapped_table import WrappedColumn, WrappedTable
+
+CAUSES = {
+    "evicted": "evicted: others took its blocks while it was away",
+    "preempted": "preempted: its blocks were taken while it ran",
+    "expired": "expired: its lease had run out before it came back",
+    "pressure": "pressure: its lease was given up for somebody who needed the room",
+    "silent": "silent: its lease ended since the client gave no sign of life",
+    "moved": "moved: it had been computed, but on another replica",
+    "changed": "changed: the prompt differs from the turn before",
+    "dropped": "dropped on purpose",
+    "unknown": "cause unknown",
+}
+"""What the causes of ``TurnLog.regenerated`` mean; others are shown as they are."""
+
+
+_SUGGESTIONS = 3
+"""Names suggested in place of an unknown one."""
+
+
+class UnknownProgramError(LookupError):
+    """The run has no such program; the text names the nearest."""
+
+    def __init__(self, program_id: str, run: RunLog) -> None:
+        known = [program.program_id for program in run.programs]
+        # Whoever has the trace at hand asks for its names.
+        near = [program.program_id for program in run.programs if program.trace_id == program_id][
+            :_SUGGESTIONS
+        ]
+        near += [name for name in known if program_id and name.startswith(program_id)]
+        near += difflib.get_close_matches(program_id, known, n=_SUGGESTIONS, cutoff=0.5)
+        near = list(dict.fromkeys(near))[:_SUGGESTIONS]
+        if near:
+            hint = f"did you mean {', '.join(near)}?"
+        elif known:
+            hint = f"it has {len(known)}, such as {', '.join(known[:_SUGGESTIONS])}"
+        else:
+            hint = "it has none"
+        super().__init__(f"no program {program_id!r} in the run of {run.policy}: {hint}")
+
+
+def explain_program(run: RunLog, program_id: str) -> RenderableType:
+    """A heading, one line a turn, what the causes mean, and a verdict. Raises ``UnknownProgramError``."""
+    program = next((p for p in run.programs if p.program_id == program_id), None)
+    if program is None:
+        raise UnknownProgramError(program_id, run)
+    parts: list[RenderableType] = [Text(_heading(run, program), style="bold"), _table(run, program)]
+    parts += [Text(f"{CAUSES[c]}", style="dim") for c in _causes(program) if c in CAUSES]
+    parts.append(Text(verdict(run, program)))
+    return Group(*parts)
+
+
+def verdict(run: RunLog, program: ProgramLog) -> str:
+    """One line: how long it took, where the time went in %, and what it computed again."""
+    if program.completion_s is not None:
+        seconds = program.completion_s
+        first = f"finished after {_seconds(seconds)} s"
+        if program.cut:
+            first += " (cut: its next turn would not have fitted)"
+    else:
+        seconds = run.virtual_s - program.arrived_s
+        done = sum(turn.finished_s is not None for turn in program.turns)
+        first = f"unfinished after {_seconds(seconds)} s, with {done} of {program.turns_total} turns done"
+    sums = totals(program, run.virtual_s)
+    if not program.turns:
+        return f"{first}: it never sent a turn"
+    # Largest remainders, so that the percentages add up to 100.
+    shares = ", ".join(f"{kind} {percent} %" for kind, percent in _percentages(sums).items())
+    computed = sum(turn.computed_tokens for turn in program.turns)
+    again = sum(turn.regenerated_tokens for turn in program.turns)
+    if not again:
+        last = "nothing was computed again"
+    else:
+        worst = max(program.turns, key=lambda turn: turn.regenerated_tokens)
+        by = {
+            cause: sum(turn.regenerated.get(cause, 0) for turn in program.turns) for cause in _causes(program)
+        }
+        last = (
+            f"of {computed:,} tokens computed {again:,} were computed again "
+            f"({', '.join(f'{cause} {tokens:,}' for cause, tokens in by.items())}), most at turn {worst.turn}"
+        )
+    if again and all(turn.optimum_tokens is not None for turn in program.turns):
+        least = sum(turn.optimum_tokens or 0 for turn in program.turns)
+        last += f"; Bélády's order, on this run's accesses, would have computed {least:,} again"
+    return f"{first}: {shares}; {last}"
+
+
+def _heading(run: RunLog, program: ProgramLog) -> str:
+    parts = [f"{program.program_id} under {run.policy}", f"plays {program.trace_id}"]
+    if program.parent is not None:
+        parts.append(f"sub-agent of {program.parent}")
+    parts += [f"arrived at {_seconds(program.arrived_s)} s", f"{program.turns_total} turns"]
+    children = [other.program_id for other in run.programs if other.parent == program.program_id]
+    if children:
+        parts.append(f"sub-agents: {', '.join(children)}")
+    return " · ".join(parts)
+
+
+def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
+    held = any(t.entered_s is not None and t.entered_s > t.submitted_s for t in program.turns)
+    held = held or any(t.entered_s is None and t.admitted_s is None for t in program.turns)
+    host = any(turn.host_tokens for turn in program.turns)
+    preempted = any(t.preempted_before_first_token_s or t.preempted_after_s for t in program.turns)
+    optimum = any(turn.optimum_tokens is not None for turn in program.turns)
+    several = len(run.replicas) > 1
+    hidden = {"held back": not held, "preempted": not preempted}
+    kinds = [kind for kind in PHASE_KINDS[:-1] if not hidden.get(kind)]
+    names = [
+        ("sent", "at s"),
+        *((kind, "s") for kind in kinds),
+        ("prompt", "tokens"),
+        ("on device", "tokens"),
+    ]
+    names += [("from host", "tokens")] if host else []
+    names += [("computed", "tokens"), ("again", "tokens")]
+    names += [("Bélády", "again")] if optimum else []
+    names += [("replica", "")] if several else []
+    names += [("why", ""), ("then", "tool, s")]
+    lines = []
+    for turn, next_turn in turn_pairs(program.turns):
+        lasted = turn_phases(program, turn, next_turn, run.virtual_s)
+        by_kind: dict[str, TurnPhase] = {}
+        for span in lasted:
+            before = by_kind.get(span.kind)
+            start_s = span.start_s - (before.seconds if before is not None else 0.0)
+            by_kind[span.kind] = span._replace(start_s=start_s)
+        unadmitted = turn.admitted_s is None
+        line = [
+            _seconds(turn.submitted_s),
+            *(_duration_text(by_kind.get(kind), lasted, turn) for kind in kinds),
+        ]
+        line += [f"{turn.prompt_tokens:,}", "–" if unadmitted else f"{turn.device_tokens:,}"]
+        line += [f"{turn.host_tokens:,}" if turn.host_tokens else "–"] if host else []
+        line += ["–" if unadmitted else f"{turn.computed_tokens:,}"]
+        line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–"]
+        line += [f"{turn.optimum_tokens:,}" if turn.optimum_tokens else "–"] if optimum else []
+        line += [turn.replica or "–"] if several else []
+        line += [_hit_text(turn)]
+        line += [_gap_text(turn, by_kind.get("tools"), next_turn, ended=program.finished_s is not None)]
+        lines.append(line)
+    columns = [
+        WrappedColumn(
+            Text(name, style="bold").append(f"\n{unit}", style="not bold dim"),
+            [Text(line[place]) for line in lines],
+            "left" if name in ("why", "then") else "right",
+        )
+        for place, (name, unit) in enumerate(names)
+    ]
+    numbers = [Text(str(turn.turn)) for turn in program.turns]
+    return WrappedTable([WrappedColumn(Text("turn", style="bold"), numbers)], columns)
+
+
+def _duration_text(span: TurnPhase | None, lasted: list[TurnPhase], turn: TurnLog) -> str:
+    if span is None:
+        return "–"
+    # What the run's end cut off had lasted at least so long.
+    cut = turn.finished_s is None and span.kind == lasted[-1].kind
+    return f"{'≥' if cut else ''}{_seconds(span.seconds)}"
+
+
+def _hit_text(turn: TurnLog) -> str:
+    """Hit or miss, and for what is missing the causes."""
+    if turn.admitted_s is None:
+        return "never got blocks"
+    if turn.regenerated:
+        causes = sorted(turn.regenerated.items(), key=lambda item: (-item[1], item[0]))
+        text = ", ".join(f"{cause} {tokens:,}" for cause, tokens in causes)
+        if turn.evictor is not None:
+            text += f" by {turn.evictor}"
+        if turn.evicted_score is not None:
+            text += f" at score {', '.join(f'{number:.3g}' for number in turn.evicted_score)}"
+        return f"{text}; {turn.preemptions} preemptions" if turn.preemptions > 1 else text
+    text = f"preempted {turn.preemptions}×, nothing lost" if turn.preemptions else ""
+    if not turn.known_tokens:
+        return text or "all new"
+    return text or "hit"
+
+
+def _gap_text(turn: TurnLog, gap: TurnPhase | None, next_turn: TurnLog | None, *, ended: bool) -> str:
+    if turn.finished_s is None or gap is None:
+        return "cut off by the run's end"
+    if next_turn is None and ended and gap.seconds <= 0:
+        return "end"
+    at_least = "≥" if next_turn is None and not ended else ""
+    foreseen = f", {turn.goes_on:.0%} to go on" if turn.goes_on is not None else ""
+    return f"{turn.tool or 'gap'} {at_least}{_seconds(gap.seconds)}{foreseen}"
+
+
+def _causes(program: ProgramLog) -> list[str]:
+    """Those that lost the program tokens, the costliest first."""
+    by: dict[str, int] = {}
+    for turn in program.turns:
+        for cause, tokens in turn.regenerated.items():
+            by[cause] = by.get(cause, 0) + tokens
+    return sorted(by, key=lambda cause: (-by[cause], cause))
+
+
+def _percentages(sums: dict[str, float]) -> dict[str, int]:
+    """Whole percentages of the sum, adding up to 100, of the kinds that took time; all 0 where none did."""
+    whole = sum(sums.values())
+    if whole <= 0:
+        return dict.fromkeys(sums, 0)
+    exact = {kind: 100.0 * seconds / whole for kind, seconds in sums.items() if seconds > 0}
+    floors = {kind: int(percent) for kind, percent in exact.items()}
+    # Equal remainders: the larger share is the one to round up. Rounded, since they are equal but for noise.
+    order = sorted(exact, key=lambda kind: (round(floors[kind] - exact[kind], 9), -exact[kind], kind))
+    for kind in order[: 100 - sum(floors.values())]:
+        floors[kind] += 1
+    return floors
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.2f}"

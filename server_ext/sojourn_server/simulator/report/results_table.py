@@ -1,0 +1,184 @@
+"""Many rows side by side, for the terminal and as Markdown: grouped by workload, best figures marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from .result_columns import BASELINES, ENGINE, SERVICE, ResultColumn, TableCell, cells, shown
+from .run_row import RunRow
+from .wrapped_table import WrappedColumn, WrappedTable
+
+_LEGEND = ("* best of the policies", "≥ at least, ≤ at most")
+
+
+def legend(rows: Sequence[RunRow]) -> str:
+    """What the signs in a table of ``rows`` mean."""
+    compared = _baseline_note(rows)
+    best, bounds = _LEGEND
+    return "; ".join([best, *([f"N× {compared}"] if compared else []), bounds])
+
+
+def _baseline_note(rows: Sequence[RunRow]) -> str:
+    """What factors are relative to; empty where nobody whom they would be relative to was run."""
+    ran = {row.policy for row in rows}
+    names = [name for name in BASELINES if name in ran and ran != {name}]
+    return f"times better than {' or '.join(names)}" if names else ""
+
+
+def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
+    """The rows by workload, in the order of trace and load; stock first and limits last within each."""
+    groups: dict[tuple[object, ...], list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault(row.workload, []).append(row)
+    ordered = sorted(groups.values(), key=lambda group: group[0].workload)
+    return [sorted(group, key=lambda row: (row.limit, row.policy not in BASELINES)) for group in ordered]
+
+
+def title(rows: Sequence[RunRow]) -> str:
+    """What the rows have in common: those of one workload all but the policy."""
+    told = (
+        {row.trace for row in rows},
+        {row.hardware for row in rows},
+        {row.model for row in rows},
+        {load(row) for row in rows},
+    )
+    parts = [same.pop() for same in told if len(same) == 1]
+    shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
+    # A run ends with the step that passes its time.
+    if longest_s - shortest_s <= 0.01 * longest_s:
+        parts.append(f"{longest_s:,.0f} virtual s")
+    for name, field in (("KV pool", "pool_blocks"), ("host memory", "host_blocks"), ("disk", "disk_blocks")):
+        size = _common_size(rows, field)
+        if size:
+            each = " each" if any(row.replicas for row in rows) else ""
+            parts.append(f"{name} {size:,} tokens{each}")
+    return " · ".join([*parts, f"seed {rows[0].seed}"])
+
+
+def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
+    """In tokens, where all policies that have such memory have the same: others may stand beside them."""
+    sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
+    owners = {policy for policy, size in sizes if size}
+    found = {size for policy, size in sizes if policy in owners}
+    return found.pop() if len(found) == 1 else None
+
+
+def load(row: RunRow) -> str:
+    """How much is asked of the engine, or of how many, in words."""
+    if row.loop == "closed" or row.rate_per_s is None:
+        asked = f"{row.programs} programs at once"
+    else:
+        asked = f"{row.programs} programs, {row.rate_per_s:g} a second"
+    if row.replicas is None:
+        return asked
+    return f"{asked}, {row.replicas} replica{'s' if row.replicas > 1 else ''}"
+
+
+def render(rows: Sequence[RunRow]) -> RenderableType:
+    """A table a workload, in as many pieces as the console is narrow, with the notes below all of them."""
+    parts: list[RenderableType] = []
+    for group in workloads(rows):
+        parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
+    if parts:
+        parts.append(Text(legend(rows), style="dim"))
+    parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
+    return Group(*parts)
+
+
+def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
+    """The same as Markdown, all columns beside each other, ending in a newline.
+
+    One section a workload or, with ``one_table``, a single table that begins with what tells them apart.
+    """
+    groups = workloads(rows)
+    lines: list[str] = []
+    if one_table:
+        columns = shown(rows, [*SERVICE, *ENGINE])
+        lines += _heading(["trace", "load", "policy"], columns)
+        for group in groups:
+            lines += _lines(group, columns, [group[0].trace, load(group[0])])
+        lines.append("")
+    else:
+        for group in groups:
+            columns = shown(group, [*SERVICE, *ENGINE])
+            lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
+            lines += [*_lines(group, columns, []), ""]
+    compared = _baseline_note(rows)
+    factors = f" N×: {compared}." if compared else ""
+    lines.append(f"**Bold**: best of the policies.{factors} *Italic*: a limit, no policy.")
+    found = notes(rows)
+    if found:
+        lines += ["", *(f"- {_escaped(note)}" for note in found)]
+    return "\n".join(lines) + "\n"
+
+
+def notes(rows: Sequence[RunRow]) -> list[str]:
+    """Every note once; where it does not hold for all policies it begins with whose it is."""
+    owners: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            names = owners.setdefault(note, [])
+            if row.policy not in names:
+                names.append(row.policy)
+    everybody = {row.policy for row in rows if not row.limit}
+    made = []
+    for note, names in owners.items():
+        mine = everybody <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
+        made.append(note if mine else f"{', '.join(names)}: {note}")
+    return made
+
+
+def _pieces(rows: Sequence[RunRow]) -> WrappedTable:
+    columns = [value_cells(column, cells(rows, column)) for column in shown(rows, [*SERVICE, *ENGINE])]
+    return WrappedTable([policy_cells(rows)], columns)
+
+
+def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
+    """The rows' policies; limits in italics."""
+    return WrappedColumn(
+        Text("policy"), [Text(row.policy, style="italic" if row.limit else "") for row in rows], "left"
+    )
+
+
+def value_cells(column: ResultColumn, found: Sequence[TableCell]) -> WrappedColumn:
+    """``found``, the cells of ``column``, as they stand in the terminal."""
+    factor_width = max(len(cell.factor) for cell in found)
+    heading = Text(column.title).append(f"\n{column.unit}", style="dim")
+    return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])
+
+
+def _text(cell: TableCell, factor_width: int) -> Text:
+    text = Text(cell.text + ("*" if cell.best else " "), style="bold green" if cell.best else "")
+    if factor_width:
+        text.append(f" {cell.factor:>{factor_width}}", style="not bold dim default")
+    return text
+
+
+def _heading(first: Sequence[str], columns: Sequence[ResultColumn]) -> list[str]:
+    names = [*first, *(f"{column.title} {column.unit}".strip() for column in columns)]
+    return [_line(names), _line([*("---" for _ in first), *("--:" for _ in columns)])]
+
+
+def _lines(rows: Sequence[RunRow], columns: Sequence[ResultColumn], first: Sequence[str]) -> list[str]:
+    made = [[_marked(cell) for cell in cells(rows, column)] for column in columns]
+    lines = []
+    for number, row in enumerate(rows):
+        policy = f"*{row.policy}*" if row.limit else row.policy
+        lines.append(_line([*first, policy, *(column[number] for column in made)]))
+    return lines
+
+
+def _marked(cell: TableCell) -> str:
+    text = f"**{cell.text}**" if cell.best else cell.text
+    return f"{text} ({cell.factor})" if cell.factor else text
+
+
+def _line(parts: Sequence[str]) -> str:
+    return f"| {' | '.join(_escaped(part) for part in parts)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

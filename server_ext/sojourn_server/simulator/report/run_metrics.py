@@ -1,0 +1,314 @@
+"""From the record of a run to its figures: every definition is here, once.
+
+Programs are all of them, sub-agents included: a sub-agent is a program of its
+own (MORI §4.2), and ``sojourn replay`` counts the same way. With ``since_s`` > 0
+figures leave out programs that arrived, and turns that were sent, earlier: the
+ramp of a closed loop, where all programs start at once on an empty cache. Rates
+then count what happened from ``since_s`` on, whoever did it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import PurePath
+
+from ...metrics.preemption_cascades import CASCADE_STEPS
+from ...metrics.summary_statistics import PERCENTILES, summarise
+from ..run_log import ProgramLog, RunLog, TurnLog
+from .cluster_metrics import per_replica, replica_changes, slo_attainment, utilisation
+from .kaplan_meier import estimated_statistics
+from .run_row import NO_STATISTICS, RunRow, SummaryStatistics
+
+SURVIVORS_NOTE = (
+    "closed loop: completion is of the programs that finished, so a policy under which only short ones do "
+    "looks better than it is (survivor bias), and is compared by 'est. of all' instead: there the unfinished "
+    "count for as long as they were seen (Kaplan-Meier); ≥ means that the run was too short to tell"
+)
+NONE_FINISHED_NOTE = (
+    "no program finished in this time: of completion lower bounds are known at most, and the other figures "
+    "are of the turns so far. Simulate longer, or with fewer programs"
+)
+NONE_ARRIVED_NOTE = "no program arrived in this time, so nothing can be said. Simulate longer"
+_TRACE_ENDINGS = (".jsonl.gz", ".json.gz", ".jsonl", ".json")
+
+CUT_OFF_NOTE = (
+    "open loop, ended before all programs had: an unfinished one counts with its time so far, "
+    "so figures with ≥ are lower bounds; 'est. of all' is the Kaplan-Meier estimate"
+)
+
+
+def summarize_run(
+    run: RunLog,
+    *,
+    since_s: float = 0.0,
+    regenerated_over_belady: float | None = None,
+    limit: bool = False,
+) -> RunRow:
+    """The figures of ``run``.
+
+    - ``completion_s``: arrival to last token. Closed loop: of the programs that finished. Open loop: of
+      all; one that has not finished counts with its time so far, and the figures which that makes lower
+      bounds are named in ``at_least``.
+    - ``completion_estimate_s``: of all programs, in both loops, as ``survival`` estimates it.
+    - ``unfinished_elapsed_s``: time so far of the unfinished, in both loops.
+    - ``ttft_s``: from the client's sending, time at a router included, to the first token.
+    - ``queue_s``: from sending to the first blocks, reloads from host memory included.
+      In these two a turn that the run's end cut off counts with its time so far, and the figures which
+      that makes lower bounds are named: else who lets some wait for ever would look best.
+    - ``tpot_s``: (last token or the run's end − first token) ÷ (output tokens so far − 1), of turns with
+      more than one token: whoever was preempted in mid-answer and waits still is in it.
+    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time; a turn that lies across
+      ``since_s`` counts in proportion.
+    - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: of turns that got blocks.
+    - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
+    - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another one.
+    - ``replica_changes``, ``slo_attainment``: as ``cluster`` defines them, of the programs that count here.
+    - ``utilisation``, ``per_replica``, ``routes``: of the whole run, as the next.
+    - ``preemptions``, ``cascades``, copies, ``device_busy_fraction``, ``scheduler_ms_per_step``,
+      ``virtual_s`` and ``wall_s`` are always of the whole run.
+
+    ``regenerated_over_belady`` is passed through: it is found on one fixed access sequence, by
+    ``lab.limits``. Raises ``ValueError`` where ``since_s`` is negative or not before the run's end.
+    """
+    if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
+        raise ValueError(
+            f"since_s is {since_s:g}; expected 0 or more, and less than virtual_s, {run.virtual_s:g}"
+        )
+    programs = [program for program in run.programs if program.arrived_s >= since_s]
+    sent = [turn for program in run.programs for turn in program.turns if turn.submitted_s >= since_s]
+    admitted = [turn for turn in sent if turn.admitted_s is not None]
+    finished = [seconds for program in programs if (seconds := program.completion_s) is not None]
+    elapsed = [run.virtual_s - program.arrived_s for program in programs if program.finished_s is None]
+    causes: Counter[str] = Counter()
+    for turn in admitted:
+        causes.update(turn.regenerated)
+    window_s = run.virtual_s - since_s
+    row = RunRow(
+        policy=run.policy,
+        programs=run.programs_wanted,
+        hardware=run.hardware,
+        model=run.model,
+        trace=trace_name(run.trace),
+        seed=run.seed,
+        programs_finished=len(finished),
+        programs_unfinished=len(elapsed),
+        completion_s=summary_statistics(finished)
+        if run.loop == "closed"
+        else censored_statistics(finished, elapsed),
+        ttft_s=_waits(sent, "first_token_s", run.virtual_s),
+        tpot_s=summary_statistics(
+            seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
+        ),
+        output_tok_per_s=_rate(_output_tokens_since(run, since_s), window_s),
+        prompt_tokens=sum(turn.prompt_tokens for turn in admitted),
+        computed_tokens=sum(turn.computed_tokens for turn in admitted),
+        regenerated_tokens=sum(causes.values()),
+        regenerated_over_belady=regenerated_over_belady,
+        preemptions=len(run.preemption_steps),
+        cascades=cascades(run.preemption_steps),
+        scheduler_ms_per_step=1e3 * run.scheduler_s / run.steps if run.steps else None,
+        virtual_s=run.virtual_s,
+        wall_s=run.wall_s,
+        limit=limit,
+        loop=run.loop,
+        rate_per_s=run.rate_per_s,
+        since_s=since_s,
+        pool_blocks=run.pool_blocks,
+        host_blocks=run.host_blocks,
+        disk_blocks=run.disk_blocks,
+        block_size=run.block_size,
+        programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
+        programs_per_hour=_rate(3600.0 * _programs_finished_since(run.programs, since_s), window_s),
+        unfinished_elapsed_s=summary_statistics(elapsed),
+        completion_estimate_s=estimated_statistics(finished, elapsed),
+        queue_s=_waits(sent, "admitted_s", run.virtual_s),
+        turns_finished=sum(turn.finished_s is not None for turn in sent),
+        turns_unfinished=sum(turn.finished_s is None for turn in sent),
+        device_hit_tokens=sum(turn.device_tokens for turn in admitted),
+        host_hit_tokens=sum(turn.host_tokens for turn in admitted),
+        regenerated_by=dict(sorted(causes.items())),
+        device_busy_fraction=_rate(run.busy_s, run.virtual_s),
+        copied_to_host_bytes=run.copied_to_host_bytes,
+        copied_to_device_bytes=run.copied_to_device_bytes,
+        copied_to_disk_bytes=run.copied_to_disk_bytes,
+        copied_from_disk_bytes=run.copied_from_disk_bytes,
+        steps=run.steps,
+        replicas=len(run.replicas) or None,
+        replica_changes=replica_changes(programs) if run.replicas else None,
+        utilisation=utilisation(run),
+        slo_attainment=slo_attainment(programs, run.virtual_s) if run.replicas else None,
+        per_replica=per_replica(run),
+        routes=dict(run.routes),
+        notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
+    )
+    return row
+
+
+def bound_row(
+    stock: RunRow,
+    policy: str,
+    *,
+    regenerated_tokens: int,
+    wall_s: float = 0.0,
+    regenerated_over_belady: float | None = None,
+    notes: Sequence[str] = (),
+) -> RunRow:
+    """The row of a bound that has no times of its own, such as ``replay_belady``: the access sequence is that
+    of ``stock``, its eviction order another, so only what is computed again differs."""
+    return RunRow(
+        policy=policy,
+        programs=stock.programs,
+        hardware=stock.hardware,
+        model=stock.model,
+        trace=stock.trace,
+        seed=stock.seed,
+        programs_finished=stock.programs_finished,
+        programs_unfinished=stock.programs_unfinished,
+        completion_s=NO_STATISTICS,
+        ttft_s=NO_STATISTICS,
+        tpot_s=NO_STATISTICS,
+        output_tok_per_s=None,
+        prompt_tokens=stock.prompt_tokens,
+        computed_tokens=stock.computed_tokens - stock.regenerated_tokens + regenerated_tokens,
+        regenerated_tokens=regenerated_tokens,
+        regenerated_over_belady=regenerated_over_belady,
+        preemptions=0,
+        cascades=0,
+        scheduler_ms_per_step=None,
+        virtual_s=stock.virtual_s,
+        wall_s=wall_s,
+        limit=True,
+        loop=stock.loop,
+        rate_per_s=stock.rate_per_s,
+        since_s=stock.since_s,
+        pool_blocks=stock.pool_blocks,
+        block_size=stock.block_size,
+        regenerated_by={"evicted": regenerated_tokens} if regenerated_tokens else {},
+        notes=tuple(notes),
+    )
+
+
+def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
+    """Mean and percentiles of ``values``."""
+    summary = summarise(values)
+    return SummaryStatistics(
+        mean=summary["mean"], p50=summary["p50"], p90=summary["p90"], p95=summary["p95"], p99=summary["p99"],
+        count=int(summary["count"] or 0),
+    )  # fmt: skip
+
+
+def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:
+    """Mean and percentiles where of some values only a lower bound is known.
+
+    Raising a value lowers no percentile, so with the bounds in their places every figure is a lower
+    bound itself. A percentile is exact where all values up to its place, in order, are: raising a value
+    further up does not move it.
+    """
+    ordered = sorted([*((value, False) for value in exact), *((value, True) for value in lower_bounds)])
+    first_bound = next((place for place, (_, bound) in enumerate(ordered) if bound), None)
+    made = summary_statistics(value for value, _ in ordered)
+    if first_bound is None:
+        return made
+    at_least = ["mean"]
+    for percent in PERCENTILES:
+        # The last of the two neighbours between which ``metrics.summary.percentile`` interpolates.
+        if first_bound <= math.ceil((len(ordered) - 1) * percent / 100.0):
+            at_least.append(f"p{percent}")
+    return SummaryStatistics(
+        mean=made.mean, p50=made.p50, p90=made.p90, p95=made.p95, p99=made.p99,
+        count=made.count, at_least=tuple(at_least),
+    )  # fmt: skip
+
+
+def trace_name(workload: str) -> str:
+    """A trace file's name without folder and endings, the same on every machine; other names as they are."""
+    name = PurePath(workload).name if workload.endswith(_TRACE_ENDINGS) else workload
+    for ending in _TRACE_ENDINGS:
+        name = name.removesuffix(ending)
+    return name
+
+
+def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
+    """Preemptions at most ``within`` steps after another one; the first of a chain is none (Tetris, T6)."""
+    ordered = sorted(preemption_steps)
+    return sum(after - before <= within for before, after in pairwise(ordered))
+
+
+def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
+    """From sending to ``mark``; what has not come to it by the run's end has waited so long at least."""
+    exact, bounds = [], []
+    for turn in turns:
+        at_s: float | None = getattr(turn, mark)
+        if at_s is None:
+            bounds.append(run_end_s - turn.submitted_s)
+        else:
+            exact.append(at_s - turn.submitted_s)
+    return censored_statistics(exact, bounds)
+
+
+def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
+    end_s, tokens = turn.finished_s, turn.output_tokens
+    if end_s is None:
+        end_s, tokens = run_end_s, turn.generated_tokens
+    return (
+        (end_s - turn.first_token_s) / (tokens - 1) if turn.first_token_s is not None and tokens > 1 else None
+    )
+
+
+def _output_tokens_since(run: RunLog, since_s: float) -> float:
+    """Output tokens made from ``since_s`` on, evenly spread from a turn's first token to its last."""
+    total = 0.0
+    for program in run.programs:
+        for turn in program.turns:
+            if turn.first_token_s is None:
+                continue
+            tokens = turn.generated_tokens if turn.finished_s is None else turn.output_tokens
+            end_s = run.virtual_s if turn.finished_s is None else turn.finished_s
+            if turn.first_token_s >= since_s:
+                total += tokens
+            elif end_s > since_s:
+                total += tokens * (end_s - since_s) / (end_s - turn.first_token_s)
+    return total
+
+
+def _programs_finished_since(programs: Iterable[ProgramLog], since_s: float) -> int:
+    return sum(program.finished_s is not None and program.finished_s >= since_s for program in programs)
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds > 0 else None
+
+
+def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
+    notes = []
+    if not run.programs:
+        notes.append(NONE_ARRIVED_NOTE)
+    none_finished = not _programs_finished_since(run.programs, since_s)
+    if run.programs and none_finished:
+        notes.append(NONE_FINISHED_NOTE)
+    if unfinished and run.loop != "closed":
+        notes.append(CUT_OFF_NOTE)
+    elif unfinished and not none_finished:
+        notes.append(SURVIVORS_NOTE)
+    if since_s > 0:
+        notes.append(
+            f"without programs that arrived, and turns that were sent, in the first {since_s:g} s; "
+            "preemptions, cascades, copies, device time and scheduler time are of the whole run"
+        )
+    if run.refused_hints:
+        notes.append(f"{run.policy}: the server refused {run.refused_hints} events: a defect")
+    if run.hook_failures:
+        notes.append(
+            f"{run.policy}: {run.hook_failures} calls of the policy or the adapter failed, see above; where "
+            "they did, the engine did as stock does, so these figures are not the policy's"
+        )
+    turns = [turn for program in run.programs for turn in program.turns]
+    if run.policy == "stock" and turns and not run.preemption_steps and not any(t.regenerated for t in turns):
+        notes.append(
+            f"under stock the KV pool of {run.pool_blocks * run.block_size:,} tokens never ran short: "
+            "policies can hardly differ; ask for more --programs, or less memory by --pool-tokens"
+        )
+    return notes

@@ -1,0 +1,94 @@
+"""Finished runs in a folder, so that a long suite that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from sojourn_server.traces.atomic_files import write_atomically
+
+from .limits.eviction_replay_result import EvictionReplayResult
+from .run_log import RunLog
+from .simulation_run import RunSpec
+
+_PACKAGES = (
+    "core", "gateway", "kv_offload", "kv_transfer", "launch", "metrics", "models", "policies", "predictors",
+    "profiling", "programs", "recording", "routing", "simulator", "traces", "vllm",
+)  # fmt: skip
+"""What a run depends on."""
+
+
+class RunOutcome(msgspec.Struct, kw_only=True):
+    """What one run gave."""
+
+    log: RunLog
+    orders: dict[str, EvictionReplayResult] = msgspec.field(default_factory=dict)
+    """By eviction order, where the run's accesses were recorded and replayed."""
+    sent_s: list[float] = msgspec.field(default_factory=list)
+    """Of each request of the access log, when its client sent it."""
+
+
+class _CachedRun(msgspec.Struct, kw_only=True):
+    spec: dict[str, str | int | float | bool | None]
+    made_of: str
+    outcome: RunOutcome
+
+
+class RunCache:
+    """A folder of outcomes, one file a run.
+
+    A run of other code, or of a trace, preset or profile that has changed since, counts as absent. Only the
+    modules of a preset of the user's own are not looked at.
+    """
+
+    def __init__(self, folder: str | Path, code: str | None = None) -> None:
+        """``code`` stands for the code that makes the runs; default: ``code_digest()``."""
+        self._folder = Path(folder)
+        self._code = code if code is not None else code_digest()
+
+    def get(self, spec: RunSpec) -> RunOutcome | None:
+        """What ``spec`` gave before; ``None`` where it was not run, or by other code, or cannot be read."""
+        try:
+            kept = msgspec.msgpack.decode(gzip.decompress(self._path(spec).read_bytes()), type=_CachedRun)
+        except (OSError, EOFError, zlib.error, msgspec.DecodeError):
+            return None
+        return kept.outcome if (kept.spec, kept.made_of) == (asdict(spec), self._made_of(spec)) else None
+
+    def put(self, spec: RunSpec, outcome: RunOutcome) -> None:
+        """Keep it. Raises ``OSError``."""
+        kept = _CachedRun(spec=asdict(spec), made_of=self._made_of(spec), outcome=outcome)
+        data = gzip.compress(msgspec.msgpack.encode(kept), compresslevel=6, mtime=0)
+        write_atomically({self._path(spec): data})
+
+    def _path(self, spec: RunSpec) -> Path:
+        told = re.sub(r"[^A-Za-z0-9.]+", "-", f"{Path(spec.workload).name}-{spec.label}").strip("-")
+        key = msgspec.json.encode([asdict(spec), self._made_of(spec)])
+        return self._folder / f"{told}-{hashlib.sha256(key).hexdigest()[:12]}.msgpack.gz"
+
+    def _made_of(self, spec: RunSpec) -> str:
+        """The code, and the files that the specification names."""
+        digest = hashlib.sha256(self._code.encode())
+        # Behind a routing's name and a slash stands what may be a file too.
+        engines = spec.policy.partition("/")[2] if spec.replicas is not None else None
+        for name in (spec.workload, spec.policy, engines, spec.hardware, spec.model):
+            if name and Path(name).is_file():
+                digest.update(Path(name).read_bytes())
+        return digest.hexdigest()[:12]
+
+
+def code_digest(package: Path | None = None) -> str:
+    """Changes with any file of ours that a run depends on; ``package`` holds the rooms, this one's else."""
+    here = package if package is not None else Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for room in _PACKAGES:
+        for path in sorted((here / room).rglob("*")):
+            if path.suffix in (".py", ".toml"):
+                digest.update(path.relative_to(here).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,446 @@
+"""The clients' side: programs that come and go, their tools, their events, and the router they go through.
+
+What a program will do next is known here and nowhere else. A server is told what
+a client would tell it, when it would.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .client_hints import EVENT_SEND_DELAY_S, ClientHints
+from .client_history import ClientHistory
+from .event_queue import EventQueue
+from .request_router import RequestRouter, RequestRouterView, RoutableRequest, RoutedProgramView
+from .run_log import ProgramLog, RunLog, TurnLog
+from .simulated_outputs import SimulatedOutputs
+from .simulated_replica import SimulatedReplica
+from .token_accounting import InFlightTurn
+from .workloads.arrival_processes import ArrivalProcess
+from .workloads.program_plans import ProgramPlan
+
+GATEWAY_EMITTER = "gateway"
+"""Emitter of events that the gateway sends, not a client."""
+
+ACCEPTED_OUTCOMES = ("applied", "deferred")
+"""Outcomes of events that did what they say; a ``tool_start`` may come after its request, as on a network."""
+
+
+@dataclass(slots=True)
+class ActiveProgram:
+    """A program that runs."""
+
+    plan: ProgramPlan
+    life: ProgramLog
+    root: ActiveProgram | None
+    hints: ClientHints | None
+    turn: int = 0
+    family: int = 1
+    """Of a root: programs of its family that still run, itself included."""
+    children: list[ProgramPlan] = field(default_factory=list)
+    hashes: list[Any] = field(default_factory=list)
+    """Of the blocks its last turn left."""
+    state: str = "waiting"
+    since_s: float = 0.0
+    context_tokens: int = 0
+
+
+class RequestInTransit(NamedTuple):
+    """A request on its way to an engine."""
+
+    active: ActiveProgram
+    life: TurnLog
+    prompt: list[int]
+    known: list[Any]
+    """Hashes of its leading blocks."""
+    events: list[dict[str, Any]]
+    """They ride along."""
+    context: dict[str, Any] | None
+    """Further fields of its hint."""
+
+
+class SimulatedClients:
+    """All clients of a run, behind a router in front of one or several engines."""
+
+    def __init__(
+        self,
+        sim_replicas: Sequence[SimulatedReplica],
+        event_queue: EventQueue,
+        loop: ArrivalProcess,
+        request_router: RequestRouter,
+        log: RunLog,
+        *,
+        standalone: bool = False,
+        expected_s: Callable[[ProgramPlan], float] | None = None,
+        call_s: float = 0.0,
+        with_hints: bool = False,
+    ) -> None:
+        """``standalone``: one engine that is no replica of a cluster; logs do not name it."""
+        self._event_queue = event_queue
+        self._loop = loop
+        self._request_router: Any = request_router
+        self._log = log
+        self._standalone = standalone
+        self._expected_s = expected_s
+        self._call_s = call_s
+        self._with_hints = with_hints
+        self._history = ClientHistory()
+        self._sim_replicas = {sim_replica.replica: sim_replica for sim_replica in sim_replicas}
+        self._names = list(self._sim_replicas)
+        self._first_engine = sim_replicas[0].engine
+        self.mail: set[str] = set()
+        """Engines with an undelivered message."""
+        self.outputs = SimulatedOutputs()
+        self.active: dict[str, ActiveProgram] = {}
+        """Programs that have arrived and are not over."""
+        self._waiting_at_router: dict[str, RoutableRequest] = {}
+        self._submitted: dict[str, RequestInTransit] = {}
+        self._attempts: dict[str, int] = {}
+        """How often each unanswered request was recalled from an engine."""
+        self._homes: dict[str, str] = {}
+        """Engine that received each program's last request."""
+        self._moved: set[str] = set()
+        """Programs that changed engines: an engine may not know what their events refer to."""
+        self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        """Events of programs without an engine; their first request carries them."""
+        self._gateway_event_seq = 0
+        self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
+
+    def begin(self) -> None:
+        """Schedule the first arrival."""
+        self._arrivals = iter(self._loop.initial())
+        self._next_arrival()
+        if self._request_router.tick_s != float("inf"):
+            self._tick()
+
+    def saw(self, plan: ProgramPlan) -> str:
+        """Learn from a program that ended before the run. Returns its agent type."""
+        kind = agent_type_of(plan)
+        self._history.over(kind, len(plan.plans))
+        return kind
+
+    # -- programs -------------------------------------------------------------------
+
+    def _next_arrival(self) -> None:
+        """Only the next one is in the queue: an endless loop has no last."""
+        arrival = next(iter(self._arrivals), None)
+        if arrival is not None:
+            at_s, plan = arrival
+
+            def arrives() -> None:
+                self._begin(plan, None)
+                self._next_arrival()
+
+            self._event_queue.at(at_s, arrives)
+
+    def _begin(self, plan: ProgramPlan, parent: ActiveProgram | None) -> None:
+        now = self._event_queue.now_s
+        life = ProgramLog(
+            program_id=plan.instance_id,
+            trace_id=plan.trace_id,
+            parent=parent.life.program_id if parent is not None else None,
+            arrived_s=now,
+            turns_total=len(plan.plans),
+            cut=plan.cut,
+            tenant=plan.tenant,
+        )
+        self._log.programs.append(life)
+        hints: ClientHints | None = None
+        if self._with_hints:
+            kind = agent_type_of(plan, is_child=parent is not None)
+            hints = ClientHints(plan.instance_id, life.parent, agent_type=kind, history=self._history)
+        root = None if parent is None else parent.root or parent
+        active = ActiveProgram(plan, life, root, hints, since_s=now)
+        if root is not None:
+            root.family += 1
+        self.active[plan.instance_id] = active
+        if self._expected_s is not None:
+            life.expected_s = self._expected_s(plan)
+        if hints is not None:
+            self._say(hints, hints.program_start())
+        for child in plan.children:
+            (root or active).family += 1
+            if child.parent_turn is None:
+                starts_s = now + (child.start_offset_s or 0.0)
+                self._event_queue.at(starts_s, lambda child=child: self._begin_child(child, active))
+            else:
+                active.children.append(child)
+        self._submit(active)
+
+    def _submit(self, active: ActiveProgram) -> None:
+        now = self._event_queue.now_s
+        plan, turn = active.plan, active.turn
+        lengths = plan.plans[turn]
+        prompt = plan.prompt(turn)
+        life = TurnLog(
+            program_id=plan.instance_id,
+            turn=turn,
+            submitted_s=now,
+            prompt_tokens=len(prompt),
+            output_tokens=lengths.output_tokens,
+            tool=plan.tool(turn),
+        )
+        active.life.turns.append(life)
+        active.state, active.since_s = "waiting", now
+        request_id = life.request_id
+        continues = lengths.base is not None and lengths.base == turn - 1
+        reused_blocks = lengths.reused_tokens // self._first_engine.options.block_size
+        known = active.hashes[:reused_blocks] if continues else []
+        riding = active.hints.pop_unsent(now) if active.hints is not None else []
+        context = active.hints.context() if active.hints is not None else None
+        self._submitted[request_id] = RequestInTransit(active, life, prompt, known, riding, context)
+        self._route_request(RoutableRequest(request_id, plan.instance_id, len(prompt), now, turn))
+
+    def _route_request(self, request: RoutableRequest) -> None:
+        """A request comes to the door."""
+        if self._request_router.is_open:
+            self._enter(request.request_id)
+        else:
+            self._waiting_at_router[request.request_id] = request
+            self._query_router()
+
+    def _enter(self, request_id: str) -> None:
+        """Send a request to its engine; it arrives after the call's delay."""
+        sent = self._submitted[request_id]
+        program_id = sent.life.program_id
+        replica = self._target_replica(request_id)
+        if self._homes.get(program_id, replica) != replica:
+            self._moved.add(program_id)
+        self._homes[program_id] = replica
+        if not self._standalone:
+            sent.life.replica = replica
+        attempt = self._attempts.setdefault(request_id, 0)
+        sent.active.state, sent.active.since_s = "reasoning", self._event_queue.now_s
+        self._after_call_delay(lambda: self._reached(request_id, attempt, replica))
+
+    def _target_replica(self, request_id: str) -> str:
+        """The engine for a request that the router has just admitted."""
+        if self._standalone:
+            return self._names[0]
+        return self._names[self._request_router.replica_of(self._submitted[request_id].life.program_id)]
+
+    def _after_call_delay(self, what: Callable[[], None]) -> None:
+        """Requests and events arrive in the order in which they were sent."""
+        if self._call_s:
+            self._event_queue.at(self._event_queue.now_s + self._call_s, what)
+        else:
+            what()
+
+    def _reached(self, request_id: str, attempt: int, replica: str) -> None:
+        if self._is_attempt_stale(request_id, attempt):
+            return
+        sent = self._submitted[request_id]
+        now = sent.life.entered_s = self._event_queue.now_s
+
+        def taken_in() -> None:
+            if not self._is_attempt_stale(request_id, attempt):
+                self._taken_in(self._sim_replicas[replica], sent, attempt, now)
+
+        self._post(replica, taken_in)
+
+    def _taken_in(
+        self, sim_replica: SimulatedReplica, sent: RequestInTransit, attempt: int, now: float
+    ) -> None:
+        active, life, prompt, known, riding, context = sent
+        self._tell(sim_replica, self._unsent_events.pop(life.program_id, []))
+        if not attempt:  # a request that is sent again has delivered its events
+            self._tell(sim_replica, riding)
+        request_id = engine_request_id(life.request_id, attempt)
+        turn = sim_replica.account.live[request_id] = InFlightTurn(
+            life, active.plan.planned_output(life.turn)
+        )
+        turn.request = sim_replica.engine.add(
+            request_id,
+            prompt,
+            # Clients do not know the length of an answer, so the request does not state it.
+            max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
+            program_id=active.plan.instance_id if active.hints is not None else None,
+            context=context,
+            arrival_s=now,
+            known_hashes=known,
+        )
+        self.outputs.say(turn.request.output_token_ids, active.plan.tool_runs(life.turn))
+
+    def _recall(self, request_id: str) -> None:
+        """Take a request without a first token back from its engine; it waits again."""
+        sent = self._submitted[request_id]
+        attempt = self._attempts[request_id]
+        self._attempts[request_id] = attempt + 1
+        replica = sent.life.replica
+        assert replica is not None
+        turn = self._sim_replicas[replica].cancel(engine_request_id(request_id, attempt))
+        if turn is not None:
+            self.outputs.forget(turn.request.output_token_ids)
+            self.mail.add(replica)
+        sent.life.entered_s = sent.life.admitted_s = None
+        sent.life.recalls += 1
+        sent.active.state, sent.active.since_s = "waiting", self._event_queue.now_s
+
+    def _is_attempt_stale(self, request_id: str, attempt: int) -> bool:
+        return self._attempts.get(request_id) != attempt
+
+    def first_token(self, turn: InFlightTurn) -> None:
+        """An answer has begun."""
+
+    def answered(self, turn: InFlightTurn) -> None:
+        """A request has its answer: its tools run, or its program is over."""
+        now = self._event_queue.now_s
+        self._submitted.pop(turn.life.request_id)
+        self._attempts.pop(turn.life.request_id, None)
+        active = self.active[turn.life.program_id]
+        active.hashes = turn.hashes
+        active.context_tokens = turn.life.prompt_tokens + turn.life.output_tokens
+        number = active.turn
+        for child in [c for c in active.children if c.parent_turn == number]:
+            active.children.remove(child)
+            self._event_queue.at(now + child.delay_s, lambda child=child: self._begin_child(child, active))
+        active.turn += 1
+        if active.turn >= len(active.plan.plans):
+            self._finish_program(active)
+            return
+        gap_s = active.plan.gap_s(number)
+        turn.life.gap_s = gap_s
+        active.state, active.since_s = "acting", now
+        if active.hints is not None:
+            self._send_tool_events(active, number, gap_s)
+        self._event_queue.at(now + gap_s, lambda: self._submit(active))
+        self._query_router()
+
+    def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
+        (parent.root or parent).family -= 1  # it was counted when it was promised
+        self._begin(child, parent)
+
+    def _send_tool_events(self, active: ActiveProgram, number: int, gap_s: float) -> None:
+        hints = active.hints
+        assert hints is not None
+        runs = active.plan.tool_runs(number)
+        self._say(hints, *(hints.tool_start(f"{number}.{i}", run) for i, run in enumerate(runs)))
+        for i, run in enumerate(runs):
+            took_s = gap_s if run.s is None else min(run.s, gap_s)
+            call_id = f"{number}.{i}"
+            self._event_queue.at(
+                self._event_queue.now_s + took_s,
+                lambda call_id=call_id, took_s=took_s: self._say(hints, hints.tool_stop(call_id, took_s)),
+            )
+
+    def _finish_program(self, active: ActiveProgram) -> None:
+        active.life.finished_s = self._event_queue.now_s
+        self._gone(active)
+
+    def _gone(self, active: ActiveProgram) -> None:
+        """A program is over, or has given up."""
+        now = self._event_queue.now_s
+        active.state, active.since_s = "over", now
+        del self.active[active.plan.instance_id]
+        if active.hints is not None:
+            self._say(active.hints, active.hints.program_end())
+        root = active.root or active
+        root.family -= 1
+        if root.family == 0:
+            following = self._loop.finished(root.plan, now)
+            if following is not None:
+                at_s, plan = following
+                self._event_queue.at(max(now, at_s), lambda: self._begin(plan, None))
+        self._query_router(over=active)
+        if active.hints is None:  # otherwise its last event still needs the engine's name
+            self._forget(active.plan.instance_id)
+
+    def _forget(self, program_id: str) -> None:
+        self._homes.pop(program_id, None)
+        self._unsent_events.pop(program_id, None)
+
+    def _say(self, hints: ClientHints, *events: dict[str, Any]) -> None:
+        """Something happens on a program's side; the server hears of it later."""
+        now = self._event_queue.now_s
+        if events and hints.happened(events, now):
+            self._event_queue.at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
+
+    def _send(self, hints: ClientHints) -> None:
+        events = hints.pop_unsent(self._event_queue.now_s)
+        if events:  # else a request took them along meanwhile
+            self._after_call_delay(lambda: self._heard(events))
+
+    def _heard(self, events: list[dict[str, Any]]) -> None:
+        """Events of one program have reached the server."""
+        program_id = events[0]["program_id"]
+        replica = self._names[0] if self._standalone else self._homes.get(program_id)
+        if replica is None:
+            self._unsent_events[program_id] += events
+            return
+        self._post(replica, lambda: self._tell(self._sim_replicas[replica], events))
+        if any(event["type"] == "program_end" for event in events):
+            self._forget(program_id)
+
+    def _tell(self, sim_replica: SimulatedReplica, events: list[dict[str, Any]]) -> None:
+        for outcome in sim_replica.engine.tell(*events, emitter="lab") if events else ():
+            # The tool_start of a program that moved went to its former engine.
+            moved = outcome["outcome"] == "missing" and outcome.get("program_id") in self._moved
+            if outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved:
+                self._log.refused_hints += 1
+
+    def _release(self, program_id: str, replica: str) -> None:
+        """Tell a program's former engine that the program will not reuse its KV there."""
+        if not self._with_hints:
+            return
+        self._gateway_event_seq += 1
+        # Cancelled: histories must not learn the length of such a program.
+        event = {
+            "type": "program_end",
+            "program_id": program_id,
+            "seq": self._gateway_event_seq,
+            "status": "cancelled",
+        }
+
+        def told() -> None:
+            self._sim_replicas[replica].engine.tell(event, emitter=GATEWAY_EMITTER)
+
+        self._after_call_delay(lambda: self._post(replica, told))
+
+    def _post(self, replica: str, what: Callable[[], None]) -> None:
+        self._sim_replicas[replica].submit(what)
+        self.mail.add(replica)
+
+    # -- the router in front ----------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._query_router()
+        self._event_queue.at(
+            self._event_queue.now_s + self._request_router.tick_s, self._tick, background=True
+        )
+
+    def _query_router(self, over: ActiveProgram | None = None) -> None:
+        if self._request_router.is_open:
+            return
+        for request_id in self._request_router.select_requests(
+            self._router_view(over), self._event_queue.now_s
+        ):
+            if self._waiting_at_router.pop(request_id, None) is not None:
+                self._enter(request_id)
+
+    def _router_view(self, over: ActiveProgram | None) -> RequestRouterView:
+        engine = self._first_engine
+        active = list(self.active.values()) + ([over] if over is not None else [])
+        return RequestRouterView(
+            waiting=tuple(self._waiting_at_router.values()),
+            programs=tuple(
+                RoutedProgramView(
+                    p.plan.instance_id, p.state, p.context_tokens, p.since_s, p.turn, p.life.arrived_s
+                )
+                for p in active
+            ),
+            capacity_tokens=(engine.pool.num_gpu_blocks - 1) * engine.options.block_size,
+            host_capacity_tokens=engine.options.host_blocks * engine.options.block_size,
+        )
+
+
+def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
+    """The agent type that a client states, with a default for traces without types."""
+    return plan.agent_type or ("sub-agent" if is_child else "agent")
+
+
+def engine_request_id(request_id: str, attempt: int) -> str:
+    """A request's id in an engine; unique per attempt, since a recalled one may still be leaving."""
+    return request_id if not attempt else f"{request_id}~{attempt}"

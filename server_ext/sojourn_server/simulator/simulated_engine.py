@@ -1,0 +1,287 @@
+"""vLLM's own scheduler and KV manager without a model: plan a step, make up its tokens, take them in.
+
+What a test, a benchmark and later the simulator share. Imports vllm; nothing
+outside the lab, the tests and the benchmarks imports this.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..vllm.compat import (
+    AsyncScheduler,
+    BlockHash,
+    CacheConfig,
+    DeviceConfig,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVConnectorOutput,
+    KVTransferConfig,
+    ModelConfig,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StructuredOutputManager,
+    VllmConfig,
+)
+from . import vllm_offload_transfers
+
+DUMMY_TOKEN = 7
+STOP_TOKEN = 2
+"""Ends an output, whatever its request's ``max_tokens``."""
+
+TokenSource = Callable[[Request], int]
+"""The next output token of a request that has all it needs to make one."""
+
+_LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+}
+"""Shape of Llama-3.1-8B; only the scheduler sees it, and only its lengths. Its context grows to what is asked
+for: other models take more."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedEngineOptions:
+    """Shape of a bare engine."""
+
+    blocks: int = 64
+    """KV blocks, the null block included, as vLLM counts them."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 131072
+    asynchronous: bool = False
+    scheduling_policy: str = "fcfs"
+    host_blocks: int = 0
+    """Blocks that a connector may keep in host memory; 0: no connector."""
+    own_tiers: bool = False
+    """The connector is ours; by default the engine's own."""
+    disk_blocks: int = 0
+    """Blocks that our connector may keep on disk, below host memory; 0: no disk."""
+    sojourn: dict[str, Any] | None = None
+    """Sojourn's settings; None is the engine's untouched scheduler class, and nothing of ours is loaded."""
+
+
+@dataclass(slots=True)
+class EngineStepResult:
+    """What one step did."""
+
+    planned: SchedulerOutput
+    finished: list[str] = field(default_factory=list)
+
+
+class SimulatedEngine:
+    """One scheduler with a made-up model. ``clock`` is what sojourn's adapter reads."""
+
+    def __init__(
+        self,
+        options: SimulatedEngineOptions,
+        clock: Callable[[], float],
+        *,
+        tokens: TokenSource = lambda request: DUMMY_TOKEN,
+    ) -> None:
+        self.options = options
+        self.tokens = tokens
+        self._known_hashes: dict[str, Sequence[BlockHash]] = {}
+        spec = FullAttentionSpec(
+            block_size=options.block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+        )
+        config = _engine_vllm_config(options, spec.page_size_bytes)
+        kv = KVCacheConfig(
+            num_blocks=options.blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        self.scheduler: Any = _scheduler_class(options, clock)(
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=options.block_size,
+            log_stats=False,
+        )
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        program_id: str | None = None,
+        context: dict[str, Any] | None = None,
+        priority: int = 0,
+        arrival_s: float = 0.0,
+        known_hashes: Sequence[BlockHash] = (),
+    ) -> Request:
+        """Hand in a request; ``context`` are further fields of its ``agentic_context``.
+
+        ``known_hashes`` are those of its leading blocks, where an earlier request had the same: they are
+        not worked out again.
+        """
+        extra = None
+        if program_id is not None:
+            extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
+        if known_hashes:
+            self._known_hashes[request_id] = known_hashes
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], extra_args=extra
+            ),
+            pooling_params=None,
+            block_hasher=self.hash_blocks,
+            arrival_time=arrival_s,
+            priority=priority,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def plan(self) -> SchedulerOutput:
+        """What the next step computes."""
+        return self.scheduler.schedule()
+
+    def take_in(self, planned: SchedulerOutput, copies: KVConnectorOutput | None = None) -> list[str]:
+        """Take in a step's results: a token for every request whose prompt is through, and the copies
+        that have ended. Returns ids of the requests that finished."""
+        ids = list(planned.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        tokens = []
+        for request_id in ids:
+            request = requests.get(request_id)
+            through = request is not None and request.num_computed_tokens >= request.num_tokens
+            tokens.append([self.tokens(request)] if through else [])
+        outputs = self.scheduler.update_from_output(
+            planned,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=tokens,
+                kv_connector_output=copies,
+            ),
+        )
+        return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
+
+    def step(self) -> EngineStepResult:
+        """Plan a step and take its results in at once."""
+        planned = self.plan()
+        if not planned.total_num_scheduled_tokens:
+            return EngineStepResult(planned)
+        return EngineStepResult(planned, self.take_in(planned))
+
+    def run(self, *, max_steps: int = 10_000) -> int:
+        """Step until nothing is left or nothing moves any more; returns the steps taken."""
+        for steps in range(max_steps):
+            if not self.scheduler.has_unfinished_requests():
+                return steps
+            self.step()
+        return max_steps
+
+    def abort(self, request_id: str) -> None:
+        """The client of a request has gone."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
+        """Send client events to sojourn; returns their outcomes."""
+        batch = json.dumps({"v": 1, "emitter": emitter, "events": list(events)})
+        return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
+
+    def ask(self, operation: str, **arguments: Any) -> Any:
+        """One of sojourn's operations."""
+        return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
+
+    def hash_blocks(self, request: Request) -> list[BlockHash]:
+        """Chained hashes of the request's new full blocks. Not vLLM's: Python's own hash of a tuple of
+        numbers is as repeatable, and ten times cheaper."""
+        size = self.options.block_size
+        done = len(request.block_hashes)
+        added: list[BlockHash] = []
+        if not done and self._known_hashes:
+            added.extend(self._known_hashes.pop(request.request_id, ()))
+        previous = added[-1] if added else request.block_hashes[-1] if done else b""
+        chain = int.from_bytes(previous, "little", signed=True)
+        tokens = request.all_token_ids
+        for start in range((done + len(added)) * size, request.num_tokens - size + 1, size):
+            chain = hash((chain, *tokens[start : start + size]))
+            added.append(BlockHash(chain.to_bytes(8, "little", signed=True)))
+        return added
+
+
+def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]) -> type:
+    if options.sojourn is None:
+        return AsyncScheduler if options.asynchronous else Scheduler
+    from ..vllm.scheduler import SojournAsyncScheduler, SojournScheduler
+
+    base = SojournAsyncScheduler if options.asynchronous else SojournScheduler
+    return type(base.__name__, (base,), {"sojourn_clock": staticmethod(clock)})
+
+
+def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> VllmConfig:
+    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
+    config = VllmConfig(
+        # The engine's own: whoever changes it changes no other engine of the process.
+        model_config=copy.copy(_model_config(options.max_model_len)),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=options.asynchronous,
+            policy=options.scheduling_policy,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=_transfer_config(options, page_bytes),
+        additional_config={"sojourn": options.sojourn} if options.sojourn is not None else {},
+    )
+    cache.num_gpu_blocks = options.blocks
+    return config
+
+
+def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> KVTransferConfig | None:
+    if not options.host_blocks:
+        return None
+    if not options.own_tiers:
+        return vllm_offload_transfers.vllm_offload_transfer_config(options.host_blocks, page_bytes)
+    from . import tier_transfers
+
+    return tier_transfers.tier_transfer_config(options.host_blocks, page_bytes, options.disk_blocks)
+
+
+@cache
+def _model_config(max_model_len: int) -> ModelConfig:
+    shape = _LLAMA_8B | {"max_position_embeddings": max(131072, max_model_len)}
+    with tempfile.TemporaryDirectory(prefix="sojourn-bare-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        return ModelConfig(
+            model=folder, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="bfloat16"
+        )

@@ -1,0 +1,175 @@
+"""One vLLM engine of a simulation: its inbox, its step under way, and when it must run next."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .latency.latency_model import LatencyModel
+from .simulated_engine import SimulatedEngine
+from .token_accounting import InFlightTurn, TokenAccounting
+from .virtual_clock import VirtualClock
+
+if TYPE_CHECKING:
+    from .access_recorder import AccessRecorder
+    from .tier_transfers import TierTransfers
+    from .vllm_offload_transfers import VllmOffloadTransfers
+
+NEVER_S = float("inf")
+
+IDLE_POLL_S = 0.05
+"""Interval at which an engine retries while it has requests and can run none of them."""
+
+
+@dataclass(slots=True)
+class ReplicaStepCounts:
+    """What one engine did."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    scheduler_s: float = 0.0
+    """Wall seconds inside the scheduler's own calls."""
+    preemption_steps: list[int] = field(default_factory=list)
+    blocked_since_s: float | None = None
+    """Since when it has had requests and could run none of them; ``None``: it has none, or runs."""
+
+
+class SimulatedReplica:
+    """An engine as the simulation's loop drives it.
+
+    ``due_s`` is the time at which it must run next: the end of its step; while nothing can run, the end of a
+    copy or the next poll (a lease may end); ``inf`` while it has nothing to do.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        engine: SimulatedEngine,
+        account: TokenAccounting,
+        host: VllmOffloadTransfers | TierTransfers | None,
+        latency: LatencyModel,
+        clock: VirtualClock,
+        *,
+        on_first_token: Callable[[SimulatedReplica, InFlightTurn], None],
+        on_finished: Callable[[SimulatedReplica, InFlightTurn], None],
+        recorder: AccessRecorder | None = None,
+    ) -> None:
+        self.engine = engine
+        self.account = account
+        self._recorder = recorder
+        self._inbox: deque[Callable[[], None]] = deque()
+        self.replica = replica
+        self.host = host
+        self.adapter: Any = getattr(engine.scheduler, "sojourn", None)
+        self.counts = ReplicaStepCounts()
+        self.due_s = NEVER_S
+        self._latency = latency
+        self._clock = clock
+        self._on_first_token = on_first_token
+        self._on_finished = on_finished
+        self._planned: Any = None
+        """Of the step it is in; ``None``: it is in none."""
+        self.is_computing = False
+        """Whether that step computes anything, rather than only copying."""
+        self._first: list[InFlightTurn] = []
+        self._recalled_ids: list[str] = []
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._planned is not None
+
+    def submit(self, message: Callable[[], None]) -> None:
+        """Queue a request or an event until the engine is between two steps."""
+        self._inbox.append(message)
+
+    def cancel(self, request_id: str) -> InFlightTurn | None:
+        """Withdraw a request: it is aborted before the engine does anything else. ``None`` if it has not
+        reached the engine."""
+        if request_id not in self.account.live:
+            return None
+        self._recalled_ids.append(request_id)
+        return self.account.recalled(request_id, self._clock.now_s)
+
+    def deliver(self) -> None:
+        """Take in the queued messages in their order."""
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def look(self) -> None:
+        """Between two steps: deliver messages, then begin the next step if there is work."""
+        self._abort_recalled()
+        self.deliver()
+        if not self.engine.scheduler.has_requests() and not self._copying():
+            self.counts.blocked_since_s = None
+            self.due_s = NEVER_S
+            return
+        self._plan()
+
+    def results(self) -> None:
+        """End the step: first tokens, finished requests, finished copies."""
+        now = self._clock.now_s
+        planned, self._planned = self._planned, None
+        self._abort_recalled()
+        for turn in self._first:
+            # One's first token may have another taken back that makes its own in the same step.
+            if turn.request.request_id in self.account.live:
+                turn.life.first_token_s = now
+                self._on_first_token(self, turn)
+        self._abort_recalled()
+        copies = self.host.finished(now) if self.host is not None else None
+        if not self.is_computing and copies is None:
+            self._mark_blocked()
+            return
+        self.counts.blocked_since_s = None
+        self.due_s = now
+        entered = time.perf_counter()
+        finished = self.engine.take_in(planned, copies)
+        self.counts.scheduler_s += time.perf_counter() - entered
+        for request_id in finished:
+            turn = self.account.finished(request_id, now)
+            if self._recorder is not None:
+                self._recorder.finished(turn.request)
+            self._on_finished(self, turn)
+
+    def _plan(self) -> None:
+        counts, now = self.counts, self._clock.now_s
+        entered = time.perf_counter()
+        planned = self.engine.plan()
+        counts.scheduler_s += time.perf_counter() - entered
+        if planned.preempted_req_ids:
+            counts.preemption_steps.extend([counts.steps] * len(planned.preempted_req_ids))
+        orders: Any = planned.kv_connector_metadata
+        host = self.host if orders is not None else None
+        if host is not None:
+            for request_id, blocks in host.loads(orders):
+                self.account.loading(request_id, blocks)
+        work, self._first = self.account.step(planned, self.engine.scheduler.requests, now)
+        if self._recorder is not None:
+            self._recorder.step(planned, self.engine.scheduler.requests)
+        over_s = host.begin_step(orders, now) if host is not None else now
+        if work.tokens:
+            took_s = self._latency.step_s(work)
+            counts.steps += 1
+            counts.busy_s += took_s
+            over_s = self.host.step_end_s(over_s, took_s) if self.host is not None else over_s + took_s
+        self._planned, self.is_computing = planned, bool(work.tokens)
+        self.due_s = over_s
+
+    def _mark_blocked(self) -> None:
+        now = self._clock.now_s
+        if self.counts.blocked_since_s is None:
+            self.counts.blocked_since_s = now
+        copied_s = self.host.next_done_s() if self.host is not None else NEVER_S
+        self.due_s = max(now, min(copied_s, now + IDLE_POLL_S))
+
+    def _abort_recalled(self) -> None:
+        withdrawn, self._recalled_ids = self._recalled_ids, []
+        for request_id in withdrawn:
+            self.engine.abort(request_id)
+
+    def _copying(self) -> bool:
+        return self.host is not None and (self.host.next_done_s() != NEVER_S or self.host.has_unsubmitted)

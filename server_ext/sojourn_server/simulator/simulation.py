@@ -1,0 +1,354 @@
+"""The simulation loop: one virtual clock, one event queue, and N engines that step on their own.
+
+Due client events come first, then the results of steps that end now; then engines begin their next steps,
+and the clock moves to the next due time. An engine plans with vLLM's own scheduler; the latency model gives
+the duration of a step. Policies see what a server would: requests when they arrive, events when clients
+send them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .access_recorder import AccessRecorder
+from .cluster.isolated_completion import isolated_completion_s
+from .cluster.simulated_gateway import GatewayClients, SimulatedGateway
+from .event_queue import EventQueue
+from .latency.latency_model import LatencyModel
+from .occupancy_sampler import sample_occupancy
+from .oracle_predictors import NoisyPredictor, OraclePredictor
+from .request_router import RequestRouter
+from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
+from .simulated_clients import SimulatedClients
+from .simulated_engine import STOP_TOKEN, SimulatedEngine
+from .simulated_outputs import SimulatedOutputs
+from .simulated_replica import NEVER_S, SimulatedReplica
+from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
+from .virtual_clock import VirtualClock
+from .workloads.arrival_processes import ArrivalProcess
+from .workloads.program_plans import ProgramPlan
+
+STALL_TIMEOUT_S = 3600.0
+"""Virtual seconds without progress after which a run is given up."""
+CLUSTER_STALL_CHECK_PASSES = 4096
+"""Passes of the loop between two checks of a cluster for a stall; a standalone engine is checked in each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """Length of a run and what it records. Seconds are virtual."""
+
+    until_s: float | None = None
+    """End of the run; ``None``: when all programs have finished."""
+    samples: int = 200
+    """Occupancy samples over the whole run; 0: none."""
+    outputs_contain_tool_calls: bool = True
+    """A finished output names the tools it calls, as a real model's does. False: servers learn of tools
+    from client events only."""
+    oracle: bool = False
+    """The policy knows the length of each output instead of its own predictor's estimate."""
+    prediction_error: float | None = None
+    """The policy gets the length of outputs that have begun with this error: mean |ln(actual ÷ told)|."""
+    max_virtual_s: float = 30 * 86400.0
+    """Limit of a run without ``until_s``; reaching it adds a note."""
+
+
+class Simulation:
+    """One policy on one workload. Call ``run()`` once.
+
+    ``engines`` are pairs of an engine and its host memory (or ``None``), all of one shape. ``front`` is the
+    gateway's routing core or a router. ``standalone``: a single engine that is no replica of a cluster. Its
+    logs name no replica, and client events that fall into a step run at its end, each with its own time.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[tuple[SimulatedEngine, Any]],
+        clock: VirtualClock,
+        latency: LatencyModel,
+        loop: ArrivalProcess,
+        log: RunLog,
+        options: SimulationOptions,
+        *,
+        front: SimulatedGateway | RequestRouter,
+        standalone: bool = False,
+        recorder: AccessRecorder | None = None,
+        with_hints: bool = False,
+        on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
+    ) -> None:
+        assert not standalone or len(engines) == 1
+        self._clock = clock
+        self._log = log
+        self._options = options
+        self._standalone = standalone
+        self._front = front
+        self._on_progress = on_progress
+        self._event_queue = EventQueue()
+        computed: set[bytes] | None = None if standalone else set()
+        self._sim_replicas = [
+            SimulatedReplica(
+                f"r{number}",
+                engine,
+                TokenAccounting(engine.options.block_size, computed),
+                host,
+                latency,
+                clock,
+                on_first_token=self._first_token,
+                on_finished=self._finished,
+                recorder=recorder,
+            )
+            for number, (engine, host) in enumerate(engines)
+        ]
+        self._numbers = {sim_replica.replica: number for number, sim_replica in enumerate(self._sim_replicas)}
+        batched = self._sim_replicas[0].engine.options.max_num_batched_tokens
+        self._expected_s: Callable[[ProgramPlan], float] = lambda plan: isolated_completion_s(
+            plan, latency, batched
+        )
+        make: Any = GatewayClients if isinstance(front, SimulatedGateway) else SimulatedClients
+        self._clients: SimulatedClients = make(
+            self._sim_replicas,
+            self._event_queue,
+            loop,
+            front,
+            log,
+            standalone=standalone,
+            expected_s=None if standalone else self._expected_s,
+            call_s=latency.call_s,
+            with_hints=with_hints,
+        )
+        self._due: list[tuple[float, int]] = []
+        """Due times of engines, as a heap; an entry that differs from the engine's ``due_s`` is stale."""
+        self._replicas_in_step = 0
+        self._stepped_s = 0.0
+        """End of the latest step."""
+        for sim_replica in self._sim_replicas:
+            install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
+
+    def saw(self, programs: Iterable[ProgramPlan]) -> None:
+        """Let clients and the gateway learn from programs that ended before the run, each as if alone.
+        Call it before ``run``."""
+        for plan in programs:
+            kind = self._clients.saw(plan)
+            if isinstance(self._front, SimulatedGateway):
+                last = plan.plans[-1]
+                tokens = last.prompt_tokens + last.output_tokens
+                tools_s = sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
+                self._front.saw(kind, len(plan.plans), tokens, self._expected_s(plan), tools_s)
+
+    # -- the loop -----------------------------------------------------------------
+
+    def run(self) -> RunLog:
+        """Run to the end; fills and returns the log."""
+        started = shown = time.perf_counter()
+        options, clock, event_queue, clients = self._options, self._clock, self._event_queue, self._clients
+        end_s = options.until_s if options.until_s is not None else options.max_virtual_s
+        clients.begin()
+        if options.samples and options.until_s:
+            self._sample_every(options.until_s / options.samples)
+        passes = 0
+        while True:
+            event_queue.run_due_events(clock.now_s)
+            over = self._pop_due_replicas()
+            for sim_replica in over:
+                if sim_replica.is_stepping:
+                    self._replicas_in_step -= 1
+                    sim_replica.results()
+                    self._schedule_wakeup(sim_replica)
+                    self._stepped_s = clock.now_s
+            if over:
+                event_queue.run_due_events(clock.now_s)
+            if not clients.active and event_queue.is_over:
+                break
+            if clock.now_s < end_s:
+                self._look(over)
+            elif not self._replicas_in_step:
+                break
+            next_s = self._next_s()
+            if not (self._standalone and self._replicas_in_step):
+                next_s = min(event_queue.next_s(), next_s)
+            # A step under way may end after the end of the run; nothing else goes beyond it.
+            clock.advance_to(next_s if self._replicas_in_step else min(end_s, next_s))
+            passes += 1
+            if passes % 256 == 0 and time.perf_counter() - shown > 0.2:
+                shown = time.perf_counter()
+                self._on_progress(self._log, clock.now_s)
+            if (self._standalone or passes % CLUSTER_STALL_CHECK_PASSES == 0) and self._is_stuck():
+                break
+        if options.until_s is None and clock.now_s >= end_s:
+            self._log.notes.append(f"given up after {end_s:.0f} virtual s")
+        return self._close(started)
+
+    def _next_s(self) -> float:
+        due = self._due
+        while due and self._sim_replicas[due[0][1]].due_s != due[0][0]:
+            heapq.heappop(due)
+        return due[0][0] if due else NEVER_S
+
+    def _pop_due_replicas(self) -> list[SimulatedReplica]:
+        """Due engines, in order of their numbers."""
+        numbers = set()
+        while self._next_s() <= self._clock.now_s:
+            number = heapq.heappop(self._due)[1]
+            numbers.add(number)
+        return [self._sim_replicas[number] for number in sorted(numbers)]
+
+    def _schedule_wakeup(self, sim_replica: SimulatedReplica) -> None:
+        if sim_replica.due_s != NEVER_S:
+            heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
+
+    def _look(self, over: Sequence[SimulatedReplica]) -> None:
+        """Run engines that are between two steps and have messages or are due."""
+        now, mail = self._clock.now_s, self._clients.mail
+        numbers = {self._numbers[replica] for replica in mail}
+        numbers.update(self._numbers[sim_replica.replica] for sim_replica in over if sim_replica.due_s <= now)
+        if len(self._sim_replicas) == 1 and not over:
+            # A single engine that can run nothing looks again after every event.
+            numbers.add(0)
+        mail.clear()
+        for number in sorted(numbers):
+            sim_replica = self._sim_replicas[number]
+            if sim_replica.is_stepping:
+                continue
+            sim_replica.look()
+            if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
+                sim_replica.results()
+            self._replicas_in_step += sim_replica.is_stepping
+            self._schedule_wakeup(sim_replica)
+
+    def _is_stuck(self) -> bool:
+        now = self._clock.now_s
+        for sim_replica in self._sim_replicas:
+            since_s = sim_replica.counts.blocked_since_s
+            if since_s is not None and now - since_s > STALL_TIMEOUT_S:
+                name = "" if self._standalone else f"{sim_replica.replica}: "
+                self._log.notes.append(
+                    f"{name}nothing could run for {STALL_TIMEOUT_S:.0f} s although requests waited; "
+                    f"given up at {now:.0f} s"
+                )
+                return True
+        if not self._standalone and self._event_queue.is_over and now - self._stepped_s > STALL_TIMEOUT_S:
+            self._log.notes.append(
+                f"nothing happened for {STALL_TIMEOUT_S:.0f} s although requests waited at the gateway; "
+                f"given up at {now:.0f} s"
+            )
+            return True
+        return False
+
+    # -- what engines do ------------------------------------------------------------
+
+    def _first_token(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
+        self._clients.first_token(turn)
+
+    def _finished(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
+        self._clients.outputs.forget(turn.request.output_token_ids)
+        if sim_replica.adapter is not None:
+            annotate_from_scheduler(turn.life, sim_replica.adapter.program_scheduler)
+        self._clients.answered(turn)
+
+    # -- looking --------------------------------------------------------------------
+
+    def _sample_every(self, every_s: float) -> None:
+        def sample() -> None:
+            self._log.occupancy.append(self._sample())
+            self._event_queue.at(self._clock.now_s + every_s, sample, background=True)
+
+        self._event_queue.at(every_s, sample, background=True)
+
+    def _sample(self) -> OccupancySample:
+        """Mean occupancy of a replica: the pool size in the log is that of one replica."""
+        active = self._clients.active
+        acting = [program for program in active.values() if program.state == "acting"]
+        held = 0
+        samples = []
+        for sim_replica in self._sim_replicas:
+            mine = [
+                p.hashes
+                for p in acting
+                if self._standalone or p.life.turns[-1].replica == sim_replica.replica
+            ]
+            running = {request.request_id for request in sim_replica.engine.scheduler.running}
+            held += sum(1 for request_id in running if request_id in sim_replica.account.live)
+            samples.append(
+                sample_occupancy(
+                    sim_replica.engine, mine, at_s=self._clock.now_s, waiting=0, acting=0, running=0
+                )
+            )
+        count = len(samples)
+        return OccupancySample(
+            at_s=self._clock.now_s,
+            running=round(sum(s.running for s in samples) / count),
+            idle=round(sum(s.idle for s in samples) / count),
+            other=round(sum(s.other for s in samples) / count),
+            free=round(sum(s.free for s in samples) / count),
+            host=round(sum(s.host for s in samples) / count),
+            programs_waiting=len(active) - len(acting) - held,
+            programs_acting=len(acting),
+            programs_running=held,
+        )
+
+    def _close(self, started: float) -> RunLog:
+        log = self._log
+        log.virtual_s = self._clock.now_s
+        if isinstance(self._front, SimulatedGateway):
+            log.routes = dict(sorted(self._front.core.counts.routes.items()))
+        for number, sim_replica in enumerate(self._sim_replicas):
+            counts, host = sim_replica.counts, sim_replica.host
+            if self._standalone:
+                sim_replica.deliver()
+            log.steps += counts.steps
+            log.busy_s += counts.busy_s / len(self._sim_replicas)
+            log.scheduler_s += counts.scheduler_s
+            log.preemption_steps.extend(
+                number * REPLICA_STEP_OFFSET + step for step in counts.preemption_steps
+            )
+            if not self._standalone:
+                log.replicas.append(
+                    ReplicaLog(replica=sim_replica.replica, steps=counts.steps, busy_s=counts.busy_s)
+                )
+            if host is not None:
+                log.copied_to_host_bytes += host.to_host_bytes
+                log.copied_to_device_bytes += host.to_device_bytes
+                log.copied_to_disk_bytes += host.to_disk_bytes
+                log.copied_from_disk_bytes += host.from_disk_bytes
+            if sim_replica.adapter is not None:
+                log.hook_failures += sim_replica.adapter.failures
+            sim_replica.account.cut_off(self._clock.now_s)
+        log.wall_s = time.perf_counter() - started
+        return log
+
+
+def install_scripted_outputs(
+    engine: SimulatedEngine, account: TokenAccounting, outputs: SimulatedOutputs, options: SimulationOptions
+) -> None:
+    """Make ``engine`` emit the outputs that ``account`` has for its requests.
+
+    With tool calls in the outputs the adapter, if there is one, reads them from
+    ``outputs``; an oracle or an error rate in ``options`` replaces its predictor.
+    """
+
+    def next_token(request: Any) -> int:
+        output = account.live[request.request_id].output
+        index = request.num_output_tokens
+        # The last token is never computed, hence in no block: it may be another one than the prompt's.
+        return output[index] if index + 1 < len(output) else STOP_TOKEN
+
+    def output_tokens(request_id: str) -> int:
+        return account.live[request_id].life.output_tokens
+
+    engine.tokens = next_token
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    if adapter is None:
+        return
+    if options.outputs_contain_tool_calls:
+        adapter.reader = outputs
+    demand_forecaster = adapter.program_scheduler.demand_forecaster
+    if options.oracle:
+        demand_forecaster.predictor = OraclePredictor(length=output_tokens)
+    elif options.prediction_error is not None:
+        demand_forecaster.predictor = NoisyPredictor(
+            length=output_tokens, error=options.prediction_error, unseen=demand_forecaster.predictor
+        )

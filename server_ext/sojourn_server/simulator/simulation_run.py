@@ -1,0 +1,506 @@
+"""From a specification to what happened: one policy on one workload, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sojourn_server.traces.trace_schema import TraceError
+
+from .latency.latency_model import DeviceShape, LatencyModel
+from .limits.block_accesses import AccessLog
+from .run_log import RunLog
+from .simulator_policies import SimulatorPolicy, UpperBound, find_policy
+from .token_accounting import MOVED_CAUSE
+from .virtual_clock import VirtualClock
+
+if TYPE_CHECKING:
+    from .simulated_engine import SimulatedEngine
+    from .simulation import SimulationOptions
+    from .workloads.arrival_processes import ArrivalProcess
+    from .workloads.program_plans import PlaybackOptions, ProgramPlanner
+
+UNBOUNDED_HOST_TOKENS = 40_000_000
+"""Host memory of ``free-io``, in tokens of KV: what 500 long contexts take. A run that fills it says so."""
+
+HISTORY_SEED = 1_000_003
+"""Between the seeds of a run and of the programs seen before it."""
+
+OCCUPANCY_SAMPLES = 200
+"""Looks at the occupancy of a run."""
+UNBOUNDED_OCCUPANCY_SAMPLES = 20
+"""The same, where a look goes through millions of blocks."""
+
+DEFAULT_MODEL = "llama-3.1-8b"
+"""Where no model is named and the hardware brings none."""
+
+DISK_POLICIES_HINT = "tiers of ours among them, such as continuum+host or mori"
+"""What a policy is to have where nobody has a disk, in the words of a message."""
+
+OnProgress = Callable[[str, float, int], None]
+"""(label, virtual seconds, programs finished)"""
+
+
+class SimulatorError(ValueError):
+    """A simulation cannot be set up; the text says what is wrong and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One policy on one workload. Plain data: it travels to the process that runs it."""
+
+    policy: str
+    """With ``replicas``, a cluster's: see ``cluster.policies.find_cluster_policy``."""
+    workload: str
+    """A trace file, or ``synthetic:NAME``."""
+    hardware: str = "a100-80gb"
+    """A profile's name, or a file."""
+    model: str | None = None
+    """A model's name, or a file; ``None``: the one that an engine profile was measured with, else
+    ``DEFAULT_MODEL``."""
+    tp: int = 1
+    cpu_ratio: float = 1.0
+    """Host memory for KV as a multiple of the device's KV memory, for policies that use it."""
+    disk_ratio: float = 0.0
+    """Disk for KV as a multiple of the device's KV memory, for policies with tiers of ours; 0: none."""
+    replicas: int | None = None
+    """Engines behind a gateway, each on hardware of its own; ``None``: one, by itself."""
+    programs: int = 40
+    """At once (closed loop); in all (open loop). Of all replicas together."""
+    rate_per_s: float | None = None
+    """Poisson arrivals a second: an open loop. ``None``: closed."""
+    until_s: float | None = 3600.0
+    seed: int = 0
+    max_gap_s: float | None = None
+    """Longer idle times are cut to this."""
+    human_gaps: bool = True
+    """Keep the time people took."""
+    pool_tokens: int | None = None
+    """Tokens of KV on the device; ``None``: what fits beside the weights, or was measured."""
+    max_model_len: int | None = None
+    """The engine's longest context; ``None``: the model's own. vLLM refuses to start where the pool does not
+    hold one such request."""
+    max_context_tokens: int | None = None
+    """Programs end before a turn that needs more; ``None``: at the engine's longest context."""
+    record_accesses: bool = False
+    seen: int = 0
+    """Programs of a synthetic workload, made with another seed, that the gateway before ``replicas`` and its
+    clients have seen end before the run: how long agents of each type run, and how far they grow."""
+
+    @property
+    def label(self) -> str:
+        """What progress bars and tables call it."""
+        load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
+        return (
+            f"{self.policy} @ {load}"
+            if self.replicas is None
+            else f"{self.policy} @ {load} on {self.replicas}"
+        )
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one run gave."""
+
+    spec: RunSpec
+    log: RunLog
+    accesses: AccessLog | None = None
+
+
+def run_simulation(spec: RunSpec, on_progress: OnProgress = lambda label, now, finished: None) -> RunResult:
+    """Run one specification. Raises ``SimulatorError``, ``PolicyError``, ``TraceError`` or
+    ``LatencyProfileError`` before the run starts."""
+    policy = engine_policy(spec)
+    latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
+    shape = _context_fitting_pool(shape)
+    loop = _arrival_process(spec, shape)
+    if spec.replicas is not None:
+        return _simulate_cluster(spec, policy, shape, latency, loop, on_progress)
+    clock = VirtualClock()
+    engine = _build_engine(spec, policy, shape, clock)
+    return _simulate(spec, policy, shape, latency, loop, engine, clock, on_progress)
+
+
+def engine_policy(spec: RunSpec) -> SimulatorPolicy:
+    """What runs in the engine, or in each of several. Raises ``PolicyError``."""
+    if spec.replicas is None:
+        return find_policy(spec.policy)
+    from .cluster.cluster_policies import find_cluster_policy
+
+    return find_cluster_policy(spec.policy).engine
+
+
+def policy_name(spec: RunSpec) -> str:
+    """What logs and tables call the policy. Raises ``PolicyError``."""
+    if spec.replicas is None:
+        return find_policy(spec.policy).name
+    from .cluster.cluster_policies import find_cluster_policy
+
+    return find_cluster_policy(spec.policy).name
+
+
+def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
+    """Read what ``specs`` name, without running it. Returns what the user should know of it.
+
+    Raises as ``run`` does, before any time is spent.
+    """
+    from .workloads.program_plans import PlaybackOptions
+
+    notes: dict[str, None] = {}
+    seen = set()
+    sources: dict[str, str] = {}
+    _check_disk_is_used(specs)
+    for spec in specs:
+        if spec.replicas is not None and spec.replicas < 1:
+            raise SimulatorError(f"replicas is {spec.replicas}; expected at least 1")
+        _check_history(spec)
+        policy, name = engine_policy(spec), policy_name(spec)
+        if sources.setdefault(name, spec.policy) != spec.policy:
+            instead = "files of different names" if spec.replicas is None else "one of them"
+            raise SimulatorError(
+                f"{sources[name]} and {spec.policy} would both be called {name!r}; expected {instead}"
+            )
+        key = replace(
+            spec,
+            policy="",
+            cpu_ratio=_cpu_ratio(spec, policy),
+            disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
+            replicas=None,
+            programs=0,
+            rate_per_s=None,
+            record_accesses=False,
+            seen=0,
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        _, shape = device_for_run(spec, _cpu_ratio(spec, policy))
+        _disk_blocks(spec, policy, shape)
+        options = PlaybackOptions(
+            max_context_tokens=_longest_turn(spec, _context_fitting_pool(shape)),
+            max_gap_s=spec.max_gap_s,
+            human_gaps=spec.human_gaps,
+        )
+        notes.update(dict.fromkeys(_program_planner(spec, options).notes))
+    return list(notes)
+
+
+def workload_program_ids(spec: RunSpec) -> list[str]:
+    """Ids of the workload's programs, in its order. Raises ``TraceError``."""
+    from .workloads.workload_loader import load_programs
+
+    return [program.program_id for program in load_programs(spec.workload, spec.seed)]
+
+
+def first_program_ids(spec: RunSpec) -> list[str]:
+    """Ids, in the trace, of the programs that come whatever the policy does: of an open loop all there will
+    be, of a closed loop those that begin it. Sub-agents stand behind their parents. Raises as ``run``.
+    """
+    _, shape = device_for_run(spec, cpu_ratio=0.0)
+    coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
+    found: dict[str, None] = {}
+    while coming:
+        plan = coming.pop()
+        found[plan.trace_id] = None
+        coming += reversed(plan.children)
+    return list(found)
+
+
+def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
+    from sojourn_server.traces.trace_reader import line_of
+
+    from .workloads.program_plans import NoProgramFitsError, ProgramPlanner
+    from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
+    from .workloads.workload_loader import load_programs
+
+    programs = load_programs(spec.workload, spec.seed)
+    try:
+        return ProgramPlanner(programs, options)
+    except NoProgramFitsError as error:
+        where = spec.workload
+        if not where.startswith(SYNTHETIC_PREFIX):
+            where += f", line {line_of(where, error.program_id)}"
+        raise NoProgramFitsError(f"{where}: {error}", error.program_id) from error
+    except TraceError as error:
+        raise TraceError(f"{spec.workload}: {error}") from error
+
+
+def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
+    """The device of a run with so much host memory for KV, as a multiple of its own. Raises
+    ``LatencyProfileError``."""
+    from .latency.latency_selection import DeviceOptions, is_engine_profile, load_latency_model
+
+    options = DeviceOptions(
+        cpu_ratio=cpu_ratio,
+        kv_pool_tokens=spec.pool_tokens,
+        max_model_len=spec.max_model_len,
+    )
+    model = spec.model
+    if model is None and not is_engine_profile(spec.hardware):
+        model = DEFAULT_MODEL
+    return load_latency_model(spec.hardware, model, spec.tp, options)
+
+
+def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
+    """Whether ``RunSpec.cpu_ratio`` changes anything: for who has host memory, and not without end."""
+    return policy.host_cache and policy.limit is not UpperBound.FREE_IO
+
+
+def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
+    """Whether ``RunSpec.disk_ratio`` changes anything."""
+    return policy.own_tiers
+
+
+def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
+    """An engine profile may not tell what host memory needs: only who has some and pays for it must know."""
+    return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
+
+
+def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
+    asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
+    if asked and not any(uses_disk_ratio(engine_policy(spec)) for spec in specs):
+        named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
+        raise SimulatorError(
+            f"disk_ratio is {asked:g}, and nobody among {named} has a disk; "
+            f"expected a policy with {DISK_POLICIES_HINT}"
+        )
+
+
+def _check_history(spec: RunSpec) -> None:
+    from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
+
+    if spec.seen < 0:
+        raise SimulatorError(f"seen is {spec.seen}; expected a number of programs")
+    if spec.seen and (spec.replicas is None or not spec.workload.startswith(SYNTHETIC_PREFIX)):
+        raise SimulatorError(
+            f"seen is {spec.seen} with the workload {spec.workload}; expected {SYNTHETIC_PREFIX}NAME and "
+            "replicas: of a recorded trace the programs seen would be those that are still to come"
+        )
+
+
+def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
+    """What the engine would refuse is refused here too."""
+    if not uses_disk_ratio(policy) or not spec.disk_ratio:
+        return 0
+    if not 0 <= spec.disk_ratio < float("inf"):
+        raise SimulatorError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")
+    if shape.host_kv_tokens < shape.block_size:
+        raise SimulatorError(
+            f"{policy.name}: disk_ratio is {spec.disk_ratio:g} and cpu_ratio {spec.cpu_ratio:g}, no host "
+            "memory; expected some: what goes to disk and comes from there goes through it"
+        )
+    blocks = int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
+    if not blocks:
+        raise SimulatorError(f"disk_ratio is {spec.disk_ratio:g}; expected 0, or enough for a block of KV")
+    return blocks
+
+
+def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
+    """With no context longer than the pool: a request that fills it alone is the longest that can run."""
+    # vLLM's null block is one of the pool's.
+    usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
+    if usable < shape.block_size:
+        raise SimulatorError(
+            f"the KV pool holds {shape.kv_pool_tokens:,} tokens; expected at least {2 * shape.block_size}, "
+            "which one request needs"
+        )
+    return shape._replace(max_context_tokens=min(shape.max_context_tokens, usable))
+
+
+def _longest_turn(spec: RunSpec, shape: DeviceShape) -> int:
+    """Where programs are cut, in tokens. Every policy gets the same cuts."""
+    return min(shape.max_context_tokens, spec.max_context_tokens or shape.max_context_tokens)
+
+
+def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
+    from .workloads.workload_loader import make_arrival_process
+
+    return make_arrival_process(
+        spec.workload,
+        programs=spec.programs,
+        rate_per_s=spec.rate_per_s,
+        seed=spec.seed,
+        max_context_tokens=_longest_turn(spec, shape),
+        max_gap_s=spec.max_gap_s,
+        human_gaps=spec.human_gaps,
+        replicas=spec.replicas or 1,
+    )
+
+
+def _build_engine(
+    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, clock: VirtualClock
+) -> SimulatedEngine:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
+
+    blocks = shape.kv_pool_tokens // shape.block_size
+    host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
+    if policy.limit is UpperBound.FREE_IO:
+        host_blocks = UNBOUNDED_HOST_TOKENS // shape.block_size
+    if policy.limit is UpperBound.UNLIMITED:
+        blocks = max(blocks, 4 * UNBOUNDED_HOST_TOKENS // 10 // shape.block_size)
+    return SimulatedEngine(
+        SimulatedEngineOptions(
+            blocks=blocks,
+            block_size=shape.block_size,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_context_tokens,
+            host_blocks=host_blocks,
+            own_tiers=policy.own_tiers,
+            disk_blocks=_disk_blocks(spec, policy, shape),
+            sojourn=policy.settings,
+        ),
+        clock,
+    )
+
+
+def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> RunLog:
+    return RunLog(
+        policy=policy_name(spec),
+        programs_wanted=spec.programs,
+        hardware=shape.hardware,
+        model=shape.model,
+        trace=spec.workload,
+        seed=spec.seed,
+        loop="open" if spec.rate_per_s is not None else "closed",
+        rate_per_s=spec.rate_per_s,
+        pool_blocks=engine.options.blocks - 1,
+        host_blocks=engine.options.host_blocks,
+        disk_blocks=engine.options.disk_blocks,
+        block_size=shape.block_size,
+    )
+
+
+def _host_transfers(
+    policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, engine: SimulatedEngine
+) -> Any:
+    """The copies of an engine's host memory; ``None`` where it has none."""
+    if not engine.options.host_blocks:
+        return None
+    from .vllm_offload_transfers import VllmOffloadTransfers
+
+    free = policy.limit is UpperBound.FREE_IO
+    block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
+    host: Any
+    if policy.own_tiers:
+        from .tier_transfers import TierTransfers
+
+        host = TierTransfers(latency, block_bytes)
+    else:
+        host = VllmOffloadTransfers(latency, block_bytes)
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    if adapter is not None:
+        # What an engine would take from its profile: how soon a token comes back from host memory.
+        per_block_s = latency.copy_s(block_bytes, to_host=False)
+        adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
+    return host
+
+
+def _simulation_options(spec: RunSpec, policy: SimulatorPolicy, samples: int) -> SimulationOptions:
+    from .simulation import SimulationOptions
+
+    return SimulationOptions(
+        until_s=spec.until_s,
+        samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.limit is UpperBound.UNLIMITED else samples,
+        oracle=policy.oracle,
+        prediction_error=policy.prediction_error,
+    )
+
+
+def _progress_callback(spec: RunSpec, on_progress: OnProgress) -> Callable[[RunLog, float], None]:
+    def progress(log: RunLog, now: float) -> None:
+        finished = sum(1 for program in log.programs if program.finished_s is not None)
+        on_progress(spec.label, now, finished)
+
+    return progress
+
+
+def _simulate(
+    spec: RunSpec,
+    policy: SimulatorPolicy,
+    shape: DeviceShape,
+    latency: LatencyModel,
+    loop: ArrivalProcess,
+    engine: SimulatedEngine,
+    clock: VirtualClock,
+    on_progress: OnProgress,
+) -> RunResult:
+    from .access_recorder import AccessRecorder
+    from .simulation import Simulation
+
+    log = _new_run_log(spec, shape, engine)
+    recorder = AccessRecorder(engine.options.blocks - 1, shape.block_size) if spec.record_accesses else None
+    simulation = Simulation(
+        [(engine, _host_transfers(policy, shape, latency, engine))],
+        clock,
+        latency,
+        loop,
+        log,
+        _simulation_options(spec, policy, OCCUPANCY_SAMPLES),
+        front=policy.request_router(),
+        standalone=True,
+        recorder=recorder,
+        with_hints=policy.settings is not None,
+        on_progress=_progress_callback(spec, on_progress),
+    )
+    simulation.run()
+    _note_full_host_memory(log, policy)
+    accesses = recorder.close(engine.scheduler.requests) if recorder is not None else None
+    return RunResult(spec, log, accesses)
+
+
+def _simulate_cluster(
+    spec: RunSpec,
+    policy: SimulatorPolicy,
+    shape: DeviceShape,
+    latency: LatencyModel,
+    loop: ArrivalProcess,
+    on_progress: OnProgress,
+) -> RunResult:
+    from .cluster.cluster_policies import find_cluster_policy
+    from .simulation import Simulation
+
+    assert spec.replicas is not None
+    clock = VirtualClock()
+    engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas)]
+    log = _new_run_log(spec, shape, engines[0])
+    simulation = Simulation(
+        [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
+        clock,
+        latency,
+        loop,
+        log,
+        # A look goes through every block of every engine.
+        _simulation_options(
+            spec, policy, max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // spec.replicas)
+        ),
+        front=find_cluster_policy(spec.policy).front(spec.replicas),
+        with_hints=policy.settings is not None,
+        on_progress=_progress_callback(spec, on_progress),
+    )
+    if spec.seen:
+        _check_history(spec)
+        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.seen, rate_per_s=1.0)
+        simulation.saw(plan for _, plan in _arrival_process(before, shape).initial())
+    simulation.run()
+    _note_full_host_memory(log, policy)
+    return RunResult(spec, log)
+
+
+def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
+    if policy.limit is None:
+        return
+    again = sum(
+        tokens
+        for program in log.programs
+        for turn in program.turns
+        for cause, tokens in turn.regenerated.items()
+        if cause != MOVED_CAUSE
+    )
+    if again:
+        log.notes.append(
+            f"{log.policy} is no bound here: its memory filled up; {again:,} tokens were computed again"
+        )

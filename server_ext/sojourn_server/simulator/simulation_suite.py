@@ -1,0 +1,194 @@
+"""Many runs, side by side in processes, and their figures in one list.
+
+Each run has a process of its own: what one policy loads (an adapter, a
+connector) another cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+
+import msgspec
+
+from .limits.block_accesses import AccessLog
+from .limits.eviction_comparison import compare_eviction_orders, competitive_ratio
+from .limits.eviction_replay_result import EvictionReplayResult
+from .limits.replay_eviction_orders import OPTIMAL_ORDER
+from .process_pool import ReportCallback, run_in_processes
+from .report.run_metrics import bound_row, summarize_run
+from .report.run_row import RunRow
+from .run_cache import RunCache, RunOutcome
+from .run_log import RunLog
+from .simulation_run import RunSpec, engine_policy, run_simulation
+from .simulator_policies import UpperBound
+
+OnProgress = Callable[[int, float, int], None]
+"""(number of the run, virtual seconds, programs finished)"""
+
+
+@dataclass(slots=True)
+class SuiteResult:
+    """Rows in the order asked for, and the logs behind them."""
+
+    rows: list[RunRow] = field(default_factory=list)
+    logs: list[RunLog] = field(default_factory=list)
+    orders: list[dict[str, int]] = field(default_factory=list)
+    """Of each row, the tokens that every order of eviction computes again on stock's accesses under the same
+    load; empty where these were not recorded."""
+
+
+PRELOAD_MODULES = (
+    "sojourn_server.simulator.quiet_vllm_logging",
+    "sojourn_server.simulator.simulated_engine",
+    "sojourn_server.simulator.simulation",
+)
+"""What takes most of a run's start to import: vLLM and torch. Nothing of the adapter: stock must not load
+that."""
+
+
+def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """The runs that ``specs`` need. ``belady`` has no run of its own: it needs the accesses of the stock run.
+
+    Raises ``PolicyError``.
+    """
+    planned: dict[RunSpec, None] = {}
+    recorded = set()
+    for spec in specs:
+        if engine_policy(spec).limit is UpperBound.BELADY:
+            recorded.add(replace(spec, policy="stock"))
+    for spec in specs:
+        policy = engine_policy(spec)
+        stock = replace(spec, policy="stock")
+        if policy.limit is UpperBound.BELADY or (policy.name == "stock" and stock in recorded):
+            spec = replace(stock, record_accesses=True)
+        planned.setdefault(spec)
+    return list(planned)
+
+
+def run_suite(
+    specs: Sequence[RunSpec],
+    *,
+    processes: int | None = None,
+    since_s: float = 0.0,
+    kept: RunCache | None = None,
+    name: Callable[[RunSpec], str] = lambda spec: spec.label,
+    on_start: Callable[[int, RunSpec], None] = lambda number, spec: None,
+    on_progress: OnProgress = lambda number, now, finished: None,
+    on_done: Callable[[int], None] = lambda number: None,
+) -> SuiteResult:
+    """Run ``plan(specs)`` on ``processes`` processes (default: one a core); numbers are places in that plan.
+
+    With ``kept``, runs found there are not run again, and each is put there when it has ended. ``name`` is
+    what errors call a run.
+    Raises what ``run`` raises, and ``WorkerDiedError``; the other runs are then given up.
+    """
+    planned = planned_runs(specs)
+    outcomes: dict[RunSpec, RunOutcome] = {}
+    for number, spec in enumerate(planned):
+        outcome = kept.get(spec) if kept is not None else None
+        if outcome is not None:
+            outcomes[spec] = outcome
+            on_start(number, spec)
+            on_done(number)
+    numbers = [number for number, spec in enumerate(planned) if spec not in outcomes]
+
+    def end(place: int, answer: bytes) -> None:
+        spec = planned[numbers[place]]
+        outcome = outcomes[spec] = msgspec.msgpack.decode(answer, type=RunOutcome)
+        if kept is not None:
+            kept.put(spec, outcome)
+        on_done(numbers[place])
+
+    run_in_processes(
+        _run_in_process,
+        [planned[number] for number in numbers],
+        processes or os.cpu_count() or 1,
+        name=name,
+        on_start=lambda place, spec: on_start(numbers[place], spec),
+        on_report=lambda place, what: on_progress(numbers[place], *what),
+        on_done=end,
+        preload=PRELOAD_MODULES,
+    )
+    return _rows(specs, outcomes, since_s)
+
+
+def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
+    import_module(PRELOAD_MODULES[0])  # where a process is not forked from one that has it
+    result = run_simulation(spec, lambda label, now, finished: report((now, finished)))
+    return msgspec.msgpack.encode(_run_outcome(result.log, result.accesses))
+
+
+def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
+    if accesses is None:
+        return RunOutcome(log=log)
+    # Other orders than the optimum are compared on stock's accesses only.
+    orders = compare_eviction_orders(accesses, None if log.policy == "stock" else ())
+    turns = {turn.request_id: turn for program in log.programs for turn in program.turns}
+    # What comes back from host memory is nobody's to compute again, and the optimum knows of no host.
+    if not log.host_blocks:
+        for request, tokens in zip(
+            accesses.requests, orders[OPTIMAL_ORDER].regenerated_by_request, strict=True
+        ):
+            turns[request].optimum_tokens = tokens
+    for order in orders.values():
+        order.hit_blocks = []
+        order.regenerated_by_owner = {}
+    return RunOutcome(
+        log=log, orders=orders, sent_s=[turns[request].submitted_s for request in accesses.requests]
+    )
+
+
+def _rows(
+    specs: Sequence[RunSpec],
+    outcomes: dict[RunSpec, RunOutcome],
+    since_s: float,
+) -> SuiteResult:
+    result = SuiteResult()
+    for spec in specs:
+        policy = engine_policy(spec)
+        stock = replace(spec, policy="stock", record_accesses=True)
+        recorded = outcomes.get(stock)
+        lost: dict[str, int] = {}
+        if recorded is not None:
+            lost = {
+                name: order.regenerated_since(recorded.sent_s, since_s)
+                for name, order in recorded.orders.items()
+            }
+        result.orders.append(lost)
+        if policy.limit is UpperBound.BELADY:
+            assert recorded is not None
+            result.rows.append(
+                bound_row(
+                    summarize_run(recorded.log, since_s=since_s),
+                    policy.name,
+                    regenerated_tokens=lost[UpperBound.BELADY.value],
+                    regenerated_over_belady=1.0,
+                    notes=_eviction_order_notes(recorded.orders, lost),
+                )
+            )
+            continue
+        log = recorded.log if policy.name == "stock" and recorded is not None else outcomes[spec].log
+        order = policy.eviction_order
+        ratio = (
+            competitive_ratio(lost[order], lost[UpperBound.BELADY.value]) if order and order in lost else None
+        )
+        result.logs.append(log)
+        result.rows.append(
+            summarize_run(
+                log,
+                since_s=since_s,
+                regenerated_over_belady=ratio,
+                limit=policy.limit is not None,
+            )
+        )
+    return result
+
+
+def _eviction_order_notes(orders: dict[str, EvictionReplayResult], lost: dict[str, int]) -> list[str]:
+    parts = [f"{name} {tokens:,}" for name, tokens in lost.items()]
+    notes = [f"tokens computed again on the stock run's accesses, by eviction order: {', '.join(parts)}"]
+    notes += [f"{name}: {order.note}" for name, order in orders.items() if order.note]
+    return notes

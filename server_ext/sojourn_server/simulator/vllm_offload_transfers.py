@@ -1,0 +1,133 @@
+"""vLLM's own offloading connector with copies that take virtual time.
+
+The scheduler's half is the engine's: which blocks are stored, when, where they
+are found again and what is evicted from host memory (least recently used). Only
+the worker's half, the copies themselves, is made up here, with its order of
+events: stores begin with the step after the one that computed them, loads with
+the step that asks for them, blocks about to be reused are waited for. Each
+direction is one lane, first come first served, as one DMA engine a direction is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..vllm.compat import (
+    KVConnectorOutput,
+    KVTransferConfig,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+
+if TYPE_CHECKING:
+    from .latency.latency_model import LatencyModel
+
+_ALIGNMENT_BYTES = 4096
+"""The connector rounds a chunk up to this; see ``transfer_config``."""
+
+
+class _Transfer(NamedTuple):
+    job_id: int
+    request_id: str
+    done_s: float
+
+
+class VllmOffloadTransfers:
+    """The copies of one engine. All times are virtual seconds."""
+
+    def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
+        self._latency = latency
+        self._block_bytes = block_bytes
+        self._stores: deque[_Transfer] = deque()
+        self._loads: deque[_Transfer] = deque()
+        self._to_submit: dict[int, TransferJob] = {}
+        self._store_lane_free_s = 0.0
+        self._load_lane_free_s = 0.0
+        self.to_host_bytes = 0
+        self.to_device_bytes = 0
+        self.to_disk_bytes = self.from_disk_bytes = 0  # it has none
+
+    def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
+        """Requests that load something in this step, and how many blocks."""
+        return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
+
+    def step_end_s(self, began_s: float, took_s: float) -> float:
+        """When a step that computes for so long is over: requests that load are in no step."""
+        return began_s + took_s
+
+    def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
+        """Start the copies a step asks for. Returns when the step may begin: it waits for stores of
+        blocks that it, or a load, is about to overwrite."""
+        for job_id in metadata.jobs_to_flush or ():
+            job = metadata.store_jobs.pop(job_id, None)
+            if job is not None:
+                self._to_submit[job_id] = job
+        for job_id, job in self._to_submit.items():
+            self._store(job_id, job, now)
+        self._to_submit.clear()
+        waits_for = metadata.jobs_to_flush or ()
+        begins_s = max((copy.done_s for copy in self._stores if copy.job_id in waits_for), default=now)
+        for job_id, job in metadata.load_jobs.items():
+            size = len(job.dst_spec.block_ids) * self._block_bytes
+            self.to_device_bytes += size
+            start_s = max(begins_s, self._load_lane_free_s)
+            self._load_lane_free_s = start_s + self._latency.copy_s(size, to_host=False)
+            self._loads.append(_Transfer(job_id, job.req_id, self._load_lane_free_s))
+        self._to_submit.update(metadata.store_jobs)
+        return begins_s
+
+    def _store(self, job_id: int, job: TransferJob, now: float) -> None:
+        size = len(job.src_spec.block_ids) * self._block_bytes
+        self.to_host_bytes += size
+        start_s = max(now, self._store_lane_free_s)
+        self._store_lane_free_s = start_s + self._latency.copy_s(size, to_host=True)
+        self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
+
+    def finished(self, now: float) -> KVConnectorOutput | None:
+        """Copies done by ``now`` that were not reported before, as the worker would report them."""
+        metadata = OffloadingWorkerMetadata()
+        for copy in self._take_done(self._stores, now):
+            metadata.mark_completed(copy.job_id)
+        received: set[str] = set()
+        for copy in self._take_done(self._loads, now):
+            metadata.mark_completed(copy.job_id)
+            received.add(copy.request_id)
+        if not metadata.completed_jobs:
+            return None
+        return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=metadata)
+
+    def next_done_s(self) -> float:
+        """When the next copy ends; ``inf`` where none is under way."""
+        return min((lane[0].done_s for lane in (self._stores, self._loads) if lane), default=float("inf"))
+
+    @property
+    def has_unsubmitted(self) -> bool:
+        """Whether stores wait for the next step to begin."""
+        return bool(self._to_submit)
+
+    @staticmethod
+    def _take_done(lane: deque[_Transfer], now: float) -> Iterable[_Transfer]:
+        while lane and lane[0].done_s <= now:
+            yield lane.popleft()
+
+
+def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
+    """vLLM's connector settings for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size
+    in the engine's KV cache specification.
+
+    Outputs are kept too, not prompts alone as vLLM's connector does by default: an agent's next prompt has
+    its last output in it.
+    """
+    chunk_bytes = -(-page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id="lab",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": host_blocks * chunk_bytes,
+            "offload_prompt_only": False,
+        },
+    )

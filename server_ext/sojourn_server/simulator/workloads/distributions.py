@@ -1,0 +1,229 @@
+"""Distributions with the moments a paper publishes, drawn from an injected ``random.Random``."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+_NORMAL = NormalDist()
+
+
+class Distribution(Protocol):
+    """A distribution over numbers ≥ 0."""
+
+    def __call__(self, rng: random.Random) -> float:
+        """One value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Log-normal, values above ``cap`` put at ``cap``; built by its moments."""
+
+    mu: float
+    sigma: float
+    cap: float = math.inf
+
+    @classmethod
+    def with_moments(cls, mean: float, sd: float, cap: float = math.inf) -> LogNormal:
+        """The one whose mean and standard deviation, *after* the cap, are these.
+
+        Without a cap in closed form, else by bisection. Raises ``ValueError`` where none has them.
+        """
+        plain = cls._uncapped(mean, sd)
+        if cap == math.inf:
+            return plain
+        if not mean < cap or not sd * sd < mean * (cap - mean):
+            raise ValueError(f"nothing between 0 and {cap} has mean {mean} and standard deviation {sd}")
+        wanted = mean * mean + sd * sd
+        low, high = plain.sigma * 0.5, plain.sigma * 8 + 1
+        for _ in range(100):
+            middle = (low + high) / 2
+            if cls.with_mean(mean, middle, cap).moment(2) < wanted:
+                low = middle
+            else:
+                high = middle
+        return cls.with_mean(mean, (low + high) / 2, cap)
+
+    @classmethod
+    def with_mean(cls, mean: float, sigma: float, cap: float) -> LogNormal:
+        """The one of that ``sigma`` whose mean, *after* the cap, is ``mean``. By bisection.
+
+        Raises ``ValueError`` for a mean that is not between 0 and the cap.
+        """
+        if not 0 < mean < cap < math.inf:
+            raise ValueError(f"mean {mean} is not between 0 and {cap}")
+        low, high = math.log(mean) - 50.0, math.log(cap) + 50.0
+        for _ in range(200):
+            middle = (low + high) / 2
+            if cls(middle, sigma, cap).moment(1) < mean:
+                low = middle
+            else:
+                high = middle
+        return cls((low + high) / 2, sigma, cap)
+
+    @classmethod
+    def through(cls, mean: float, probability: float, value: float, cap: float) -> LogNormal:
+        """Below ``value`` with that probability, and with that mean *after* the cap.
+
+        By bisection over sigma. Raises ``ValueError`` where it finds none: the mean must lie below the value,
+        and the value, above the median, below the cap.
+        """
+        score = _NORMAL.inv_cdf(probability)
+
+        def of_sigma(sigma: float) -> LogNormal:
+            return cls(math.log(value) - score * sigma, sigma, cap)
+
+        low, high = 1e-3, 4.0
+        if not (score > 0 and value < cap and of_sigma(high).moment(1) < mean < of_sigma(low).moment(1)):
+            raise ValueError(f"no log-normal up to {cap} has mean {mean} and {probability} below {value}")
+        for _ in range(100):
+            middle = (low + high) / 2
+            if of_sigma(middle).moment(1) > mean:
+                low = middle
+            else:
+                high = middle
+        return of_sigma((low + high) / 2)
+
+    @classmethod
+    def _uncapped(cls, mean: float, sd: float) -> LogNormal:
+        variance = math.log1p((sd / mean) ** 2)
+        return cls(math.log(mean) - variance / 2, math.sqrt(variance))
+
+    def moment(self, order: int) -> float:
+        """E[X^order]."""
+        whole = math.exp(order * self.mu + (order * self.sigma) ** 2 / 2)
+        if self.cap == math.inf:
+            return whole
+        edge = (math.log(self.cap) - self.mu) / self.sigma
+        below = _NORMAL.cdf(edge - order * self.sigma)
+        # 1 − Φ(x) loses all digits for large x.
+        above: float = self.cap**order * math.erfc(edge / math.sqrt(2)) / 2
+        return whole * below + above
+
+    def __call__(self, rng: random.Random) -> float:
+        return min(self.cap, rng.lognormvariate(self.mu, self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma:
+    """Gamma, built by its moments: never below 0, and near a normal where the deviation is small."""
+
+    mean: float
+    sd: float
+
+    def __call__(self, rng: random.Random) -> float:
+        shape = (self.mean / self.sd) ** 2
+        return rng.gammavariate(shape, self.mean / shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedNormal:
+    """Normal, rounded to whole numbers, those below ``least`` put at ``least``."""
+
+    mean: float
+    sd: float
+    least: int = 1
+
+    def __call__(self, rng: random.Random) -> float:
+        # Rounding adds a twelfth to the variance (Sheppard's correction).
+        return max(self.least, round(rng.gauss(self.mean, math.sqrt(self.sd**2 - 1 / 12))))
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Uniform."""
+
+    low: float
+    high: float
+
+    def __call__(self, rng: random.Random) -> float:
+        return rng.uniform(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedPowerLaw:
+    """``high`` · U^(1/k): between 0 and ``high``, dense towards it; k follows from the mean."""
+
+    mean: float
+    high: float
+
+    def __call__(self, rng: random.Random) -> float:
+        share = self.mean / self.high
+        exponent = (1 - share) / share
+        return self.high * math.pow(rng.random(), exponent)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedExponential:
+    """Exponential between two bounds; its rate follows from the mean, which lies below their middle."""
+
+    low: float
+    high: float
+    rate: float
+
+    @classmethod
+    def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
+        """By bisection over the rate. Raises ``ValueError`` for a mean that such a one cannot have."""
+        if not low < mean < (low + high) / 2:
+            raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
+        span = high - low
+        least, most = 1e-9 / span, 1e3 / (mean - low)
+        for _ in range(200):
+            middle = (least + most) / 2
+            if 1 / middle - span / math.expm1(min(700.0, middle * span)) > mean - low:
+                least = middle
+            else:
+                most = middle
+        return cls(low, high, (least + most) / 2)
+
+    def __call__(self, rng: random.Random) -> float:
+        inside = -math.expm1(-self.rate * (self.high - self.low))
+        return self.low - math.log1p(-rng.random() * inside) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class PercentileDistribution:
+    """Through published percentiles: log-linear in the normal score, as a log-normal is between two of them.
+
+    Below the first the slope between the first two goes on. What lies above the last is not
+    published: values there are put at the last.
+    """
+
+    points: Sequence[tuple[float, float]]
+    """(probability, value), ascending, at least two."""
+
+    def __call__(self, rng: random.Random) -> float:
+        return self.quantile(rng.random())
+
+    def quantile(self, probability: float) -> float:
+        """The value below which ``probability`` of all lie."""
+        points = self.points
+        if probability >= points[-1][0]:
+            return points[-1][1]
+        above = next(i for i, (p, _) in enumerate(points) if probability < p or i == len(points) - 1)
+        (p0, x0), (p1, x1) = points[max(0, above - 1)], points[max(1, above)]
+        z0, z1 = _NORMAL.inv_cdf(p0), _NORMAL.inv_cdf(p1)
+        z = _NORMAL.inv_cdf(max(probability, 1e-12))
+        return x0 * math.pow(x1 / x0, (z - z0) / (z1 - z0))
+
+
+def split(rng: random.Random, total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` whole numbers ≥ 1 that add up to it, in uneven exponential shares.
+
+    Raises ``ValueError`` where there is not one for each.
+    """
+    if total < parts:
+        raise ValueError(f"{total} cannot be split into {parts} parts of at least 1")
+    weights = [rng.expovariate(1.0) for _ in range(parts)]
+    scale = (total - parts) / sum(weights)
+    sizes, given, exact = [], 0, 0.0
+    for weight in weights:
+        exact += weight * scale
+        sizes.append(1 + round(exact) - given)
+        given = round(exact)
+    return sizes

@@ -1,0 +1,285 @@
+"""Programs of a trace as a client plays them: prompts, outputs to make up, gaps, tools, sub-agents.
+
+All of this is the client's side. Nothing here may reach a policy but what a
+client would send at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
+from sojourn_server.traces.hashed_blocks import has_block_ids, system_blocks
+from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, TurnPlan
+from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
+
+VOCABULARY_SIZE = 32_000
+"""Ids stay below; no model reads them."""
+_MAX_ID_CHARS = 180
+"""Longer ids would be refused on the wire; with the number of the copy they stay below its 200."""
+
+
+class NoProgramFitsError(TraceError):
+    """No program can be played; ``program_id`` is the one that needs least."""
+
+    def __init__(self, message: str, program_id: str) -> None:
+        super().__init__(message)
+        self.program_id = program_id
+
+    def __reduce__(self) -> tuple[type[NoProgramFitsError], tuple[str, str]]:
+        return NoProgramFitsError, (str(self), self.program_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaybackOptions:
+    """How programs are played. Raises ``ValueError`` for a setting that cannot work."""
+
+    max_context_tokens: int | None = None
+    """A program ends before its first turn that needs more, prompt and output together."""
+    max_gap_s: float | None = None
+    """Longer idle times are cut to this, in seconds."""
+    human_gaps: bool = True
+    """False: where a person was waited for, no time passes."""
+    token_scale: float = 1.0
+    """Times every length."""
+
+    def __post_init__(self) -> None:
+        if self.max_context_tokens is not None and self.max_context_tokens < 2:
+            raise ValueError(f"max_context_tokens is {self.max_context_tokens}; expected at least 2")
+        if self.max_gap_s is not None and not self.max_gap_s >= 0:
+            raise ValueError(f"max_gap_s is {self.max_gap_s}; expected ≥ 0")
+        if not self.token_scale > 0:
+            raise ValueError(f"token_scale is {self.token_scale}; expected > 0")
+
+    def gap_s(self, turn: TraceTurn) -> float:
+        """Client-side seconds after ``turn``."""
+        if not self.human_gaps and (turn.gap_kind == "human" or turn.interactive):
+            return 0.0
+        return turn.idle_s if self.max_gap_s is None else min(turn.idle_s, self.max_gap_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgramPlan:
+    """One program to be played once."""
+
+    instance_id: str
+    """Unique in a run."""
+    trace_id: str
+    """``program_id`` of the trace line."""
+    agent_type: str | None = None
+    """What kind of agent it is; ``None`` where the trace does not say."""
+    tenant: str | None = None
+    """On whose behalf it runs; ``None`` where the trace does not say."""
+    plans: Sequence[TurnPlan]
+    """Lengths of the turns that are played."""
+    cut: bool
+    """The recorded program goes on, but not within the context limit."""
+    parent_turn: int | None = None
+    """Of a sub-agent: it starts ``delay_s`` after this turn of its parent has finished."""
+    delay_s: float = 0.0
+    start_offset_s: float | None = None
+    """Of a sub-agent whose parent's turn isn't known: seconds after its parent's start."""
+    children: list[ProgramPlan] = field(default_factory=list)
+    _builder: PromptBuilder = field(repr=False)
+    _turns: Sequence[TraceTurn] = field(repr=False)
+    _options: PlaybackOptions = field(repr=False)
+
+    def prompt(self, turn: int) -> list[int]:
+        """Token ids of the prompt; turns must be asked for in order. The caller owns the list."""
+        return self._builder.prompt(turn)
+
+    def planned_output(self, turn: int) -> list[int]:
+        """Token ids that the model makes."""
+        return self._builder.planned_output(turn)
+
+    def gap_s(self, turn: int) -> float:
+        """Client-side seconds from the end of ``turn`` until the next request."""
+        return self._options.gap_s(self._turns[turn])
+
+    def tool(self, turn: int) -> str | None:
+        """What runs after ``turn``, by the key under which a server keeps its history; ``None``: no tool."""
+        run = self._turns[turn].tool_run
+        return None if run is None else _key(run)
+
+    def tool_runs(self, turn: int) -> tuple[TraceToolRun, ...]:
+        """The tools that the client waits for after ``turn``, as it would announce them."""
+        recorded = self._turns[turn]
+        runs = [run for run in recorded.tools or () if not run.bg]
+        if not runs and not recorded.tools and recorded.tool:
+            runs = [TraceToolRun(name=name) for name in recorded.tool.split("+")]
+        return tuple(_sdk_tool(run) for run in runs)
+
+
+class ProgramPlanner:
+    """The programs of a trace, ready to be played any number of times."""
+
+    def __init__(self, programs: Sequence[TraceProgram], options: PlaybackOptions | None = None) -> None:
+        """Raises ``TraceError`` where no program can be played."""
+        self._options = options or PlaybackOptions()
+        self._ids = TokenIdGenerator(VOCABULARY_SIZE)
+        self._system = system_blocks(programs)
+        self._outlines: dict[str, tuple[PromptPlan, int]] = {}
+        self.roots: list[TraceProgram] = []
+        """Top-level programs that can be played, in the trace's order."""
+        self.exceeding_programs = 0
+        """Programs whose first turn is beyond the context limit already; sub-agents included."""
+        self._children: dict[str, list[TraceProgram]] = {}
+        self._sort(programs)
+        if not self.roots:
+            raise self._nothing_fits(programs)
+
+    def __len__(self) -> int:
+        """How many top-level programs there are."""
+        return len(self.roots)
+
+    @property
+    def notes(self) -> list[str]:
+        """What one should know of these programs before reading anything into results."""
+        notes = []
+        if self.exceeding_programs:
+            notes.append(
+                f"{self.exceeding_programs} programs left out: their first turn is beyond the context limit "
+                f"of {self._options.max_context_tokens:,} tokens"
+            )
+        cut = sum(1 for program in self._played() if not self._fits_completely(program))
+        if cut:
+            notes.append(
+                f"{cut} of {len(self.roots) + sum(map(len, self._children.values()))} programs end early, "
+                f"before a turn beyond the context limit of {self._options.max_context_tokens:,} tokens"
+            )
+        gaps = [self._options.gap_s(turn) for root in self.roots for turn in root.turns[:-1]]
+        if gaps and not any(gap > 0 for gap in gaps):
+            notes.append("no gap takes any time: the trace has no timing, or the options took it away")
+        if self._options.token_scale != 1.0 and any(has_block_ids(root) for root in self.roots):
+            notes.append("with a token scale, what sessions share is not taken from the recorded blocks")
+        return notes
+
+    def plan(self, index: int, copy: int = 0) -> ProgramPlan:
+        """Top-level program ``index`` with its sub-agents. Copies differ in their private tokens."""
+        return self._plan(self.roots[index], copy)
+
+    def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
+        outline, fitting = self._outline(program)
+        children = []
+        for child in self._children.get(program.program_id, ()):
+            plan = self._plan(child, copy)
+            if child.parent_turn is not None:
+                if child.parent_turn >= fitting:
+                    continue  # its parent ends before it would have started it
+                plan.parent_turn = child.parent_turn
+                plan.delay_s = self._delay_s(program.turns[child.parent_turn], child)
+            else:
+                plan.start_offset_s = child.start_offset_s or 0.0
+            children.append(plan)
+        return ProgramPlan(
+            instance_id=f"{_short(program.program_id)}@{copy}",
+            trace_id=program.program_id,
+            agent_type=program.agent_type,
+            tenant=program.tenant,
+            plans=outline.plans[:fitting],
+            cut=fitting < len(outline.plans),
+            children=children,
+            _builder=PromptBuilder(
+                program, copy=copy, system_blocks=self._system, outline=outline, ids=self._ids
+            ),
+            _turns=program.turns,
+            _options=self._options,
+        )
+
+    def _delay_s(self, turn: TraceTurn, child: TraceProgram) -> float:
+        """How far into the gap after ``turn`` the sub-agent was started."""
+        if child.start_offset_s is None or turn.t is None:
+            return 0.0
+        offset_in_gap_s = child.start_offset_s - turn.t - (turn.llm_s or 0.0)
+        return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
+
+    def _outline(self, program: TraceProgram) -> tuple[PromptPlan, int]:
+        """Its outline, and how many leading turns fit."""
+        known = self._outlines.get(program.program_id)
+        if known is None:
+            outline = PromptPlan(program, self._options.token_scale)
+            known = self._outlines[program.program_id] = outline, self._fitting(outline.plans)
+        return known
+
+    def _fitting(self, plans: Sequence[TurnPlan]) -> int:
+        limit = self._options.max_context_tokens
+        if limit is None:
+            return len(plans)
+        exceeding_programs = (
+            i for i, plan in enumerate(plans) if plan.prompt_tokens + plan.output_tokens > limit
+        )
+        return next(exceeding_programs, len(plans))
+
+    def _sort(self, programs: Sequence[TraceProgram]) -> None:
+        by_id = {program.program_id: program for program in programs}
+        fitting = [program for program in programs if self._fits(program)]
+        self.exceeding_programs = len(programs) - len(fitting)
+        for program in fitting:
+            if program.parent is None or program.parent not in by_id:
+                self.roots.append(program)
+            else:
+                _check_ancestry(program, by_id)
+                self._children.setdefault(program.parent, []).append(program)
+
+    def _fits(self, program: TraceProgram) -> bool:
+        limit = self._options.max_context_tokens
+        return limit is None or self._first_turn_tokens(program) <= limit
+
+    def _fits_completely(self, program: TraceProgram) -> bool:
+        limit = self._options.max_context_tokens
+        return limit is None or all(self._turn_tokens(turn) <= limit for turn in program.turns)
+
+    def _played(self) -> Iterator[TraceProgram]:
+        yield from self.roots
+        for children in self._children.values():
+            yield from children
+
+    def _first_turn_tokens(self, program: TraceProgram) -> int:
+        return self._turn_tokens(program.turns[0])
+
+    def _turn_tokens(self, turn: TraceTurn) -> int:
+        scale = self._options.token_scale
+        return max(1, round(turn.prompt_tokens * scale)) + max(1, round(turn.output_tokens * scale))
+
+    def _nothing_fits(self, programs: Sequence[TraceProgram]) -> TraceError:
+        if not programs:
+            return TraceError("there are no programs to play")
+        shortest = min(programs, key=self._first_turn_tokens)
+        return NoProgramFitsError(
+            f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest first "
+            f"turn needs {self._first_turn_tokens(shortest):,} (program {shortest.program_id!r})",
+            shortest.program_id,
+        )
+
+
+def _check_ancestry(program: TraceProgram, by_id: dict[str, TraceProgram]) -> None:
+    for steps, ancestor in enumerate(_ancestors(program, by_id)):
+        if ancestor.program_id == program.program_id or steps > len(by_id):
+            raise TraceError(f"program {program.program_id!r} is among its own parents")
+
+
+def _ancestors(program: TraceProgram, by_id: dict[str, TraceProgram]) -> Iterator[TraceProgram]:
+    while program.parent is not None and program.parent in by_id:
+        program = by_id[program.parent]
+        yield program
+
+
+def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
+    """What an SDK says of it: the head of a command line only where the tool is a shell."""
+    return run if run.cmd is None or _is_shell(run) else TraceToolRun(name=run.name, s=run.s, bg=run.bg)
+
+
+def _key(run: TraceToolRun) -> str:
+    return f"{run.name}:{run.cmd}" if run.cmd is not None and _is_shell(run) else run.name
+
+
+def _is_shell(run: TraceToolRun) -> bool:
+    return run.name.lower() in SHELL_TOOLS
+
+
+def _short(program_id: str) -> str:
+    if len(program_id) <= _MAX_ID_CHARS:
+        return program_id
+    return f"{program_id[: _MAX_ID_CHARS - 17]}~{seed_from_text(program_id):016x}"

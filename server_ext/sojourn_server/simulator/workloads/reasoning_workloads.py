@@ -1,0 +1,142 @@
+"""Long outputs, for Tetris: lengths that were published of what reasoning models write.
+
+Tetris names NuminaMath and SWE-bench as its long outputs and gives no lengths but "hundreds of thousands"
+(§1); so they are taken from elsewhere. An output is all that the model writes, thinking included.
+The type of an agent is told to the server: ``agent_type`` of every program.
+
+    reasoning-math          DeepSeek-R1 on competition problems, one request each. Published: three quarters
+                            are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/blog/open-r1/
+                            update-2); mean 6,000 (OpenThoughts-114k, of the same model: …/update-1).
+                            Chosen: log-normal
+    reasoning-aime          the same model on AIME. Published: mean 12K (card of DeepSeek-R1-0528), limit
+                            32,768 (card of DeepSeek-R1). Chosen: log-normal, as wide as reasoning-math
+    reasoning-aime-0528     its successor. Published: mean 23K, limit 64K (card of DeepSeek-R1-0528)
+    reasoning-requests      what a service was asked of DeepSeek-R1: see ``R1_OUTPUT``. Chosen: prompts
+                            independent of outputs; nothing above the last percentile
+    reasoning-mix           two kinds of chats, reasoning-math and reasoning-aime, each as likely (chosen).
+                            Chats: mean outputs of Tetris §1, exponential, as ServeGen (arXiv 2505.09999)
+                            finds outputs of services to be; mean prompts of WildChat (arXiv 2405.01470)
+                            Table 1, exponential (chosen); of each conversation one request (chosen)
+    reasoning-agent         thinks, calls a tool, and thinks on. Published: 23 steps on average, "over 50" in
+                            long ones, with search, browser and code for tools (moonshotai.github.io/
+                            Kimi-Researcher). Chosen: 2 to 50, exponential in between; a step writes as much
+                            as a request of reasoning-requests; tools each as likely, their times SAGA's
+                            (Table 1); first prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000;
+                            what it has thought stays in its context
+
+Prompts of mathematical problems are 40 to 200 tokens long (chosen).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun
+
+from .append_only import append_only
+from .distributions import (
+    Distribution,
+    Gamma,
+    LogNormal,
+    PercentileDistribution,
+    TruncatedExponential,
+    Uniform,
+)
+from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES
+
+R1_OUTPUT = PercentileDistribution(
+    (
+        (0.05, 225),
+        (0.25, 427),
+        (0.50, 792),
+        (0.75, 1_499),
+        (0.90, 3_432),
+        (0.95, 5_701),
+        (0.99, 12_607),
+        (0.999, 20_833),
+    )
+)
+"""Output tokens of ServeGen's reasoning workload: of the 1,383,669 requests that the 73 clients in
+data/reason/deepseek-r1 of github.com/alibaba/ServeGen (f891d11) made in a day, each client's published
+histogram of six hours weighted by how many requests it made in them. Their mean is 1,527."""
+R1_PROMPT = PercentileDistribution(
+    (
+        (0.05, 13),
+        (0.25, 41),
+        (0.50, 208),
+        (0.75, 482),
+        (0.90, 2_092),
+        (0.95, 6_714),
+        (0.99, 23_423),
+        (0.999, 33_783),
+    )
+)
+"""Their input tokens."""
+
+_PROBLEM = Uniform(40, 200)
+_MATH = LogNormal.through(6_000, 0.75, 8 * 1024, 16 * 1024)
+
+
+class _RequestLengths(NamedTuple):
+    """What one type of agent asks, and what it is answered, in tokens."""
+
+    prompt: Distribution
+    output: Distribution
+
+
+_TYPES = {
+    "lmsys-chat": _RequestLengths(
+        Gamma(69.83, 69.83), Gamma(182, 182)
+    ),  # a gamma of that shape is exponential
+    "sharegpt-chat": _RequestLengths(Gamma(94.46, 94.46), Gamma(456, 456)),
+    "math": _RequestLengths(_PROBLEM, _MATH),
+    "aime": _RequestLengths(_PROBLEM, LogNormal.with_mean(12_000, _MATH.sigma, 32 * 1024)),
+    "aime-0528": _RequestLengths(_PROBLEM, LogNormal.with_mean(23_000, _MATH.sigma, 64 * 1024)),
+    "r1-request": _RequestLengths(R1_PROMPT, R1_OUTPUT),
+}
+MIX = ("lmsys-chat", "sharegpt-chat", "math", "aime")
+"""Types of agents in ``reasoning-mix``."""
+
+AGENT_TURNS = (23, 2, 50)
+"""Mean, least and most."""
+AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
+"""Tool of the agent → SAGA's kind."""
+_TOOL_RESULT = Uniform(100, 1_000)
+
+
+def _requests(*types: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+    """Programs of a single request."""
+
+    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+        while True:
+            kind = rng.choice(types)
+            prompt, output = (max(1, round(draw(rng))) for draw in _TYPES[kind])
+            yield append_only([prompt], [output], [TraceToolRun()], None, rng, agent_type=kind)
+
+    return programs
+
+
+def _agent(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    draw_turns = TruncatedExponential.with_mean(*AGENT_TURNS)
+    while True:
+        turns = round(draw_turns(rng))
+        tools = [
+            TraceToolRun(name=tool, s=round(TOOL_LATENCIES[AGENT_TOOLS[tool]](rng), 6))
+            for tool in rng.choices(list(AGENT_TOOLS), k=turns)
+        ]
+        outputs = [round(R1_OUTPUT(rng)) for _ in range(turns)]
+        appends = [round(FIRST_PROMPT(rng)), *(round(_TOOL_RESULT(rng)) for _ in range(turns - 1))]
+        yield append_only(appends, outputs, tools, None, rng, agent_type="researcher")
+
+
+REASONING: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
+    "reasoning-math": _requests("math"),
+    "reasoning-aime": _requests("aime"),
+    "reasoning-aime-0528": _requests("aime-0528"),
+    "reasoning-requests": _requests("r1-request"),
+    "reasoning-mix": _requests(*MIX),
+    "reasoning-agent": _agent,
+}
+"""Name → its generator, for ``synthetic``."""

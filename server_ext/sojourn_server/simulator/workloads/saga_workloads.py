@@ -1,0 +1,101 @@
+"""SAGA's workloads: ten tenants, and tools whose times vary more or less around the same mean."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun
+
+from .append_only import append_only
+from .distributions import (
+    Distribution,
+    LogNormal,
+    PercentileDistribution,
+    TruncatedExponential,
+    Uniform,
+    split,
+)
+
+TOOL_LATENCIES = {
+    "code_execution": PercentileDistribution(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
+    "file_operation": PercentileDistribution(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
+    "web_api": PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
+    "database_query": PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
+}
+"""Table 1, seconds."""
+TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
+"""§9.1: class, tenants, steps of an agent, tasks a minute of each tenant."""
+FIRST_PROMPT = Uniform(2_000, 4_000)
+"""§2.1: a context grows from 2–4K tokens …"""
+_LONGEST_CONTEXT = 128_000
+"""… to 16–128K."""
+_STEP_OUTPUT = Uniform(100, 500)
+"""§9.1, SWE-bench: output tokens a step."""
+SWE_STEPS = (37, 5, 150)
+"""§9.1 and §2.1: mean steps of a SWE-bench task; most take at least 5; the most."""
+CV_MEAN_TOOL_S = 1.2
+"""Table 10: mean tool latency, held constant."""
+CV_RANGE = (0.5, 3.0)
+"""Table 10's sweep."""
+
+
+def ten_tenants(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    """§9.1's ten tenants: tasks of 100, 30 and 10 steps, Poisson arrivals for each tenant.
+
+    Contexts grow by the same a step for all, so that 100 steps end at 128K tokens; ten then end at
+    15.5K, which is the paper's lower figure. BurstGPT's own lengths are not in the paper. Every
+    step's tool is one of Table 1's four, each as likely. Agents of so many steps are of one type.
+    """
+    tenants = [
+        (f"{kind}-{number}", steps, rate)
+        for kind, count, steps, rate in TENANTS
+        for number in range(1, count + 1)
+    ]
+    rates = [rate for _, _, rate in tenants]
+    at_s = 0.0
+    while True:
+        # Many Poisson processes are one, whose every arrival is of a tenant with chance by its rate.
+        at_s += rng.expovariate(sum(rates) / 60.0)
+        tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
+        kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
+        tools: list[tuple[str, Distribution]] = [(kind, TOOL_LATENCIES[kind]) for kind in kinds]
+        yield _steps(steps, 100, tools, rng, at_s, tenant, agent_type=f"{steps}-step-agent")
+
+
+def latency_cv(cv: float) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+    """Table 10 at one coefficient of variation."""
+    tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
+    mean, least, most = SWE_STEPS
+    draw_steps = TruncatedExponential.with_mean(mean, least, most)
+
+    def programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+        while True:
+            steps = round(draw_steps(rng))
+            times = random.Random(rng.random())
+            yield _steps(steps, most, [("code_execution", tool_s)] * steps, rng, times=times)
+
+    return programs
+
+
+def _steps(
+    steps: int,
+    max_steps: int,
+    tools: list[tuple[str, Distribution]],
+    rng: random.Random,
+    arrival_s: float | None = None,
+    tenant: str | None = None,
+    times: random.Random | None = None,
+    agent_type: str | None = None,
+) -> TraceProgram:
+    """A task whose context grows so that ``max_steps`` would end at the longest."""
+    mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
+    growth = (_LONGEST_CONTEXT - mean_first) / max_steps
+    first = round(FIRST_PROMPT(rng))
+    outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
+    left = max(steps, round(growth * steps) - sum(outputs))
+    appends = [first, *(split(rng, left, steps - 1) if steps > 1 else ())]
+    runs = [TraceToolRun(name=name, s=round(draw(times or rng), 6)) for name, draw in tools]
+    return append_only(
+        appends, outputs, runs, None, rng, arrival_s=arrival_s, tenant=tenant, agent_type=agent_type
+    )

@@ -1,0 +1,195 @@
+"""Workloads made up after the papers' tables. Synthetic: no line of them was ever recorded.
+
+What a paper publishes is met, as moments over many programs; what it doesn't is
+chosen here, and each choice is named below. ``source`` of every program says
+``synthetic:NAME``. Same name, count and seed: same programs.
+
+    continuum-swe-bench         Continuum Table 1. Chosen: normal turns; log-normal tool times that end at
+                                the harness' own limit; gamma token totals, independent of turns; one tool
+    continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
+    continuum-bfcl-unscaled     without the 0.4
+    continuum-…:X               the same with another ``OUTPUT_SHARE``, above 0 and below 1
+    dualpath-32k, -48k, -64k    DualPath Table 2 (see ``dualpath_program``); tools take no time, as in its §7
+    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``saga.ten_tenants``)
+    latency-cv:X                SAGA Table 10 and §9.1. Chosen: log-normal tool times, mean 1.2 s, X from
+                                0.5 to 3.0; steps exponential between their bounds
+    reasoning-…                 long outputs, for Tetris: after the published lengths of what reasoning
+                                models write (see ``reasoning``)
+
+No program shares a prompt with another, since no paper says how much they do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
+
+from .append_only import append_only
+from .distributions import BoundedPowerLaw, Gamma, LogNormal, RoundedNormal, split
+from .reasoning_workloads import REASONING
+from .saga_workloads import CV_RANGE, latency_cv, ten_tenants
+
+SYNTHETIC_PREFIX = "synthetic:"
+DEFAULT_PROGRAMS = 500
+"""As many as DualPath's trajectories and SAGA's SWE-bench tasks."""
+OUTPUT_SHARE = 0.2
+"""Part of a context's growth that the model wrote, where a paper tells totals only: DualPath's 148 of 756."""
+
+# -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
+
+SWE_TOOL_LIMIT_S = 60.0
+"""mini-swe-agent kills a SWE-bench command after that (its swebench.yaml, ``environment: timeout``)."""
+BFCL_SCALE = 0.4
+"""§6.1: scaled down "to fit at least 100 request in the context window" of 128k. That of 100 traces of
+93,256 ± 68,687 tokens all fit needs the scaling; so the table is taken to tell what was there before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Continuum:
+    turns: RoundedNormal
+    tool_s: LogNormal
+    tokens: Gamma
+    tool: TraceToolRun
+
+
+def _continuum(name: str) -> _Continuum:
+    if name == "continuum-swe-bench":
+        return _Continuum(
+            turns=RoundedNormal(10.9, 2.1),
+            tool_s=LogNormal.with_moments(0.925, 3.550, SWE_TOOL_LIMIT_S),
+            tokens=Gamma(70_126, 19_732),
+            tool=TraceToolRun(name="bash"),
+        )
+    scale = 1.0 if name.endswith("-unscaled") else BFCL_SCALE
+    return _Continuum(
+        turns=RoundedNormal(6.3, 2.3),
+        tool_s=LogNormal.with_moments(1.923, 2.133),
+        tokens=Gamma(93_256 * scale, 68_687 * scale),
+        tool=TraceToolRun(name="fetch_url"),  # the one its Figure 5 names
+    )
+
+
+def _continuum_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    name, _, share = name.partition(":")
+    table, output_share = _continuum(name), float(share or OUTPUT_SHARE)
+    while True:
+        turns = int(table.turns(rng))
+        total = max(4 * turns, round(table.tokens(rng)))
+        # Every turn is worth the same on average: the first prompt as much as a later tool's output.
+        appends, outputs = [], []
+        for growth in split(rng, total - turns, turns):
+            output = max(1, round(growth * output_share))
+            outputs.append(output)
+            appends.append(growth + 1 - output)
+        yield append_only(appends, outputs, [table.tool] * turns, table.tool_s, rng)
+
+
+# -- DualPath, Table 2: turns, append and gen tokens a turn, total and context tokens -----------
+
+DUALPATH = {
+    "dualpath-32k": (32 * 1024, 60, 608, 148, 28_639, 17_183),
+    "dualpath-48k": (48 * 1024, 106, 474, 172, 42_607, 25_120),
+    "dualpath-64k": (64 * 1024, 157, 429, 176, 55_958, 32_721),
+}
+"""Name → maximum length and Table 2's averages."""
+
+
+def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    while True:
+        yield dualpath_program(name, rng)
+
+
+def dualpath_program(name: str, rng: random.Random) -> TraceProgram:
+    """One trajectory. All five averages of Table 2 hold together if it is read so:
+
+    ``total`` is the context at the end; ``append`` and ``gen`` a turn are averaged
+    over trajectories, so that E[total/turns] = append + gen though E[total]/E[turns]
+    is less: turns differ much, independently of totals. A log-normal with mean n and
+    E[1/turns] = (append + gen)/total has e^σ² = n·(append + gen)/total, 1.58 to 1.70
+    in the three rows. ``context``, what a turn finds computed (0 for the first), grows
+    evenly from the end of the first turn to the total; its average tells the first prompt.
+    Totals lie below the maximum length, dense towards it.
+    """
+    limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
+    growth = append + gen
+    sigma = math.sqrt(math.log(mean_turns * growth / mean_total))
+    turns = max(2, round(rng.lognormvariate(math.log(mean_turns) - sigma * sigma / 2, sigma)))
+    total = max(4 * turns, round(BoundedPowerLaw(mean_total, limit)(rng)))
+    written = max(turns, round(total * gen / growth))
+    # Mean over turns of (0, c, c + g, …, total − g): total·(1 + c/total − 2/turns)/2.
+    after_first = total * (2 * (context + growth) / mean_total - 1)
+    outputs = split(rng, written, turns)
+    first = min(max(1, round(after_first) - outputs[0]), total - written - (turns - 1))
+    appends = [first, *split(rng, total - written - first, turns - 1)]
+    return append_only(appends, outputs, [TraceToolRun(name="sandbox")] * turns, lambda rng: 0.0, rng)
+
+
+# -- common ---------------------------------------------------------------------------------------
+
+_GENERATORS: dict[str, Callable[[str, random.Random], Iterator[TraceProgram]]] = {
+    "continuum-swe-bench": _continuum_programs,
+    "continuum-bfcl": _continuum_programs,
+    "continuum-bfcl-unscaled": _continuum_programs,
+    "saga-ten-tenants": ten_tenants,
+    **dict.fromkeys(DUALPATH, _dualpath_programs),
+    **REASONING,
+}
+_CV = "latency-cv"
+_SHARED = tuple(name for name, made in _GENERATORS.items() if made is _continuum_programs)
+"""Those with an ``OUTPUT_SHARE`` that may be said."""
+
+
+def synthetic_names() -> tuple[str, ...]:
+    """What may stand behind ``synthetic:``; X is a number."""
+    return (*_GENERATORS, *(f"{name}:X" for name in _SHARED), f"{_CV}:X")
+
+
+def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
+    """``count`` programs of workload ``name``. Raises ``TraceError`` for a name or number that is none."""
+    if count < 1:
+        raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
+    generator = _generator(name)
+    drawn = _CV if name.startswith(_CV) else name  # the same lengths whatever the variance
+    rng = random.Random(f"{drawn}/{seed}")
+    source = SYNTHETIC_PREFIX + name
+    made = []
+    for number, program in zip(range(count), generator(name, rng), strict=False):
+        arrival_s = None if program.arrival_s is None else round(program.arrival_s, 6)
+        told = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
+        made.append(msgspec.structs.replace(program, **told))
+    return made
+
+
+def _generator(name: str) -> Callable[[str, random.Random], Iterator[TraceProgram]]:
+    if name in _GENERATORS:
+        return _GENERATORS[name]
+    word, colon, text = name.partition(":")
+    if colon and word in (_CV, *_SHARED):
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if word in _SHARED:
+            if not 0 < number < 1:
+                raise TraceError(
+                    f"{SYNTHETIC_PREFIX}{name}: expected a number above 0 and below 1 behind {word}:"
+                )
+            return _GENERATORS[word]
+        if not CV_RANGE[0] <= number <= CV_RANGE[1]:
+            raise TraceError(
+                f"{SYNTHETIC_PREFIX}{name}: expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} "
+                f"behind {_CV}:"
+            )
+        return latency_cv(number)
+    near = difflib.get_close_matches(name, synthetic_names(), n=1)
+    hint = f"did you mean {SYNTHETIC_PREFIX}{near[0]}? " if near else ""
+    raise TraceError(
+        f"{SYNTHETIC_PREFIX}{name} is unknown; {hint}expected one of {', '.join(synthetic_names())}"
+    )

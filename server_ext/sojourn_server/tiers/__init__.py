@@ -1,1 +1,0 @@
-"""Where KV goes that leaves the device. Plain Python over buffers: no torch, no vLLM."""

@@ -1,0 +1,209 @@
+"""Sojourn's own turn ledgers, as ``GET /sojourn/v1/programs/{id}`` gives them, made into a trace.
+
+A ledger says of every finished turn when it came and went, its tokens, how much
+of its prompt had been computed before and how much of that had changed, which
+tool came before it and how long that took. That is all a trace needs, but for
+tools that ran beside the one named.
+
+The decision log alone makes no trace: it tells when a turn ended and how many
+blocks it left, not what was prompt and what output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
+from . import ImportedTrace
+from .json_records import read_records
+from .shared_prefix_estimate import with_shared_prefixes
+
+_USABLE_OUTCOMES = ("stopped", "length")
+"""Outcomes of turns that gave an answer; what a client aborted was no turn of its loop."""
+
+
+class _Tokens(msgspec.Struct, kw_only=True):
+    prompt: int
+    device: int = 0
+    new: int = 0
+    lost: dict[str, int] = {}
+
+
+class _LedgerTurn(msgspec.Struct, kw_only=True):
+    """One turn, as ``metrics.ledger.TurnRecord.as_dict`` writes it."""
+
+    turn: int
+    outcome: str
+    arrived_s: float
+    output_tokens: int
+    seconds: dict[str, float]
+    gap_s: float | None = None
+    tool_before: str | None = None
+    tokens: _Tokens | None = None
+
+
+class _LedgerProgram(msgspec.Struct, kw_only=True):
+    program_id: str
+    ledger: list[_LedgerTurn]
+    agent_type: str | None = None
+    parent_program_id: str | None = None
+    tenant: str | None = None
+
+
+def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
+    """The programs in files of such answers: one a file, one a line, or an array of them.
+
+    All are taken to be of one engine, whose clock their times are on. Raises
+    ``TraceError`` naming file and line.
+    """
+    found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
+    notes = _SkippedCounts()
+    for path in paths:
+        for line, record in read_records(path):
+            for program in _programs(record, f"{path}, line {line}"):
+                good = notes.usable_turns(program)
+                if not good:
+                    notes.empty += 1
+                elif program.program_id in found:
+                    raise TraceError(f"{path}, line {line}: program {program.program_id!r} is there twice")
+                else:
+                    found[program.program_id] = program, good
+    names = ", ".join(str(path) for path in paths)
+    if not found:
+        raise TraceError(
+            f"{names}: holds no finished turn; expected what GET /sojourn/v1/programs/{{id}} answers"
+        )
+    first_s = min(turns[0].arrived_s for _, turns in found.values())
+    programs = [_trace(program, turns, found, first_s) for program, turns in found.values()]
+    programs = with_shared_prefixes(programs)
+    for one in programs:
+        try:
+            check_program(one)
+        except TraceError as error:
+            raise TraceError(f"{names}: program {one.program_id!r}, {error}") from None
+    return ImportedTrace(programs, notes.lines())
+
+
+class _SkippedCounts:
+    """What was left out, counted."""
+
+    def __init__(self) -> None:
+        self.empty = self.unfinished = self.untold = self.cut = 0
+
+    def usable_turns(self, program: _LedgerProgram) -> list[_LedgerTurn]:
+        good = [
+            r
+            for r in program.ledger
+            if r.outcome in _USABLE_OUTCOMES and r.tokens is not None and r.tokens.prompt > 0
+        ]
+        self.unfinished += sum(r.outcome not in _USABLE_OUTCOMES for r in program.ledger)
+        self.untold += sum(r.outcome in _USABLE_OUTCOMES for r in program.ledger) - len(good)
+        self.cut += bool(good) and good[0].turn > 1
+        return sorted(good, key=lambda record: record.arrived_s)
+
+    def lines(self) -> list[str]:
+        told = [
+            (self.empty, "programs without any finished turn left out"),
+            (self.unfinished, "turns that were aborted or failed left out"),
+            (self.untold, "turns whose tokens the ledger doesn't tell left out"),
+            (self.cut, "programs begin with a later turn: the ledger has forgotten their first ones"),
+        ]
+        return [f"{count} {what}" for count, what in told if count]
+
+
+def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
+    if isinstance(record, dict) and "decisions" in record:
+        raise TraceError(
+            f"{where}: this is a decision log, which doesn't tell prompts and outputs apart; "
+            "expected what GET /sojourn/v1/programs/{id} answers"
+        )
+    if isinstance(record, dict) and isinstance(record.get("programs"), list):
+        for inner in record["programs"]:
+            yield from _programs(inner, where)
+        return
+    if isinstance(record, dict) and "program_id" in record and "ledger" not in record:
+        raise TraceError(
+            f"{where}: program {record['program_id']!r} has no ledger, as in the list of programs; "
+            "expected what GET /sojourn/v1/programs/{id} answers"
+        )
+    try:
+        yield msgspec.convert(record, _LedgerProgram)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{where}: {error}") from None
+
+
+def _trace(
+    program: _LedgerProgram,
+    turns: list[_LedgerTurn],
+    found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]],
+    first_s: float,
+) -> TraceProgram:
+    started_s = turns[0].arrived_s
+    parent = parent_turn = offset_s = None
+    if program.parent_program_id in found and program.parent_program_id != program.program_id:
+        parent = program.parent_program_id
+        before = found[parent][1]
+        offset_s = round(max(0.0, started_s - before[0].arrived_s), 6)
+        ended = sum(record.arrived_s + record.seconds.get("wall", 0.0) <= started_s for record in before)
+        parent_turn = ended - 1 if ended else None
+    return TraceProgram(
+        program_id=program.program_id,
+        turns=tuple(_turn(turns, index) for index in range(len(turns))),
+        source="sojourn",
+        group=program.agent_type,
+        agent_type=program.agent_type,
+        tenant=program.tenant,
+        arrival_s=round(started_s - first_s, 6),
+        parent=parent,
+        parent_turn=parent_turn,
+        start_offset_s=offset_s,
+    )
+
+
+def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
+    record = records[index]
+    tokens = record.tokens
+    assert tokens is not None
+    wall_s = max(0.0, record.seconds.get("wall", 0.0))
+    following = records[index + 1] if index + 1 < len(records) else None
+    append, reset, prefix = tokens.prompt, False, None
+    if index:
+        before = records[index - 1]
+        assert before.tokens is not None
+        append = max(0, tokens.prompt - before.tokens.prompt - before.output_tokens)
+        changed = tokens.lost.get("changed", 0)
+        shrunk = tokens.prompt < before.tokens.prompt + before.output_tokens
+        if changed or shrunk:
+            reset, prefix = True, max(0, tokens.prompt - tokens.new - changed)
+    gap_s, run = None, None
+    if following is not None:
+        gap_s = following.gap_s
+        if gap_s is None:
+            gap_s = max(0.0, following.arrived_s - record.arrived_s - wall_s)
+        run = _tool(following.tool_before, gap_s)
+    return TraceTurn(
+        prompt_tokens=tokens.prompt,
+        output_tokens=record.output_tokens,
+        append_tokens=append,
+        reset=reset,
+        prefix_tokens=prefix,
+        cached_tokens=tokens.device,
+        tool=run.name if run is not None else None,
+        tools=(run,) if run is not None else None,
+        gap_s=None if gap_s is None else round(gap_s, 6),
+        gap_kind="tool" if run is not None else None,
+        t=round(record.arrived_s - records[0].arrived_s, 6),
+        llm_s=round(wall_s, 6),
+    )
+
+
+def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
+    """``bash:pytest`` is a shell's command; the gap is the tool's time, as a server sees it."""
+    if not key:
+        return None
+    name, _, command = key.partition(":")
+    return TraceToolRun(name=name, cmd=command or None, s=round(gap_s, 6))

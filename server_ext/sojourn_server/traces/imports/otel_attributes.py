@@ -1,0 +1,137 @@
+"""Attributes of spans in the common conventions: GenAI (``gen_ai.*``, current and older names), OpenInference
+(``openinference.span.kind``, ``llm.*``) and OpenLLMetry (``traceloop.*``).
+
+The kinds of spans are those of ``sojourn_integrations.otel.semantic_conventions``, which this package must
+not import; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+AGENT, WORKFLOW, CHAIN, TOOL, MODEL = "agent", "workflow", "chain", "tool", "model"
+
+CONVERSATION = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
+_OPERATIONS = {
+    "invoke_agent": AGENT,
+    "invoke_workflow": WORKFLOW,
+    "execute_tool": TOOL,
+    "chat": MODEL,
+    "text_completion": MODEL,
+    "generate_content": MODEL,
+}
+_OPENINFERENCE = {"AGENT": AGENT, "CHAIN": CHAIN, "TOOL": TOOL, "LLM": MODEL}
+_TRACELOOP = {"workflow": WORKFLOW, "agent": AGENT, "tool": TOOL}
+_NAMED = ("invoke_agent", "invoke_workflow", "execute_tool")
+_USAGE_HINTS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+_REQUEST_TYPES = ("chat", "completion")
+
+_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+_CACHED = (
+    "gen_ai.usage.cache_read.input_tokens",
+    "gen_ai.usage.cache_read_input_tokens",
+    "gen_ai.usage.input_tokens.cached",
+    "llm.token_count.prompt_details.cache_read",
+)
+_MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+_TOOL_NAME = ("gen_ai.tool.name", "tool.name", "traceloop.entity.name")
+_AGENT_NAME = ("gen_ai.agent.name", "agent.name", "graph.node.name", "traceloop.entity.name")
+_FINISH = ("gen_ai.response.finish_reasons",)
+
+
+class SpanTokenUsage(NamedTuple):
+    """Tokens of one model call."""
+
+    prompt: int
+    output: int
+    cached: int | None
+
+
+def kind_of(span_name: str, told: Mapping[str, Any]) -> str | None:
+    """``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for spans of other things."""
+    operation = told.get("gen_ai.operation.name")
+    if operation is not None:
+        return _OPERATIONS.get(str(operation))
+    word = told.get("openinference.span.kind")
+    if word is not None:
+        return _OPENINFERENCE.get(str(word).upper())
+    word = told.get("traceloop.span.kind")
+    if word is not None:
+        return _TRACELOOP.get(str(word))
+    if "gen_ai.tool.name" in told:
+        return TOOL
+    request = told.get("llm.request.type")
+    if request is not None:
+        return MODEL if request in _REQUEST_TYPES else None
+    if any(hint in told for hint in _USAGE_HINTS):
+        return MODEL
+    first = span_name.partition(" ")[0]
+    return _OPERATIONS[first] if first in _NAMED else None
+
+
+def usage_of(told: Mapping[str, Any]) -> SpanTokenUsage | None:
+    """The call's tokens; ``None`` where the span does not tell both prompt and output."""
+    prompt, output, cached = (_count(told, names) for names in (_INPUT, _OUTPUT, _CACHED))
+    if prompt is None or output is None:
+        return None
+    if cached is not None and cached > prompt:
+        # The conventions count cached tokens among the input; some instrumentations do not.
+        prompt += cached
+    return SpanTokenUsage(prompt, output, cached) if prompt > 0 else None
+
+
+def conversation_of(told: Mapping[str, Any]) -> str | None:
+    """The conversation that the span belongs to."""
+    return _text(told, CONVERSATION)
+
+
+def model_of(told: Mapping[str, Any]) -> str | None:
+    """The model that answered, else the one asked."""
+    return _text(told, _MODEL)
+
+
+def tool_of(span_name: str, told: Mapping[str, Any]) -> str:
+    """The tool's name."""
+    named = _text(told, _TOOL_NAME)
+    if named is not None:
+        return named
+    first, _, rest = span_name.partition(" ")
+    return (rest if first in _NAMED else span_name) or "unknown"
+
+
+def agent_of(span_name: str, told: Mapping[str, Any]) -> str | None:
+    """The agent's name."""
+    named = _text(told, _AGENT_NAME)
+    if named is not None:
+        return named
+    first, _, rest = span_name.partition(" ")
+    return (rest or None) if first in _NAMED else None
+
+
+def calls_tool(told: Mapping[str, Any]) -> bool | None:
+    """Whether the answer asked for a tool; ``None`` where the span does not tell how it finished."""
+    for name in _FINISH:
+        reasons = told.get(name)
+        if isinstance(reasons, str):
+            reasons = [reasons]
+        if isinstance(reasons, (list, tuple)) and reasons:
+            return any(str(reason).startswith(("tool", "function")) for reason in reasons)
+    return None
+
+
+def _count(told: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = told.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+            return int(value)
+    return None
+
+
+def _text(told: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    for name in names:
+        value = told.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return None

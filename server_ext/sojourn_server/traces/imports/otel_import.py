@@ -1,0 +1,329 @@
+"""OpenTelemetry's GenAI spans of agent runs, made into a trace.
+
+    program     the outermost agent or workflow span of a trace; spans of one ``gen_ai.conversation.id`` are
+                one program, also over several traces
+    sub-agent   an agent inside a tool call, or of another conversation than the one around it
+    turn        a model call that tells its prompt and output tokens
+    tools       tool calls that start between one turn's end and the next one's start
+    gap         from there to there; ``human`` where the answer asked for no tool and none ran
+
+Lengths and times are the spans' own. What a span cannot tell is inferred, as in
+every trace of lengths: a prompt that grew by less than the last output had some
+of it taken out; one that shrank by more than 2 % is a new beginning that keeps
+what the provider had cached; what runs of one agent share, see ``shared_prefix``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
+from . import ImportedTrace, otel_attributes
+from .otel_spans import OtelSpan, read_spans
+from .shared_prefix_estimate import with_shared_prefixes
+
+_SHRINK_RATIO = 0.98
+"""A prompt shorter than this part of the one before is not that one continued."""
+_BACKGROUND = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
+
+
+@dataclass(slots=True, eq=False)
+class _AgentRun:
+    """One program in the making."""
+
+    program_id: str
+    conversation: str | None
+    parent: _AgentRun | None
+    agent: str | None = None
+    calls: list[OtelSpan] = field(default_factory=list)
+    tools: list[OtelSpan] = field(default_factory=list)
+
+
+def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
+    """The programs in files of spans, together. Raises ``TraceError`` where there is nothing to make a
+    trace of."""
+    spans = [span for path in paths for span in read_spans(path)]
+    try:
+        return import_spans(spans)
+    except TraceError as error:
+        raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}") from None
+
+
+def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
+    """Programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
+    once = {(span.trace_id, span.span_id): span for span in spans}
+    spans = sorted(once.values(), key=lambda span: (span.start_s, span.trace_id, span.span_id))
+    assigner = _SpanAssigner(spans)
+    runs = assigner.runs()
+    calls = {run: [call for call in run.calls if _usable(call)] for run in runs}
+    left_out = sum(len(run.calls) - len(calls[run]) for run in runs)
+    calls_of = {run: usable for run, usable in calls.items() if usable}
+    if not calls_of:
+        raise TraceError(_no_programs_reason(spans, left_out))
+    first_s = min(usable[0].start_s for usable in calls_of.values())
+    programs = with_shared_prefixes([_program(run, calls_of, first_s) for run in calls_of])
+    for program in programs:
+        check_program(program)
+    notes = []
+    if left_out:
+        notes.append(f"{left_out} model calls without token counts left out")
+    if len(runs) > len(calls_of):
+        notes.append(f"{len(runs) - len(calls_of)} agent runs without any model call left out")
+    if assigner.unknown_parents:
+        notes.append(f"{assigner.unknown_parents} spans name a parent that is not in the file")
+    beside = sum(
+        later.start_s < call.end_s for usable in calls_of.values() for call, later in pairwise(usable)
+    )
+    if beside:
+        notes.append(
+            f"{beside} model calls began before the run's one before had ended; they follow it at once"
+        )
+    roots = [program for program in programs if program.parent is None]
+    single = sum(len(program.turns) == 1 for program in roots)
+    if single > len(roots) // 2:
+        notes.append(
+            f"{single} of {len(roots)} programs have one turn only: calls belong together by an agent's "
+            "span or by gen_ai.conversation.id"
+        )
+    return ImportedTrace(programs, notes)
+
+
+def _usable(call: OtelSpan) -> bool:
+    return otel_attributes.usage_of(call.attributes) is not None
+
+
+def _no_programs_reason(spans: Sequence[OtelSpan], left_out: int) -> str:
+    if left_out:
+        return (
+            f"{left_out} model calls, none with gen_ai.usage.input_tokens and gen_ai.usage.output_tokens: "
+            "a trace needs both"
+        )
+    names = ", ".join(sorted({span.name for span in spans})[:3])
+    return f"{len(spans)} spans, none of them a model call (gen_ai.operation.name chat, …); there is: {names}"
+
+
+class _SpanAssigner:
+    """Finds out which run each span belongs to."""
+
+    def __init__(self, spans: Sequence[OtelSpan]) -> None:
+        self._spans = spans
+        self._by_id = {(span.trace_id, span.span_id): span for span in spans}
+        self._kinds = {
+            (span.trace_id, span.span_id): otel_attributes.kind_of(span.name, span.attributes)
+            for span in spans
+        }
+        self._cut = _parent_cycles(self._by_id)
+        self._scopes: dict[tuple[str, str], _AgentRun | None] = {}
+        self._runs: dict[tuple[str, str | None], _AgentRun] = {}
+        self.unknown_parents = 0
+
+    def runs(self) -> list[_AgentRun]:
+        """All runs, in the order in which they started."""
+        for span in self._spans:
+            self.unknown_parents += span.parent_id is not None and self._parent(span) is None
+            kind = self._kinds[span.trace_id, span.span_id]
+            if kind == otel_attributes.MODEL and not self._is_nested_duplicate(span):
+                self._owner(span).calls.append(span)
+            elif kind == otel_attributes.TOOL:
+                self._owner(span).tools.append(span)
+            else:
+                self._scope(span)
+        return list(self._runs.values())
+
+    def _is_nested_duplicate(self, call: OtelSpan) -> bool:
+        """Two instrumentations may tell of the same call, one span inside the other."""
+        above = self._parent(call)
+        while above is not None and self._kinds[above.trace_id, above.span_id] in (
+            otel_attributes.MODEL,
+            None,
+        ):
+            if self._kinds[above.trace_id, above.span_id] == otel_attributes.MODEL and _usable(above):
+                return True
+            above = self._parent(above)
+        return False
+
+    def _owner(self, span: OtelSpan) -> _AgentRun:
+        """The run of a model or tool call; one of its own where nothing around it is a run."""
+        around = self._around(span)
+        conversation = otel_attributes.conversation_of(span.attributes)
+        if around is None:
+            return self._run(conversation, span.trace_id, None)
+        if around.conversation is None:
+            around.conversation = conversation
+        tool = self._enclosing_tool(span)
+        if tool is not None and self._kinds[span.trace_id, span.span_id] == otel_attributes.MODEL:
+            # A tool that asks a model itself has a context of its own: a sub-agent in all but name.
+            return self._run(None, f"{tool.trace_id}/{tool.span_id}", around)
+        return around
+
+    def _around(self, span: OtelSpan) -> _AgentRun | None:
+        parent = self._parent(span)
+        return None if parent is None else self._scope(parent)
+
+    def _scope(self, span: OtelSpan) -> _AgentRun | None:
+        """The run that what is inside ``span`` belongs to."""
+        chain: list[OtelSpan] = []
+        at: OtelSpan | None = span
+        while at is not None and (at.trace_id, at.span_id) not in self._scopes:
+            chain.append(at)
+            at = self._parent(at)
+        scope = None if at is None else self._scopes[at.trace_id, at.span_id]
+        for one in reversed(chain):  # not by recursion: traces can be deeper than Python's stack
+            scope = self._scopes[one.trace_id, one.span_id] = self._entered(one, scope)
+        return scope
+
+    def _entered(self, span: OtelSpan, around: _AgentRun | None) -> _AgentRun | None:
+        kind = self._kinds[span.trace_id, span.span_id]
+        if kind not in _BACKGROUND:
+            return around
+        conversation = otel_attributes.conversation_of(span.attributes)
+        name = otel_attributes.agent_of(span.name, span.attributes)
+        if around is None:
+            run = self._run(conversation, f"{span.trace_id}/{span.span_id}", None)
+        elif kind == otel_attributes.CHAIN:
+            return around
+        elif conversation is not None and around.conversation not in (None, conversation):
+            run = self._run(conversation, "", around)
+        elif self._enclosing_tool(span) is not None:
+            own = conversation if conversation != around.conversation else None
+            run = self._run(own, f"{span.trace_id}/{span.span_id}", around)
+        else:
+            return around
+        run.agent = run.agent or name
+        run.conversation = run.conversation or conversation
+        return run
+
+    def _enclosing_tool(self, span: OtelSpan) -> OtelSpan | None:
+        """The tool call between ``span`` and the next agent around it."""
+        above = self._parent(span)
+        while above is not None:
+            kind = self._kinds[above.trace_id, above.span_id]
+            if kind == otel_attributes.TOOL:
+                return above
+            if kind in (otel_attributes.AGENT, otel_attributes.WORKFLOW):
+                return None
+            above = self._parent(above)
+        return None
+
+    def _run(self, conversation: str | None, fallback_key: str, parent: _AgentRun | None) -> _AgentRun:
+        key = ("conversation", conversation) if conversation is not None else ("span", fallback_key)
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = _AgentRun(conversation or fallback_key, conversation, parent)
+        return run
+
+    def _parent(self, span: OtelSpan) -> OtelSpan | None:
+        if span.parent_id is None or (span.trace_id, span.span_id) in self._cut:
+            return None
+        return self._by_id.get((span.trace_id, span.parent_id))
+
+
+def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
+    """Spans whose parent leads back to themselves: no tracer writes such, but a file can hold anything."""
+    cut: set[tuple[str, str]] = set()
+    done: set[tuple[str, str]] = set()
+    for key in by_id:
+        visited: dict[tuple[str, str], None] = {}
+        at: tuple[str, str] | None = key
+        while at is not None and at in by_id and at not in done:
+            visited[at] = None
+            parent_id = by_id[at].parent_id
+            above = None if parent_id is None else (at[0], parent_id)
+            if above in visited:
+                cut.add(at)
+                break
+            at = above
+        done.update(visited)
+    return cut
+
+
+def _program(run: _AgentRun, calls_of: dict[_AgentRun, list[OtelSpan]], first_s: float) -> TraceProgram:
+    calls = calls_of[run]
+    started_s = calls[0].start_s
+    turns = [_turn(calls, index, run.tools, started_s) for index in range(len(calls))]
+    parent = run.parent
+    while parent is not None and parent not in calls_of:
+        parent = parent.parent  # an agent that made no call itself
+    parent_turn = offset_s = None
+    if parent is not None:
+        before = calls_of[parent]
+        offset_s = round(max(0.0, started_s - before[0].start_s), 6)
+        ended = sum(1 for call in before if call.end_s <= started_s)
+        parent_turn = ended - 1 if ended else None
+    return TraceProgram(
+        program_id=run.program_id,
+        turns=tuple(turns),
+        source="otel",
+        group=run.agent,
+        agent_type=run.agent,
+        model=next((model for call in calls if (model := otel_attributes.model_of(call.attributes))), None),
+        arrival_s=round(started_s - first_s, 6),
+        parent=parent.program_id if parent is not None else None,
+        parent_turn=parent_turn,
+        start_offset_s=offset_s,
+    )
+
+
+def _turn(calls: Sequence[OtelSpan], index: int, tools: Sequence[OtelSpan], started_s: float) -> TraceTurn:
+    call = calls[index]
+    usage = otel_attributes.usage_of(call.attributes)
+    assert usage is not None
+    following = calls[index + 1] if index + 1 < len(calls) else None
+    runs: tuple[TraceToolRun, ...] = ()
+    gap_s = tool_seconds = gap_kind = None
+    # Some frameworks start a tool before they close the span of the call that asked for it.
+    first = bisect_left(tools, call.start_s, key=_start)
+    inside = tools[first : None if following is None else bisect_left(tools, following.start_s, key=_start)]
+    if inside:
+        runs = tuple(_tool_run(tool, following) for tool in inside)
+        waited = [tool for tool, run in zip(inside, runs, strict=True) if not run.bg]
+        ended_s = max((tool.end_s for tool in waited), default=call.end_s)
+        tool_seconds = round(max(0.0, ended_s - call.end_s), 6)
+    if following is not None:
+        gap_s = round(max(0.0, following.start_s - call.end_s), 6)
+        asked = otel_attributes.calls_tool(call.attributes)
+        gap_kind = "tool" if inside or asked else "human" if asked is False else None
+    append = dropped = 0
+    prefix = reset = None
+    if index == 0:
+        append = usage.prompt
+    else:
+        before = otel_attributes.usage_of(calls[index - 1].attributes)
+        assert before is not None
+        grown = usage.prompt - before.prompt - before.output
+        append = max(0, grown)
+        if usage.prompt < before.prompt * _SHRINK_RATIO:
+            reset, append, prefix = True, usage.prompt, min(usage.cached or 0, usage.prompt)
+        else:
+            dropped = min(max(0, -grown), before.output)
+    return TraceTurn(
+        prompt_tokens=usage.prompt,
+        output_tokens=usage.output,
+        append_tokens=append,
+        reset=bool(reset),
+        out_dropped=dropped,
+        prefix_tokens=prefix,
+        cached_tokens=usage.cached,
+        tool="+".join(run.name for run in runs) or None,
+        tool_seconds=tool_seconds,
+        tools=runs or None,
+        gap_s=gap_s,
+        gap_kind=gap_kind,
+        t=round(call.start_s - started_s, 6),
+        llm_s=round(call.end_s - call.start_s, 6),
+    )
+
+
+def _start(span: OtelSpan) -> float:
+    return span.start_s
+
+
+def _tool_run(tool: OtelSpan, following: OtelSpan | None) -> TraceToolRun:
+    # One that was not waited for ran beside the next call.
+    background = following is not None and tool.end_s > following.start_s
+    name = otel_attributes.tool_of(tool.name, tool.attributes)
+    return TraceToolRun(name=name, s=round(tool.end_s - tool.start_s, 6), bg=background)

@@ -1,0 +1,167 @@
+"""OpenTelemetry spans from a file, in either of the two shapes in which Python and the collector write them.
+
+    OTLP JSON     {"resourceSpans": [{"scopeSpans": [{"spans": [...]}]}]}, one or many; also bare spans
+    SDK JSON      what ``ReadableSpan.to_json`` gives: {"name", "context", "parent_id", "start_time", ...}
+
+Only names, ids, times, status and attributes are read. Attributes may hold prompts; no value is kept that is
+not asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..trace_schema import TraceError
+from .json_records import read_records
+
+_SCOPES = ("scopeSpans", "scope_spans", "instrumentationLibrarySpans")
+
+
+class OtelSpan(NamedTuple):
+    """One span. Times are seconds since the epoch."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Any]
+
+
+def read_spans(path: str | Path) -> list[OtelSpan]:
+    """All ended spans of a file, as they come. Raises ``TraceError`` naming file and line."""
+    spans: list[OtelSpan] = []
+    for line, record in read_records(path):
+        where = f"{path}, line {line}"
+        spans += (span for raw in _raw_spans(record, where) if (span := _span(raw, where)) is not None)
+    if not spans:
+        raise TraceError(f"{path}: holds no spans; expected OTLP JSON or one span of the Python SDK a line")
+    return spans
+
+
+def _raw_spans(record: Any, where: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(record, dict):
+        raise TraceError(f"{where}: found {_kind(record)}; expected a span or resourceSpans, an object")
+    batches = record.get("resourceSpans", record.get("resource_spans"))
+    if batches is None:
+        yield record
+        return
+    for batch in _list(batches, "resourceSpans", where):
+        scopes: Any = next((batch[key] for key in _SCOPES if key in batch), [])
+        for scope in _list(scopes, "scopeSpans", where):
+            yield from _list(scope.get("spans", []), "spans", where)
+
+
+def _list(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TraceError(f"{where}: {name} is {_kind(value)}; expected an array of objects")
+    return value
+
+
+def _span(raw: dict[str, Any], where: str) -> OtelSpan | None:
+    """The span; ``None`` for one that had not ended."""
+    context = raw.get("context")
+    if isinstance(context, dict):
+        return _sdk_span(raw, context, where)
+    trace_id, span_id = raw.get("traceId", raw.get("trace_id")), raw.get("spanId", raw.get("span_id"))
+    if not isinstance(trace_id, str) or not isinstance(span_id, str):
+        raise TraceError(
+            f"{where}: no span: neither traceId and spanId (OTLP) nor context (Python SDK) is there"
+        )
+    start = raw.get("startTimeUnixNano", raw.get("start_time_unix_nano"))
+    end = raw.get("endTimeUnixNano", raw.get("end_time_unix_nano"))
+    start_s = _nano_s(start, "startTimeUnixNano", where)
+    end_s = _nano_s(end, "endTimeUnixNano", where) if end else 0.0
+    attributes = {
+        item["key"]: _otlp_value(item.get("value"))
+        for item in _list(raw.get("attributes") or [], "attributes", where)
+        if isinstance(item.get("key"), str)
+    }
+    parent = raw.get("parentSpanId", raw.get("parent_span_id"))
+    return _ended(trace_id, span_id, parent, raw.get("name"), start_s, end_s, attributes, where)
+
+
+def _sdk_span(raw: dict[str, Any], context: dict[str, Any], where: str) -> OtelSpan | None:
+    trace_id, span_id = context.get("trace_id"), context.get("span_id")
+    if not isinstance(trace_id, str) or not isinstance(span_id, str):
+        raise TraceError(f"{where}: context is without trace_id or span_id")
+    attributes = raw.get("attributes")
+    if not isinstance(attributes, dict):
+        attributes = {}
+    start_s = _iso_s(raw.get("start_time"), "start_time", where)
+    end_s = _iso_s(raw.get("end_time"), "end_time", where) if raw.get("end_time") else 0.0
+    return _ended(trace_id, span_id, raw.get("parent_id"), raw.get("name"), start_s, end_s, attributes, where)
+
+
+def _ended(
+    trace_id: str,
+    span_id: str,
+    parent: Any,
+    name: Any,
+    start_s: float,
+    end_s: float,
+    attributes: Mapping[str, Any],
+    where: str,
+) -> OtelSpan | None:
+    if not end_s:
+        return None
+    if end_s < start_s:
+        raise TraceError(f"{where}: span {span_id} ends {start_s - end_s:.6f} s before it starts")
+    parent_id = _normalized_id(parent) if isinstance(parent, str) and parent.strip("0x") else None
+    return OtelSpan(
+        _normalized_id(trace_id),
+        _normalized_id(span_id),
+        parent_id,
+        str(name or ""),
+        start_s,
+        end_s,
+        attributes,
+    )
+
+
+def _normalized_id(number: str) -> str:
+    """Hexadecimal ids are the same with and without ``0x``, and in either case; others are what they are."""
+    bare = number.lower().removeprefix("0x")
+    return bare if all(digit in "0123456789abcdef" for digit in bare) else number
+
+
+def _nano_s(value: Any, name: str, where: str) -> float:
+    try:
+        return int(value) / 1e9
+    except (TypeError, ValueError):
+        raise TraceError(f"{where}: {name} is {value!r}; expected nanoseconds since 1970") from None
+
+
+def _iso_s(value: Any, name: str, where: str) -> float:
+    try:
+        # Python 3.10 knows no Z.
+        return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+    except (AttributeError, ValueError):
+        raise TraceError(
+            f"{where}: {name} is {value!r}; expected a time as 2025-01-31T12:00:00.000000Z"
+        ) from None
+
+
+def _otlp_value(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return None
+    if "intValue" in value:  # 64-bit numbers are strings in OTLP JSON
+        try:
+            return int(value["intValue"])
+        except (TypeError, ValueError):
+            return None
+    if "arrayValue" in value:
+        items = value["arrayValue"]
+        values = items.get("values") if isinstance(items, dict) else None
+        return [_otlp_value(item) for item in values] if isinstance(values, list) else []
+    return next((value[k] for k in ("stringValue", "doubleValue", "boolValue") if k in value), None)
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", list: "an array", str: "a string", type(None): "null"}.get(
+        type(value), repr(value)
+    )

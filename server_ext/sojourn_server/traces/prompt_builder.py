@@ -1,0 +1,315 @@
+"""Prompts of synthetic token ids with the recorded lengths and common prefixes.
+
+A trace has no text. A KV cache depends only on lengths and common prefixes, and these are exact:
+
+    append    previous prompt + previous output + fresh ids
+    dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
+    reset     the first ``prefix_tokens`` of the previous prompt + fresh ids
+    return    the first ``prefix_tokens_any`` of an older prompt + fresh ids   (interleaved conversations;
+              the trace does not name the prompt, so the one with the nearest length is taken)
+    shared    the first ``shared_prefix_tokens`` of a first prompt are common to its group, or to its source
+              if the program is the only one of its group: for example a system prompt
+    blocks    with recorded block ids prompts are made block by block, so any two prompts share what they
+              shared in the recording; outputs are those that the next prompt contains
+
+Ids depend on program, turn and ``copy`` only. So two runs send equal prompts, and copies of a program share
+only the prefix of their group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sojourn_server.traces.hashed_blocks import (
+    BlockRuns,
+    block_runs,
+    common_blocks,
+    count_blocks,
+    has_block_ids,
+    run_ids,
+)
+from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator, seed_from_text
+from sojourn_server.traces.trace_schema import TraceProgram
+
+__all__ = [
+    "DEFAULT_VOCABULARY",
+    "FIRST_ID",
+    "PromptBuilder",
+    "PromptPlan",
+    "TurnPlan",
+    "plan_turns",
+    "recomputed_tokens",
+]
+
+DEFAULT_VOCABULARY = 8000
+"""Upper bound of ids; common models have larger vocabularies."""
+_PREFIX_SLACK_TOKENS = 64
+"""Difference up to which a prompt counts as unchanged: sources round common prefixes down to blocks."""
+_HISTORY_TURNS = 12
+"""Number of earlier turns that ``prefix_tokens_any`` covers."""
+
+
+class TurnPlan(NamedTuple):
+    """Lengths of one turn, all in tokens."""
+
+    prompt_tokens: int
+    output_tokens: int
+    reused_tokens: int = 0
+    """Leading tokens from the prompt and output of turn ``base``, which a cache could provide."""
+    dropped_tokens: int = 0
+    """Leading tokens of the previous output that are removed after ``reused_tokens``."""
+    base: int | None = None
+    """Earlier turn whose context this turn continues, usually the previous one; ``None`` for the first."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that no earlier turn computed."""
+        return self.prompt_tokens - self.reused_tokens
+
+
+def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
+    """Lengths of every turn of ``program`` times ``token_scale``, each at least 1."""
+    plans: list[TurnPlan] = []
+    for index, turn in enumerate(program.turns):
+        output = _scaled(turn.output_tokens, token_scale)
+        if index == 0:
+            plans.append(TurnPlan(_scaled(turn.prompt_tokens, token_scale), output))
+            continue
+        changed = _changed_prompt(program, index)
+        if changed is not None:
+            base, kept = changed
+            context = plans[base].prompt_tokens + plans[base].output_tokens
+            prompt = _scaled(turn.prompt_tokens, token_scale)
+            kept = min(round(kept * token_scale), context, prompt - 1)
+            plans.append(TurnPlan(prompt, output, kept, 0, base))
+            continue
+        recorded, before = program.turns[index - 1], plans[-1]
+        append = turn.append_tokens
+        if append is None:
+            append = turn.prompt_tokens - recorded.prompt_tokens - recorded.output_tokens + turn.out_dropped
+        dropped = min(round(turn.out_dropped * token_scale), before.output_tokens)
+        context = before.prompt_tokens + before.output_tokens
+        kept = before.prompt_tokens if dropped else context
+        prompt = context - dropped + max(0, round(append * token_scale))
+        plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
+    return plans
+
+
+def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
+    """Prompt tokens of turn ``index`` that the server computed again, given its ``cached_tokens``.
+
+    A perfect cache provides the whole blocks of the reused prefix, without the prompt's last token, which is
+    always computed, and without the last generated token, which never has KV.
+    """
+    plan = plans[index]
+    if plan.base is None:
+        return 0
+    before = plans[plan.base]
+    whole = min(plan.reused_tokens, before.prompt_tokens + before.output_tokens - 1, plan.prompt_tokens - 1)
+    return max(0, whole // block_size * block_size - cached_tokens)
+
+
+class PromptPlan:
+    """Plan and recorded blocks of every turn, common to all copies of a program.
+
+    A ``token_scale`` other than 1 ignores recorded blocks, because block sizes do not scale; then only
+    lengths and ``shared_prefix_tokens`` count.
+    """
+
+    def __init__(self, program: TraceProgram, token_scale: float = 1.0) -> None:
+        """Raises ``ValueError`` for a scale that is not positive."""
+        if not token_scale > 0:
+            raise ValueError(f"token_scale is {token_scale}; expected > 0")
+        self.program = program
+        self.token_scale = token_scale
+        self.runs: list[BlockRuns] | None = None
+        if token_scale == 1.0 and has_block_ids(program):
+            self.runs = block_runs(program)
+            self.plans = _plan_blocks(program, self.runs)
+        else:
+            self.plans = plan_turns(program, token_scale)
+        last_use = list(range(len(self.plans)))
+        for index, plan in enumerate(self.plans):
+            if plan.base is not None:
+                last_use[plan.base] = index
+        self.last_use = last_use
+        """For every turn the last turn that continues its context; the turn itself if there is none."""
+
+
+class PromptBuilder:
+    """The token ids of one program, turn after turn."""
+
+    def __init__(
+        self,
+        program: TraceProgram,
+        *,
+        token_scale: float = 1.0,
+        vocabulary: int = DEFAULT_VOCABULARY,
+        copy: int = 0,
+        system_blocks: frozenset[int] = frozenset(),
+        outline: PromptPlan | None = None,
+        ids: TokenIdGenerator | None = None,
+    ) -> None:
+        """Raises ``ValueError`` for a vocabulary that is too small or a scale that is not positive.
+
+        Copies of a program differ in ``copy`` and have private tokens; copy 0 is the recorded program.
+        ``system_blocks`` are recorded blocks that all copies share. Many builders may share ``outline`` and
+        ``ids``.
+        """
+        self._outline = outline if outline is not None else PromptPlan(program, token_scale)
+        self._ids = ids if ids is not None else TokenIdGenerator(vocabulary)
+        self.plans = self._outline.plans
+        self._program = program
+        self._name = program.program_id if copy == 0 else f"{program.program_id}#{copy}"
+        scope = "" if program.hash_scope == "global" else program.program_id
+        self._public_seed = seed_from_text(f"blocks/{scope}")
+        self._private_seed = self._public_seed if copy == 0 else seed_from_text(f"blocks/{scope}#{copy}")
+        self._system = system_blocks
+        self._contexts: dict[int, tuple[list[int], list[int]]] = {}
+        """(prompt, output) of the turns that later turns continue."""
+
+    def prompt(self, index: int) -> list[int]:
+        """Prompt of turn ``index``; call it for the turns in order. The caller owns the list."""
+        plan = self.plans[index]
+        ids: list[int] = []
+        if plan.base is not None:
+            prompt, output = self._contexts[plan.base]
+            ids = prompt[: plan.reused_tokens]
+            if plan.reused_tokens > len(prompt):
+                ids += output[: plan.reused_tokens - len(prompt)]
+            if plan.dropped_tokens:
+                ids += output[plan.dropped_tokens :]
+        ids += self._fresh(index, len(ids))
+        last_use = self._outline.last_use
+        self._contexts = {turn: kept for turn, kept in self._contexts.items() if last_use[turn] > index}
+        # The planned output counts until ``answered`` replaces it.
+        self._contexts[index] = ids, self.planned_output(index)
+        return list(ids)
+
+    def planned_output(self, index: int) -> list[int]:
+        """Ids to force as the output of turn ``index``."""
+        plan = self.plans[index]
+        following = self.plans[index + 1] if index + 1 < len(self.plans) else None
+        if self._outline.runs is None or following is None or not _continues(plan, following, index):
+            return self._draw(f"{self._name}/{index}/output", plan.output_tokens)
+        # A source may drop more than the output has, and the next prompt may end within this output.
+        dropped = following.dropped_tokens
+        shown = min(plan.prompt_tokens + plan.output_tokens - dropped, following.prompt_tokens)
+        ids = self._draw(f"{self._name}/{index}/output", dropped)
+        ids += self._from_blocks(index + 1, plan.prompt_tokens, shown)
+        return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
+
+    def answered(self, output_ids: Sequence[int]) -> bool:
+        """Continue with the server's real output; False and no change if its length differs from the plan."""
+        last = max(self._contexts)
+        prompt, output = self._contexts[last]
+        if len(output_ids) != len(output):
+            return False
+        self._contexts[last] = prompt, list(output_ids)
+        return True
+
+    def _fresh(self, index: int, start: int) -> list[int]:
+        """Ids of the prompt from ``start`` on, which are in no earlier turn."""
+        plan = self.plans[index]
+        if self._outline.runs is not None:
+            return self._from_blocks(index, start, plan.prompt_tokens)
+        shared = self._shared_ids(plan.prompt_tokens) if plan.base is None else []
+        return shared + self._draw(f"{self._name}/{index}", plan.prompt_tokens - start - len(shared))
+
+    def _from_blocks(self, index: int, start: int, end: int) -> list[int]:
+        """Ids of turn ``index``'s prompt from ``start`` to before ``end``, from its recorded blocks."""
+        if start >= end:
+            return []
+        runs, size = self._runs(index), self._program.block_size or 1
+        first, full = start // size, count_blocks(runs)
+        ids: list[int] = []
+        for block in run_ids(runs, first, -(-end // size)):
+            ids += self._block(block, size)
+        if end > full * size:
+            ids += self._last_block(index, full, size)
+        return ids[start - first * size : end - first * size]
+
+    def _last_block(self, index: int, place: int, size: int) -> list[int]:
+        """Block ``place`` of turn ``index``, which its prompt fills in part; a later turn may name it."""
+        while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
+            index += 1
+            if count_blocks(self._runs(index)) > place:
+                return self._block(next(iter(run_ids(self._runs(index), place, place + 1))), size)
+        return self._draw(f"{self._name}/{index}/end", size)
+
+    def _block(self, block: int, size: int) -> list[int]:
+        seed = self._public_seed if block in self._system else self._private_seed
+        return self._ids.draw(seed ^ block, size)
+
+    def _runs(self, index: int) -> BlockRuns:
+        assert self._outline.runs is not None
+        return self._outline.runs[index]
+
+    def _shared_ids(self, at_most: int) -> list[int]:
+        program = self._program
+        shared = min(round((program.shared_prefix_tokens or 0) * self._outline.token_scale), at_most)
+        alone = program.group is None or program.group == program.program_id
+        return self._draw(f"shared/{program.source if alone else program.group}", shared)
+
+    def _draw(self, seed: str, count: int) -> list[int]:
+        return self._ids.draw(seed_from_text(seed), count) if count > 0 else []
+
+
+def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]:
+    """Like ``plan_turns``, with reused tokens from recorded blocks."""
+    size = program.block_size or 1
+    plans: list[TurnPlan] = []
+    for index, turn in enumerate(program.turns):
+        prompt, output = turn.prompt_tokens, max(1, turn.output_tokens)
+        if index == 0:
+            plans.append(TurnPlan(prompt, output))
+            continue
+        before = plans[-1]
+        same = common_blocks(runs[index - 1], runs[index])
+        if same == count_blocks(runs[index - 1]) and prompt >= before.prompt_tokens:
+            dropped = min(turn.out_dropped, before.output_tokens)
+            context = before.prompt_tokens + before.output_tokens
+            if prompt >= context - dropped:
+                kept = before.prompt_tokens if dropped else context
+                plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
+            else:  # The prompt has a part of the output only, for a reason that the source does not record.
+                plans.append(TurnPlan(prompt, output, prompt, 0, index - 1))
+            continue
+        base = index - 1
+        for older in range(index - 2, max(0, index - _HISTORY_TURNS) - 1, -1):
+            found = common_blocks(runs[older], runs[index])
+            if found > same:
+                base, same = older, found
+        plans.append(TurnPlan(prompt, output, same * size, 0, base))
+    return plans
+
+
+def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
+    """Whether the turn after ``index`` begins with the whole prompt of turn ``index``."""
+    return following.base == index and following.reused_tokens >= plan.prompt_tokens
+
+
+def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
+    """(continued turn, kept tokens) of a prompt that does not continue the previous one; else ``None``."""
+    turn, before = program.turns[index], program.turns[index - 1]
+    kept = turn.prefix_tokens
+    if not turn.reset and (kept is None or kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS):
+        return None
+    if kept is None:
+        kept = program.shared_prefix_tokens or 0
+    kept = min(kept, before.prompt_tokens + before.output_tokens)
+    longest = turn.prefix_tokens_any
+    if longest is not None and longest > kept + _PREFIX_SLACK_TOKENS:
+        older = [
+            j
+            for j in range(max(0, index - _HISTORY_TURNS), index - 1)
+            if program.turns[j].prompt_tokens + program.turns[j].output_tokens >= longest
+        ]
+        if older:
+            return min(older, key=lambda j: (abs(program.turns[j].prompt_tokens - longest), -j)), longest
+    return index - 1, kept
+
+
+def _scaled(tokens: int, scale: float) -> int:
+    return max(1, round(tokens * scale))

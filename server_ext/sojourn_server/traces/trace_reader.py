@@ -1,0 +1,80 @@
+"""Reader of traces with one program per line, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from .trace_schema import TraceError, TraceProgram, check_program
+
+_decoder = msgspec.json.Decoder(TraceProgram)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
+    """Programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
+
+    Lines are decoded lazily; empty lines are skipped. Raises ``TraceError`` with file and line for an invalid
+    line, a duplicate id or a file without programs.
+    """
+    for _, program in read_numbered(path, limit):
+        yield program
+
+
+def line_of(path: str | Path, program_id: str) -> int | None:
+    """Line of a program in a trace, from 1; ``None`` if it is missing. Raises like ``read_trace``."""
+    return next((number for number, program in read_numbered(path) if program.program_id == program_id), None)
+
+
+def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[int, TraceProgram]]:
+    """Like ``read_trace``; each program with its line, from 1."""
+    path = Path(path)
+    seen: dict[str, int] = {}
+    number = 0
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if limit is not None and len(seen) >= limit:
+                    return
+                program = _program(line, f"{path}, line {number}")
+                if program.program_id in seen:
+                    raise TraceError(
+                        f"{path}, line {number}: program {program.program_id!r} is on line "
+                        f"{seen[program.program_id]} too"
+                    )
+                seen[program.program_id] = number
+                yield number, program
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(
+            f"{path}, after line {number}: the gzip data is cut off or damaged: {error}"
+        ) from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    if not seen:
+        raise TraceError(f"{path}: holds no programs; expected one JSON object per line")
+
+
+def _open(path: Path) -> BinaryIO:
+    # By content, not by name: downloads may rename a trace.
+    with path.open("rb") as file:
+        gzipped = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb")
+
+
+def _program(line: bytes, where: str) -> TraceProgram:
+    try:
+        program = _decoder.decode(line)
+        check_program(program)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{where}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON: {error}") from error
+    return program

@@ -1,0 +1,197 @@
+"""Schema of a recorded agent workload: programs, their turns and tool calls.
+
+One JSON object per line is one program. The schema has the fields that replay and simulation need; unknown
+fields are ignored.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TraceError(ValueError):
+    """An unusable trace; the text names the file, the line and the fault."""
+
+
+class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tool call of a turn, without its arguments and output."""
+
+    name: str = "unknown"
+    cmd: str | None = None
+    """First program of a shell command line, or a sub-command of an editor tool."""
+    s: float | None = None
+    """Duration in seconds; ``None`` if the source does not record it."""
+    bg: bool | int = False
+    """The tool ran in the background; the turn did not wait for it."""
+
+
+class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One LLM call."""
+
+    prompt_tokens: int
+    """Absolute length of the prompt."""
+    output_tokens: int
+    append_tokens: int | None = None
+    """New prompt tokens since the previous turn's prompt and output."""
+    reset: bool | int = False
+    """The prompt does not continue the previous one (compaction, rewind, interleaved conversations)."""
+    out_dropped: int = 0
+    """Leading tokens of the previous output (thinking) that are missing in this prompt."""
+    prefix_tokens: int | None = None
+    """Longest common prefix with the previous turn's prompt, if the source records it."""
+    prefix_tokens_any: int | None = None
+    """Longest common prefix with any of the session's last 12 prompts."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the recorded service had cached."""
+    tool: str | None = None
+    tool_seconds: float | None = None
+    """Wall time from the end of the LLM message to the last tool result."""
+    tools: tuple[TraceToolRun, ...] | None = None
+    gap_s: float | None = None
+    """Client-side idle time between this response and the next request."""
+    gap_kind: str | None = None
+    """``tool`` or ``human``."""
+    interactive: bool | int = False
+    """The tool asked a person."""
+    t: float | None = None
+    """Start of the call, seconds after the session's start."""
+    llm_s: float | None = None
+    """Duration of the call on the recorded service."""
+    dt_s: float | None = None
+    """Time from this request to the next, if only requests have time stamps."""
+    hash_lcp: int | None = None
+    """With recorded block ids: number of leading blocks of the previous prompt that this prompt keeps."""
+    hash_runs: tuple[tuple[int, int], ...] | None = None
+    """With recorded block ids: the following full blocks, consecutive ids as (first, count)."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which the program's KV is idle after this turn.
+
+        The first recorded value of: ``gap_s``; ``tool_seconds``; ``dt_s - llm_s``; ``dt_s`` minus
+        ``ASSUMED_DECODE_S`` per output token, because ``dt_s`` includes the LLM call; the longest foreground
+        tool; 0.
+        """
+        if self.gap_s is not None:
+            return self.gap_s
+        if self.tool_seconds is not None:
+            return self.tool_seconds
+        if self.dt_s is not None:
+            llm_s = self.llm_s if self.llm_s is not None else self.output_tokens * ASSUMED_DECODE_S
+            return max(0.0, self.dt_s - llm_s)
+        # Parallel tools make one gap, as long as the longest (MORI §3.1).
+        return max((run.s or 0.0 for run in self.tools or () if not run.bg), default=0.0)
+
+    @property
+    def tool_run(self) -> TraceToolRun | None:
+        """The tool that determines the gap: the longest foreground tool; ``None`` without tools."""
+        runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
+        if runs:
+            return max(runs, key=lambda run: run.s or 0.0)
+        return TraceToolRun(name=self.tool.split("+")[0]) if self.tool else None
+
+
+ASSUMED_DECODE_S = 0.02
+"""Seconds per output token, for traces without durations of LLM calls: 50 tokens per second."""
+
+
+class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One agent session, or one sub-agent of it."""
+
+    program_id: str
+    turns: tuple[TraceTurn, ...]
+    source: str = ""
+    group: str | None = None
+    """Programs on the same task."""
+    model: str | None = None
+    arrival_s: float | None = None
+    """Seconds since the first session of the trace."""
+    parent: str | None = None
+    """Program id of the parent of a sub-agent."""
+    parent_turn: int | None = None
+    """Index of the parent's turn after which a sub-agent starts."""
+    start_offset_s: float | None = None
+    """Seconds after the parent's start at which a sub-agent starts."""
+    shared_prefix_tokens: int | None = None
+    """Leading tokens of the first prompt that other programs share."""
+    block_size: int | None = None
+    """Tokens per block of ``TraceTurn.hash_runs``."""
+    hash_scope: str | None = None
+    """Scope in which equal block ids mean equal text: ``global`` (the trace) or ``program``."""
+    tenant: str | None = None
+    """Tenant of the program."""
+    agent_type: str | None = None
+    """Agent type that the client would report."""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Largest sum of prompt and output tokens of a turn."""
+        return max(turn.prompt_tokens + turn.output_tokens for turn in self.turns)
+
+
+_SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
+_TOKENS = (
+    "prompt_tokens",
+    "output_tokens",
+    "append_tokens",
+    "out_dropped",
+    "prefix_tokens",
+    "prefix_tokens_any",
+    "cached_tokens",
+)
+_SCOPES = (None, "global", "program")
+
+
+def check_program(program: TraceProgram) -> None:
+    """Check bounds that types do not express. Raises ``TraceError`` with turn and field."""
+    if not program.program_id:
+        raise TraceError("program_id is empty")
+    if not program.turns:
+        raise TraceError(f"program {program.program_id!r} has no turns")
+    for name in ("arrival_s", "parent_turn", "start_offset_s", "shared_prefix_tokens"):
+        _at_least_zero(program, name, f"program {program.program_id!r}")
+    for index, turn in enumerate(program.turns):
+        where = f"turn {index}"
+        for name in (*_SECONDS, *_TOKENS):
+            _at_least_zero(turn, name, where)
+        if turn.prompt_tokens == 0:
+            raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
+        for run in turn.tools or ():
+            _at_least_zero(run, "s", f"{where}, tool {run.name!r}")
+    _check_blocks(program)
+
+
+def _check_blocks(program: TraceProgram) -> None:
+    """Check block ids: all turns or none have them, as many as their prompts have full blocks."""
+    if program.block_size is not None and program.block_size < 1:
+        raise TraceError(f"block_size is {program.block_size}; expected at least 1")
+    if program.hash_scope not in _SCOPES:
+        raise TraceError(f"hash_scope is {program.hash_scope!r}; expected 'global' or 'program'")
+    if all(turn.hash_runs is None for turn in program.turns):
+        return
+    if program.block_size is None:
+        raise TraceError("hash_runs without block_size; expected the tokens per block")
+    before = 0
+    for index, turn in enumerate(program.turns):
+        if turn.hash_runs is None:
+            raise TraceError(f"turn {index}: hash_runs is missing; other turns of the program have it")
+        for first, count in turn.hash_runs:
+            if first < 0 or count < 0:
+                raise TraceError(f"turn {index}: hash_runs has [{first}, {count}]; expected both ≥ 0")
+        kept = turn.hash_lcp or 0
+        if not 0 <= kept <= before:
+            raise TraceError(
+                f"turn {index}: hash_lcp is {kept}; expected 0 to {before}, the blocks of the turn before"
+            )
+        before = kept + sum(count for _, count in turn.hash_runs)
+        if before != turn.prompt_tokens // program.block_size:
+            raise TraceError(
+                f"turn {index}: hash_lcp and hash_runs make {before} blocks; expected "
+                f"{turn.prompt_tokens // program.block_size} full ones in {turn.prompt_tokens} tokens"
+            )
+
+
+def _at_least_zero(holder: object, name: str, where: str) -> None:
+    value = getattr(holder, name)
+    if value is not None and not value >= 0:
+        raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")

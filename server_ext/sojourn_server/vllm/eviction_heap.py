@@ -1,0 +1,101 @@
+"""The eviction order of buckets of cached blocks: a heap of scores."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Protocol
+
+from sojourn.ids import ProgramId
+
+Score = tuple[float, ...]
+NEWEST_TURN = math.inf
+Bucket = tuple[ProgramId, float]
+"""A program and the time at which it last used the blocks; ``NEWEST_TURN``: in its newest turn."""
+Standing = tuple[float, ...] | None
+"""The inputs of a bucket's score, independent of the scale."""
+HeapPosition = tuple[Score, bool, int]
+"""With equal scores abandoned branches are evicted first, then the bucket that was filed first."""
+
+SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
+"""Blocks with several owners, evicted last. The wire does not allow an empty program id."""
+
+
+class BucketScorer(Protocol):
+    """Scores the buckets of programs. The lowest score is evicted first."""
+
+    def standing(self, program_id: ProgramId, left: tuple[float, int] | None) -> Standing:
+        """Return the standing of a new bucket, or of one to rescore.
+
+        ``left`` is (time of last use, blocks) of an abandoned branch, ``None`` for the newest turn.
+        """
+
+    def score(self, standing: Standing) -> Score:
+        """Return the score of a standing. Until ``rescale`` the same standing has the same score."""
+
+
+class EvictionHeap:
+    """Buckets by score. O(log buckets) to file one; O(buckets) once after the scale has changed."""
+
+    def __init__(self, order: BucketScorer) -> None:
+        self.by = order
+        self.standings: dict[Bucket, Standing] = {}
+        self.places: dict[Bucket, HeapPosition] = {}
+        """Bucket → its valid heap entry. Other entries are stale."""
+        self.heap: list[tuple[HeapPosition, Bucket]] = []
+        self.rescaled = False
+        """The scale has changed; scores are computed again when they are next read."""
+        self._filed = 0
+
+    def file(self, name: Bucket, blocks: int) -> None:
+        """Insert a bucket with this number of blocks, or score it again."""
+        self._filed += 1
+        program_id, used_s = name
+        if name != SHARED_BUCKET:
+            left = (used_s, blocks) if used_s != NEWEST_TURN else None
+            self.standings[name] = self.by.standing(program_id, left)
+        place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._filed)
+        heapq.heappush(self.heap, (place, name))
+        if len(self.heap) > 4 * len(self.places) + 64:
+            self._rebuild_heap()
+
+    def forget(self, name: Bucket) -> None:
+        """Remove a bucket."""
+        self.places.pop(name, None)
+        self.standings.pop(name, None)
+
+    def first(self) -> tuple[Bucket, Score]:
+        """Return the bucket to evict first, and its score. Raises ``IndexError`` without buckets."""
+        if self.rescaled:
+            self._rescore_all()
+        while True:
+            place, name = self.heap[0]
+            if self.places.get(name) == place:
+                return name, place[0]
+            heapq.heappop(self.heap)
+
+    def ordered(self) -> list[Bucket]:
+        """Return all buckets in eviction order."""
+        if self.rescaled:
+            self._rescore_all()
+        return sorted(self.places, key=self.places.__getitem__)
+
+    def clear(self) -> None:
+        """Remove all buckets."""
+        self.places.clear()
+        self.standings.clear()
+        self.heap.clear()
+
+    def _rescore_all(self) -> None:
+        """Score every bucket again, about 1 µs each."""
+        self.rescaled = False
+        for name, (_, used, filed) in self.places.items():
+            self.places[name] = (self._score(name), used, filed)
+        self._rebuild_heap()
+
+    def _rebuild_heap(self) -> None:
+        self.heap = [(place, name) for name, place in self.places.items()]
+        heapq.heapify(self.heap)
+
+    def _score(self, name: Bucket) -> Score:
+        return (math.inf,) if name == SHARED_BUCKET else self.by.score(self.standings[name])

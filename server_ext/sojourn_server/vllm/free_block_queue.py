@@ -1,0 +1,454 @@
+"""vLLM's queue of free blocks in an order that knows programs.
+
+``BlockPool.free_block_queue`` *is* vLLM's eviction order: the pool reuses blocks from its front. This queue
+replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. With an order by
+program, cached blocks of programs are in buckets, evicted by ascending score: one bucket for the blocks of a
+program's newest turn, and one for each earlier turn with the blocks that no later turn used (an abandoned
+branch, a compacted context). O(1) a block; O(log buckets) for each rescored bucket; O(buckets) once after the
+scale of scores has changed.
+
+Blocks that only an ended program has used stay cached. They are evicted before all blocks with an owner, in
+the order in which the programs ended. Blocks that another request has used too are a common prefix: they are
+treated like blocks without a program.
+
+vLLM calls this queue where no hook can catch an error of sojourn. The queue therefore catches its own errors:
+it then forgets all programs and keeps vLLM's order for good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from itertools import dropwhile, islice
+from typing import Concatenate, ParamSpec
+
+from sojourn.ids import ProgramId
+
+from .block_owners import BlockOwners, Owner
+from .compat import FreeKVCacheBlockQueue, KVCacheBlock
+from .eviction_heap import NEWEST_TURN, SHARED_BUCKET, Bucket, BucketScorer, EvictionHeap, Score
+
+P = ParamSpec("P")
+
+BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
+"""Blocks about to be reused, cached or not, and the owners that they still have."""
+OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
+"""Block, owner, and the score that selected it; ``None``: selected by vLLM's order."""
+
+ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
+"""Blocks whose only program has ended, evicted before any score."""
+
+MAX_ABANDONED_BUCKETS = 16
+"""Maximum number of abandoned branches of a program. Beyond it the oldest two are merged."""
+
+
+def _falls_back(
+    method: Callable[Concatenate[ProgramFreeBlockQueue, P], None],
+) -> Callable[Concatenate[ProgramFreeBlockQueue, P], None]:
+    """Make a method's error turn the queue into vLLM's own."""
+
+    @wraps(method)
+    def guarded(self: ProgramFreeBlockQueue, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self._break(error)
+
+    return guarded
+
+
+class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
+    """Free blocks of one pool, all of which are free when this queue replaces ``replaced``.
+
+    Without a ``scorer`` all blocks keep vLLM's order. ``before_reuse`` gets all blocks that are about to be
+    reused; then ``evicted`` gets each cached one with an owner or an ended owner, while it still has its
+    hash. ``failed`` gets the error after which this queue keeps vLLM's order; what it raises goes to the
+    caller.
+    """
+
+    def __init__(
+        self,
+        replaced: FreeKVCacheBlockQueue,
+        *,
+        evicted: OnEvicted,
+        scorer: BucketScorer | None = None,
+        failed: Callable[[Exception], None],
+        before_reuse: BeforeReuse | None = None,
+    ) -> None:
+        super().__init__([])
+        self.owners = BlockOwners()
+        self.abandoned_reused = 0
+        """Blocks of abandoned branches whose content a request used again."""
+        self.abandoned_evicted = 0
+        """Blocks of abandoned branches that were reused for other content."""
+        self.broken = False
+        """After an error this queue keeps vLLM's order."""
+        self._evicted = evicted
+        self._failed = failed
+        self._before_reuse = before_reuse
+        self._order = EvictionHeap(scorer) if scorer is not None else None
+        self._left: dict[ProgramId, dict[float, None]] = {}
+        """Program → times of its buckets, oldest first except for ``NEWEST_TURN``."""
+        self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
+        """Non-empty buckets."""
+        self._bucket_of: dict[int, Bucket] = {}
+        self._all = _drain_queue(replaced)
+        super().append_n(self._all)
+
+    # -- programs ---------------------------------------------------------------
+
+    @_falls_back
+    def own(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> None:
+        """Add the program as an owner of these cached blocks. Call before they are freed."""
+        if not self.broken:
+            for block in self.owners.add(blocks, program_id):
+                self._rebucket(block)
+
+    def remove_owner(self, program_id: ProgramId) -> list[int]:
+        """Remove an ended program from its blocks. Return the ids of blocks without an owner now.
+
+        Blocks that only this program has used are evicted next, after uncached blocks and those of programs
+        that ended before. Other free blocks in buckets join the blocks without a program: uncached ones at
+        the front, cached ones at the end. Blocks of ``MANY`` are not among them.
+        """
+        ownerless: list[int] = []
+        try:
+            owner_of = self.owners.of
+            # In reverse order of the context: of the blocks that move, the last is evicted first.
+            for block in self.owners.end(program_id):
+                if block.block_id in owner_of:
+                    self._rebucket(block)
+                else:
+                    ownerless.append(block.block_id)
+                    self._orphaned(block)
+        except Exception as error:
+            self._break(error)
+        return ownerless
+
+    @_falls_back
+    def clear_owners(self) -> None:
+        """Remove all owners after a reset of the cache. The free blocks stay the same."""
+        names = [ENDED_BUCKET, *self._ordered()]
+        bucketed = [block for name in names for block in self._buckets.get(name, {}).values()]
+        self._forget_programs()
+        self.num_free_blocks -= len(bucketed)
+        super().prepend_n([block for block in bucketed if block.block_hash is None])
+        super().append_n([block for block in bucketed if block.block_hash is not None])
+
+    @_falls_back
+    def rescore(self, program_id: ProgramId) -> None:
+        """Score the program's buckets again."""
+        for used_s in self._left.get(program_id, ()):
+            self._file((program_id, used_s))
+
+    def rescale(self) -> None:
+        """Score all buckets again, because the scale has changed."""
+        if self._order is not None:
+            self._order.rescaled = True
+
+    @_falls_back
+    def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
+        """Move the free blocks of the program's previous turn to the bucket of an abandoned branch.
+
+        The new turn has its blocks already and does not use them. ``used_s`` is the time of their last use.
+        """
+        bucket = self._buckets.get((program_id, NEWEST_TURN))
+        if bucket is None:
+            return
+        self._forget_bucket((program_id, NEWEST_TURN))
+        self._add_abandoned((program_id, used_s), bucket)
+        before = list(self._left[program_id])
+        if len(before) > MAX_ABANDONED_BUCKETS:
+            # The second joins the first, so each block moves at most once.
+            oldest, moved = ((program_id, then) for then in before[:2])
+            blocks = self._buckets[moved]
+            self._forget_bucket(moved)
+            self._add_abandoned(oldest, blocks)
+
+    def left(self, program_id: ProgramId) -> dict[float, int]:
+        """Return the program's abandoned branches: time of last use → blocks."""
+        dates = self._left.get(program_id, {})
+        return {used_s: len(self._buckets[program_id, used_s]) for used_s in dates if used_s != NEWEST_TURN}
+
+    # -- the protocol of vLLM's queue -------------------------------------------
+
+    def append(self, block: KVCacheBlock) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        if self.broken:
+            super().append_n(blocks)
+            return
+        try:
+            self._give_back(blocks)
+        except Exception as error:
+            self._break(error)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Remove a block whose content a request reuses."""
+        if self.broken:
+            super().remove(block)
+            return
+        try:
+            program_id, used_s = self._bucket_of.get(block.block_id, SHARED_BUCKET)
+            self.abandoned_reused += used_s != NEWEST_TURN and program_id != ""
+            self._take_out(block)
+            self.owners.found(block.block_id)
+        except Exception as error:
+            self._break(error)
+            super().remove(block)
+
+    def popleft(self) -> KVCacheBlock:
+        return self.popleft_n(1)[0] if self.num_free_blocks else super().popleft()
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        assert self.num_free_blocks >= n
+        if not self.broken:
+            try:
+                return self._take(n)
+            except Exception as error:
+                self._break(error)
+        blocks: list[KVCacheBlock] = super().popleft_n(n)
+        return blocks
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Yield blocks in eviction order. The queue must not change while one bucket is read."""
+        within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
+        if within is None:
+            if cursor is not None and cursor.next_free_block is None:
+                return  # not free: no block comes after it
+            yield from self._list_after(cursor)
+            names = self._ordered()
+        else:
+            assert cursor is not None
+            rest = iter(self._buckets[within])
+            for block_id in rest:
+                if block_id == cursor.block_id:
+                    break
+            yield from map(self._buckets[within].__getitem__, rest)
+            if within == ENDED_BUCKET:
+                yield from self._list_after_ended()
+            names = self._ordered()
+            if within != ENDED_BUCKET:
+                names = names[names.index(within) + 1 :]
+        for name in names:
+            yield from self._buckets[name].values()
+
+    # -- inside -----------------------------------------------------------------
+
+    def _give_back(self, blocks: list[KVCacheBlock]) -> None:
+        owner_of, orphans = self.owners.of, self.owners.orphans
+        by_program = self._order is not None
+        if not orphans and not (by_program and owner_of):
+            super().append_n(blocks)
+            return
+        buckets, bucket_of = self._buckets, self._bucket_of
+        for block in blocks:
+            block_id = block.block_id
+            name = None
+            if block.block_hash is not None:
+                owner = owner_of.get(block_id)
+                if owner is None:
+                    name = ENDED_BUCKET if block_id in orphans else None
+                elif by_program:
+                    name = (owner, NEWEST_TURN) if isinstance(owner, str) else SHARED_BUCKET
+            if name is None:
+                super().append(block)
+                continue
+            bucket = buckets.get(name)
+            if bucket is None:
+                bucket = self._begin_bucket(name)
+            bucket[block_id] = block
+            bucket_of[block_id] = name
+            self.num_free_blocks += 1
+
+    def _take(self, n: int) -> list[KVCacheBlock]:
+        # vLLM's own method is faster, but needs all free blocks in its list.
+        popped: list[KVCacheBlock]
+        if not self._bucket_of:
+            popped = super().popleft_n(n)
+            self._report(popped, None)
+            return popped
+        popped = self._first_of_list(n)
+        taken: list[tuple[list[KVCacheBlock], Score | None]] = [(popped.copy(), None)]
+        while len(popped) < n:
+            blocks, bucket_score = self._first_of_buckets(n - len(popped))
+            popped += blocks
+            taken.append((blocks, bucket_score))
+        for blocks, score in taken:
+            self._report(blocks, score)
+        return popped
+
+    def _report(self, blocks: list[KVCacheBlock], score: Score | None) -> None:
+        if self._before_reuse is not None:
+            self._before_reuse(blocks, self.owners)
+        for block, owner in self.owners.taken(blocks):
+            self._evicted(block, owner, score)
+
+    def _first_of_list(self, most: int) -> list[KVCacheBlock]:
+        """Take at most ``most`` blocks: uncached, then of ended programs, then other blocks without a
+        program."""
+        blocks: list[KVCacheBlock] = []
+        if ended := self._buckets.get(ENDED_BUCKET):
+            head, tail = self.fake_free_list_head, self.fake_free_list_tail
+            while len(blocks) < most:
+                first = head.next_free_block
+                if first is None or first is tail or first.block_hash is not None:
+                    break
+                blocks.append(super().popleft())
+            blocks += self._first_of(ENDED_BUCKET, ended, most - len(blocks))
+        in_list = self.num_free_blocks - len(self._bucket_of)
+        blocks += super().popleft_n(min(most - len(blocks), in_list))
+        return blocks
+
+    def _first_of_buckets(self, most: int) -> tuple[list[KVCacheBlock], Score]:
+        """Take at most ``most`` blocks of the bucket with the lowest score."""
+        assert self._order is not None
+        name, score = self._order.first()
+        blocks = self._first_of(name, self._buckets[name], most)
+        if name[1] != NEWEST_TURN:
+            self.abandoned_evicted += len(blocks)
+        return blocks, score
+
+    def _first_of(
+        self, name: Bucket, bucket: OrderedDict[int, KVCacheBlock], most: int
+    ) -> list[KVCacheBlock]:
+        bucket_of = self._bucket_of
+        if len(bucket) <= most:
+            blocks = list(bucket.values())
+            self._forget_bucket(name)
+            for block_id in bucket:
+                del bucket_of[block_id]
+        else:
+            blocks = list(islice(bucket.values(), most))
+            for block in blocks:
+                del bucket[block.block_id], bucket_of[block.block_id]
+        self.num_free_blocks -= len(blocks)
+        return blocks
+
+    def _add_abandoned(self, name: Bucket, blocks: OrderedDict[int, KVCacheBlock]) -> None:
+        left = self._buckets.get(name)
+        if left is None:
+            left = self._buckets[name] = OrderedDict()
+            self._left.setdefault(name[0], {})[name[1]] = None
+        left.update(blocks)
+        self._bucket_of.update(dict.fromkeys(blocks, name))
+        self._file(name)
+
+    def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Yield the rest of the list, with the blocks of ended programs behind the uncached ones."""
+        ended = self._buckets.get(ENDED_BUCKET)
+        if ended is None or (cursor is not None and not self._among_first(cursor)):
+            yield from super().iter_blocks_after(cursor)
+            return
+        for block in super().iter_blocks_after(cursor):
+            if block.block_hash is not None:
+                break
+            yield block
+        yield from ended.values()
+        yield from self._list_after_ended()
+
+    def _list_after_ended(self) -> Iterator[KVCacheBlock]:
+        blocks = super().iter_blocks_after(None)
+        return dropwhile(lambda block: block.block_hash is None, blocks)
+
+    def _among_first(self, block: KVCacheBlock | None) -> bool:
+        """Return whether this block and all before it in the list are uncached."""
+        while block is not None and block is not self.fake_free_list_head:
+            if block.block_hash is not None:
+                return False
+            block = block.prev_free_block
+        return True
+
+    def _orphaned(self, block: KVCacheBlock) -> None:
+        """Move a free block that has just lost its last owner."""
+        block_id = block.block_id
+        if block_id in self._bucket_of or (
+            block_id in self.owners.orphans and block.next_free_block is not None
+        ):
+            self._move(block)
+
+    def _rebucket(self, block: KVCacheBlock) -> None:
+        """Move a block whose owner has changed, if it is in a bucket."""
+        if block.block_id in self._bucket_of:
+            self._move(block)
+
+    def _move(self, block: KVCacheBlock) -> None:
+        self._take_out(block)
+        # vLLM puts freed uncached blocks at the front.
+        if block.block_hash is None:
+            super().prepend_n([block])
+        else:
+            self._give_back([block])
+
+    def _take_out(self, block: KVCacheBlock) -> None:
+        name = self._bucket_of.pop(block.block_id, None)
+        if name is None:
+            super().remove(block)
+            return
+        bucket = self._buckets[name]
+        del bucket[block.block_id]
+        if not bucket:
+            self._forget_bucket(name)
+        self.num_free_blocks -= 1
+
+    def _begin_bucket(self, name: Bucket) -> OrderedDict[int, KVCacheBlock]:
+        bucket = self._buckets[name] = OrderedDict()
+        if name[0]:
+            self._left.setdefault(name[0], {})[name[1]] = None
+        if name != ENDED_BUCKET:
+            self._file(name)
+        return bucket
+
+    def _forget_bucket(self, name: Bucket) -> None:
+        del self._buckets[name]
+        if self._order is not None:
+            self._order.forget(name)
+        program_id, used_s = name
+        if program_id:
+            dates = self._left[program_id]
+            del dates[used_s]
+            if not dates:
+                del self._left[program_id]
+
+    def _file(self, name: Bucket) -> None:
+        assert self._order is not None
+        self._order.file(name, len(self._buckets[name]))
+
+    def _ordered(self) -> list[Bucket]:
+        return self._order.ordered() if self._order is not None else []
+
+    def _forget_programs(self) -> None:
+        if self._order is not None:
+            self._order.clear()
+        self._left.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
+        self.owners.clear()
+
+    def _break(self, error: Exception) -> None:
+        """Fall back to vLLM's own queue of all unused blocks.
+
+        ``ref_cnt`` is reliable after any error here: it is 0 before a block is taken and after it is freed.
+        """
+        self.broken = True
+        self._order = None
+        self._forget_programs()
+        free = [block for block in self._all if block.ref_cnt == 0]
+        for block in self._all:
+            block.prev_free_block = block.next_free_block = None
+        super().__init__([])
+        super().append_n([block for block in free if block.block_hash is None])
+        super().append_n([block for block in free if block.block_hash is not None])
+        self._failed(error)
+
+
+def _drain_queue(queue: FreeKVCacheBlockQueue) -> list[KVCacheBlock]:
+    """Empty ``queue`` and return its blocks in order."""
+    blocks: list[KVCacheBlock] = queue.popleft_n(queue.num_free_blocks)
+    return blocks

@@ -1,0 +1,166 @@
+"""Captures hidden states in vLLM's workers, for presets that read them (Tetris §2.2).
+
+The runner passes one row per sampled request to the model's ``compute_logits``: the last layer's hidden
+state, from which the next token is sampled. Every few steps a copy of these rows goes to the scheduler with
+the step's results. The step itself does not change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, get_pp_group
+
+logger = logging.getLogger("vllm.sojourn")
+
+OUTPUT_ATTRIBUTE = "sojourn_hidden_states"
+"""Attribute of vLLM's ``ModelRunnerOutput`` that carries the rows; it is pickled with them."""
+
+CAPTURE_EVERY_STEPS = 16
+"""Steps between two captures."""
+
+WARN_AFTER_STEPS = 2000
+"""One warning is logged after this number of steps without a capture."""
+
+
+class HiddenStateRows(NamedTuple):
+    """One row for each request sampled in a step."""
+
+    request_ids: tuple[str, ...]
+    states: torch.Tensor
+    """Requests × hidden size, in host memory, in the model's precision."""
+
+
+class HiddenStateCapture:
+    """The capture of one model runner. ``take`` returns the newest copy once it is complete."""
+
+    def __init__(self, runner: Any, every_steps: int = CAPTURE_EVERY_STEPS) -> None:
+        self._every_steps = every_steps
+        self._due_in = 1
+        self._copied: tuple[HiddenStateRows, torch.cuda.Event | None] | None = None
+        self._failed = False
+        self._steps_without = 0
+        self._request_ids: Callable[[], list[str]] = lambda: runner.input_batch.req_ids
+        if hasattr(runner, "sample"):  # model runner V2 passes its batch as an argument
+            self._request_ids = self._batch_of(runner)
+        model = runner.get_model()
+        self._compute_logits: Callable[..., Any] = model.compute_logits
+        model.compute_logits = self._stand_in
+
+    def step(self) -> None:
+        """Start a step. Rows of warm-up runs are not captured."""
+        self._due_in -= 1
+        self._steps_without += 1
+        if self._steps_without == WARN_AFTER_STEPS and not self._failed:
+            logger.warning(
+                "sojourn: no hidden states in %d steps (speculative decoding? sharded sampling?); "
+                "predictions do without",
+                WARN_AFTER_STEPS,
+            )
+
+    def take(self) -> HiddenStateRows | None:
+        """Return a copy once, ``None`` without a complete one."""
+        if self._copied is None:
+            return None
+        rows, event = self._copied
+        if event is not None and not event.query():
+            return None  # the copy is under way: the next step asks again
+        self._copied = None
+        return rows
+
+    def _batch_of(self, runner: Any) -> Callable[[], list[str]]:
+        """Return a function that returns the request ids of the batch being sampled."""
+        original = runner.sample
+        ids: list[str] = []
+
+        def sample(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            ids[:] = input_batch.req_ids
+            return original(hidden_states, input_batch, *args, **kwargs)
+
+        runner.sample = sample
+        return lambda: ids
+
+    def _stand_in(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._due_in <= 0 and not self._failed:
+            self._due_in = self._every_steps
+            try:
+                self._copy(hidden_states)
+            except Exception as error:
+                self._failed = True
+                logger.error("sojourn: no hidden states from this model (%s)", error, exc_info=error)
+        return self._compute_logits(hidden_states, *args, **kwargs)
+
+    def _copy(self, hidden_states: torch.Tensor) -> None:
+        request_ids = tuple(self._request_ids())
+        if hidden_states.ndim != 2 or len(hidden_states) != len(request_ids):
+            return  # speculative decoding has several rows a request
+        self._steps_without = 0
+        if hidden_states.device.type != "cuda":
+            self._copied = HiddenStateRows(request_ids, hidden_states.detach().clone()), None
+            return
+        host = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, pin_memory=True)
+        host.copy_(hidden_states.detach(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._copied = HiddenStateRows(request_ids, host), event
+
+
+def computes_logits() -> bool:
+    """Return whether this worker is the last of its pipeline."""
+    return bool(get_pp_group().is_last_rank)
+
+
+class HiddenStateWorkerMixin:
+    """Mix in before one of vLLM's worker classes."""
+
+    _sojourn_capture: HiddenStateCapture | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        try:
+            if computes_logits():
+                self._sojourn_capture = HiddenStateCapture(self.model_runner)  # type: ignore[attr-defined]
+        except Exception as error:
+            logger.error("sojourn: no hidden states from this runner (%s)", error, exc_info=error)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sojourn_capture is not None and scheduler_output.total_num_scheduled_tokens:
+            self._sojourn_capture.step()
+        return self._with_rows(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_rows(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+
+    def _with_rows(self, output: Any) -> Any:
+        capture = self._sojourn_capture
+        if capture is None or output is None:
+            return output
+        return (
+            _AsyncOutputWithRows(output, capture)
+            if isinstance(output, AsyncModelRunnerOutput)
+            else _attach_rows(output, capture)
+        )
+
+
+class _AsyncOutputWithRows(AsyncModelRunnerOutput):
+    """Results that are not complete yet."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, capture: HiddenStateCapture) -> None:
+        self._output = output
+        self._capture = capture
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _attach_rows(self._output.get_output(), self._capture)
+
+
+def _attach_rows(output: Any, capture: HiddenStateCapture) -> Any:
+    # An output without requests may be a constant shared by all of them.
+    if isinstance(output, ModelRunnerOutput) and output.req_ids:
+        rows = capture.take()
+        if rows is not None:
+            setattr(output, OUTPUT_ATTRIBUTE, rows)
+    return output

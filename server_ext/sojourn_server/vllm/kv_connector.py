@@ -1,0 +1,274 @@
+"""The KV connector, created twice by vLLM: a planner side and a worker side.
+
+    scheduler process                                        worker process
+    ─────────────────                                        ──────────────
+    vLLM asks for each request: _match, _allocated
+    after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
+    planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
+
+``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
+methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.
+Planners and workers know neither vLLM nor torch. Only a worker's device backend
+(``kv_offload.cpu_device_backend``) reads and writes device memory: another kind of device is another backend.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from ..kv_offload.cpu_device_backend import ByteArray, block_rows
+from ..kv_offload.offload_jobs import BlockKey
+from .compat import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from .compat import (
+        ForwardContext,
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVConnectorOutput,
+        Request,
+        SchedulerOutput,
+        VllmConfig,
+    )
+
+logger = logging.getLogger("vllm.sojourn")
+
+JobsT = TypeVar("JobsT")
+ResultsT = TypeVar("ResultsT")
+ResultsT_co = TypeVar("ResultsT_co", covariant=True)
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata, Generic[JobsT]):
+    """The planner side's orders for one step."""
+
+    jobs: JobsT
+    not_filled: set[int] = field(default_factory=set)
+    """Blocks that a request counts on and that no job fills."""
+    stop: bool = False
+    """Close the links to peers: the engine's weights may have changed."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
+    """The worker side's results since its last report."""
+
+    results: ResultsT
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Raises ``NotImplementedError``: an engine with several workers is refused at its start."""
+        raise NotImplementedError("reports of several workers cannot be combined; one worker is supported")
+
+
+class MatchedTokens(NamedTuple):
+    """What vLLM was last told about a request: which tokens the connector can supply."""
+
+    computed: int = 0
+    """Tokens on the device; the supplied ones follow them."""
+    is_async: bool = False
+    """The tokens are supplied beside other steps, not in the step that runs the request."""
+    keys: Sequence[BlockKey] = ()
+    """Keys of the blocks found, where the planner needs them again."""
+
+
+class ConnectorWorker(Protocol[ResultsT_co]):
+    """A worker that carries out the orders of each step."""
+
+    def wait_for_layer(self, name: str) -> None: ...
+    def take_results(self) -> ResultsT_co: ...
+    def close(self) -> None: ...
+
+
+class ConnectorSettings(Protocol):
+    """What this module reads of either connector's settings."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+
+class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
+    """Base of sojourn's connectors. ``role`` selects the side. Raises ``SettingsError`` for bad settings."""
+
+    settings: ConnectorSettings
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.strict = False
+        """Raise sojourn's own errors instead of logging them. For tests."""
+        self._matches: dict[str, MatchedTokens] = {}
+        """By request, until its blocks are allocated or the step is planned."""
+        self._worker: ConnectorWorker[ResultsT] | None = None
+
+    # -- what each connector supplies -----------------------------------------------
+
+    def _is_off(self) -> bool:
+        """Whether nothing may be looked up any more."""
+        raise NotImplementedError
+
+    def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
+        """Number of tokens that can be supplied after ``computed``, and what to remember of the answer.
+        ``None`` tokens: not known yet, vLLM asks again."""
+        raise NotImplementedError
+
+    def _allocated(
+        self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
+    ) -> None:
+        """The request has blocks; those of ``external_tokens`` are to be filled."""
+        raise NotImplementedError
+
+    def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
+        """Order the worker to report these blocks as not filled."""
+        raise NotImplementedError
+
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
+        """The orders of the step just planned. Must not raise."""
+        raise NotImplementedError
+
+    def _take_results(self, results: ResultsT) -> None:
+        raise NotImplementedError
+
+    def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must be kept for now, and the ``kv_transfer_params`` of the answer."""
+        raise NotImplementedError
+
+    def _disable(self, error: Exception) -> None:
+        """Stop looking things up after an error of sojourn's own."""
+        raise NotImplementedError
+
+    def _open_worker(self, rows: dict[str, ByteArray]) -> ConnectorWorker[ResultsT]:
+        """Make the worker. ``rows``: by layer, the engine's KV memory with one row of bytes per block."""
+        raise NotImplementedError
+
+    def _begin_step(self, orders: StepOrders[JobsT]) -> None:
+        raise NotImplementedError
+
+    # -- beside the scheduler: an exception here would end the engine ---------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be supplied after those on the device; ``None``: not known yet, ask again."""
+        self._matches.pop(request.request_id, None)
+        if request.skip_reading_prefix_cache or self._is_off():
+            return 0, False
+        try:
+            tokens, match = self._match(request, num_computed_tokens)
+        except Exception as error:
+            self.failed(error)
+            return 0, False
+        if match is None:
+            return tokens, False
+        self._matches[request.request_id] = match
+        return tokens, match.is_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request has its blocks; those of the external tokens are to be filled."""
+        block_ids = list(blocks.get_block_ids()[0])
+        match = self._matches.pop(request.request_id, MatchedTokens())
+        try:
+            self._allocated(request, block_ids, match, num_external_tokens)
+        except Exception as error:
+            if num_external_tokens:  # the request counts on them already
+                size = self.settings.block_tokens
+                end = -(-(match.computed + num_external_tokens) // size)
+                self._reject_fill(request, block_ids[match.computed // size : end], match)
+            self.failed(error)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
+        """The orders of the step just planned."""
+        self._matches.clear()
+        return self._plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The results of earlier orders."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            self._attempt(self._take_results, report.results)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must be kept for now, and the ``kv_transfer_params`` of its answer."""
+        self._matches.pop(request.request_id, None)
+        kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
+        return kept or (False, None)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``: only one group of KV caches is supported."""
+        return self.request_finished(request, block_ids[0])
+
+    def failed(self, error: Exception) -> None:
+        """Handle an error of sojourn's own: log it and stop looking things up. Raises it if ``strict``."""
+        if self.strict:
+            raise error
+        logger.error(
+            "sojourn: a hook of %s failed; the engine continues and computes what it cannot load",
+            type(self).__name__, exc_info=error,
+        )  # fmt: skip
+        self._disable(error)
+
+    def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
+        """The call's value, ``None`` after an error."""
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.failed(error)
+            return None
+
+    # -- beside the model -------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The engine's KV tensors exist: start the worker. Raises ``UnsupportedKvCaches``."""
+        blocks = self.settings.blocks
+        self._worker = self._open_worker(
+            {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step's orders, before the forward pass writes anything."""
+        assert isinstance(kv_connector_metadata, StepOrders)
+        self._begin_step(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Does nothing: loads begin in ``handle_preemptions``, after the saves that must precede them."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """The forward pass has reached a layer: wait until its KV is loaded."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The forward pass has computed a layer."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over, or there was none."""
+
+    def build_connector_worker_meta(self) -> StepReport[ResultsT] | None:
+        """The results since the last call; ``None``: nothing has happened."""
+        results = self._worker.take_results() if self._worker is not None else None
+        return StepReport(results) if results else None
+
+    def shutdown(self) -> None:
+        """The worker ends."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

@@ -1,0 +1,335 @@
+"""The KV connector for storage and other engines (DualPath §4).
+
+One class serves prefill and decode engines: the request's ``kv_transfer_params`` select what is done for it
+(``kv_transfer.transfer_params``). It works with vLLM's own scheduler too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from ..kv_transfer.transfer_planner import ScheduledRequest, TransferPlanner
+from .compat import KVConnectorRole, KVConnectorStats
+from .kv_connector import KVConnector, MatchedTokens, StepOrders
+from .kv_transfer_member import KVTransferMember, reachable_address
+from .kv_transfer_settings import KVTransferSettings
+from .plugin_settings import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..kv_offload.block_store import BlockStore
+    from ..kv_offload.cpu_device_backend import ByteArray
+    from ..kv_transfer.stats_server import StatsServer
+    from ..kv_transfer.transfer_manager import TransferManager
+    from ..kv_transfer.transfer_worker import TransferWorker
+    from .compat import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
+
+logger = logging.getLogger("vllm.sojourn")
+
+GIB = 1 << 30
+
+CLOSE_S = 10.0
+"""Seconds within which a traffic manager that was told to close must have closed."""
+
+COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+"""How a request with an answer ends."""
+
+
+@dataclass
+class KVTransferStats(KVConnectorStats):
+    """How long steps waited for KV, as vLLM logs it: "KV Transfer metrics: waited_s=…"."""
+
+    data: dict[str, float] = field(default_factory=dict)
+    """The fields of ``TransferStepTimes``, by name."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """This one, with the other's sums added."""
+        for name, seconds in other.data.items():
+            self.data[name] = self.data.get(name, 0.0) + seconds
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The sums for a line of the log."""
+        return {name: round(seconds, 4) for name, seconds in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class PathsConnector(KVConnector[TransferJobs, TransferResults]):
+    """KV from and to a shared store, and from a prefill engine to a decode engine."""
+
+    settings: KVTransferSettings
+    _worker: TransferWorker | None
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.settings = KVTransferSettings.read(vllm_config, kv_cache_config)
+        self._requests: dict[str, Request] = {}
+        self._traffic: TransferManager | None = None
+        self._store: BlockStore | None = None
+        self._warned_context_too_large = False
+        self._closing: threading.Thread | None = None
+        self._stats_server: StatsServer | None = None
+        """Started when another process asks for the worker's status."""
+        self._off = False
+        """The cache was reset: nothing is looked up any more."""
+        self._stop_sent = False
+        self._pool: BlockPool | None = None
+        """vLLM's block pool, if a reset of it turns the connector off."""
+        self._cached: object = None
+        """The pool's hash table at the start: a reset replaces it."""
+        if role is KVConnectorRole.SCHEDULER:
+            self.planner = TransferPlanner(
+                block_tokens=self.settings.block_tokens,
+                blocks_per_full=self.settings.per_full,
+                saves=self.settings.save,
+            )
+            self.member = KVTransferMember(self.settings, self.planner.counts)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Always: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a layer."""
+        return True
+
+    # -- beside the scheduler -----------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Watch the scheduler's pool: vLLM does not tell connectors of a reset of the pool alone."""
+        if not self.settings.keep_on_reset:
+            self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
+
+    def on_new_request(self, request: Request) -> None:
+        """The request has joined the queue."""
+        if self._is_off():
+            return
+        self._requests[request.request_id] = request
+        wrong = self._attempt(self.planner.arrived, request)
+        if wrong is not None:
+            logger.warning("sojourn: kv_transfer_params of %s: %s", request.request_id, wrong)
+
+    def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
+        found = self.planner.ask(request.request_id, computed)
+        return found.tokens, MatchedTokens(computed, found.beside)
+
+    def _allocated(
+        self, request: Request, block_ids: list[int], match: MatchedTokens, external_tokens: int
+    ) -> None:
+        self.planner.allocated(request.request_id, block_ids, external_tokens)
+
+    def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
+        self.planner.reject_fill(request.request_id, block_ids, match.is_async)
+
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[TransferJobs]:
+        if self._is_off():
+            return self._final_orders()
+        self._attempt(self._plan_saves, scheduler_output)
+        return StepOrders(self.planner.take_jobs())
+
+    def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
+        state = scheduler_output.kv_connector_block_state
+        step = [
+            ScheduledRequest(request_id, self._requests[request_id].num_computed_tokens + count)
+            for request_id, count in scheduler_output.num_scheduled_tokens.items()
+            if request_id in self._requests
+        ]
+        if step and state is not None:
+            # A request's block ids are long: the planner reads them only where there is something to save.
+            self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
+
+    def _take_results(self, results: TransferResults) -> None:
+        self.planner.take_results(results)
+
+    def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        completed = request.status.name in COMPLETED_STATUSES and not self._is_off()
+        return self.planner.finished(request.request_id, completed, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether orders wait for a step although no request does."""
+        return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
+
+    def reset_cache(self) -> bool:
+        """Turn the connector off: the weights may have changed, so neither this engine nor others may use KV
+        that it computes from now on. The store belongs to other engines too, and is kept."""
+        self._turn_off()
+        return True
+
+    def _is_off(self) -> bool:
+        pool = self._pool
+        if not self._off and pool is not None and pool.cached_block_hash_to_block is not self._cached:
+            self._turn_off()
+        return self._off
+
+    def _turn_off(self) -> None:
+        """Off until the engine restarts. Steps are planned one at a time, so earlier orders are complete."""
+        if self._off:
+            return
+        self._off = self.member.is_over = True
+        self._pool = self._cached = None
+        logger.error(
+            "sojourn: the cache was reset, for which new weights are the usual reason: until it is started "
+            "again this engine computes, reads and writes no KV in %s, and takes and sends none",
+            self.settings.store,
+        )
+        self._attempt(self.planner.abandon)
+
+    def _final_orders(self) -> StepOrders[TransferJobs]:
+        """Orders that only release resources and fill blocks already promised."""
+        jobs = self.planner.take_jobs()
+        jobs.wants, jobs.fetches, jobs.expects = [], [], []
+        jobs.pushes, jobs.saves = [], []
+        stop, self._stop_sent = not self._stop_sent, True
+        return StepOrders(jobs, stop=stop)
+
+    def _disable(self, error: Exception) -> None:
+        self.planner.abandon()
+
+    # -- beside the model -------------------------------------------------------------
+
+    def _open_worker(self, rows: dict[str, ByteArray]) -> TransferWorker:
+        from ..kv_offload.cpu_device_backend import KvBlockArrays
+        from ..kv_transfer.transfer_manager import TransferManager
+        from ..kv_transfer.transfer_worker import TransferWorker
+
+        settings = self.settings
+        kv = KvBlockArrays(rows, settings.per_full)
+        if kv.block_bytes != settings.identity.block_bytes or len(kv) != settings.identity.layers:
+            raise SettingsError(
+                f"the engine's KV has {len(kv)} layers and Full Blocks of {kv.block_bytes} bytes; its "
+                f"settings say {settings.identity.layers} and {settings.identity.block_bytes}"
+            )
+        self._store = settings.open_store()
+        self._traffic = TransferManager(
+            self._store,
+            settings.limits,
+            settings.rates,
+            name=settings.store_name or settings.listen,
+            listen=[settings.listen],
+        )
+        worker = TransferWorker(
+            self._traffic,
+            self._store.leading,
+            kv,
+            slots=settings.limits.slots,
+            log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
+            strict=self.strict,
+            patience_s=settings.limits.patience_s,
+        )
+        logger.info(
+            "sojourn: peers reach this engine at %s; buffers for %d Full Blocks of %d tokens and %d bytes; "
+            "store in %s",
+            ", ".join(self._traffic.addresses), settings.limits.slots, settings.identity.block_tokens,
+            kv.block_bytes, settings.store,
+        )  # fmt: skip
+        needed = settings.buffers_short_bytes
+        if needed:
+            logger.warning(
+                "sojourn: the longest prompt has %d Full Blocks and the buffers hold %d: longer ones are "
+                "computed on the decode engine as well. For all of them give --kv-buffer-gib %.1f "
+                "(buffer_bytes %d)",
+                settings.longest_blocks, settings.limits.slots, math.ceil(needed / GIB * 10) / 10, needed,
+            )  # fmt: skip
+        return worker
+
+    def _begin_step(self, orders: StepOrders[TransferJobs]) -> None:
+        if orders.stop and self._traffic is not None and self._closing is None:
+            # Closing waits for the manager's threads, which a store that hangs may block.
+            self._closing = threading.Thread(
+                target=self._traffic.close, name="sojourn-paths-end", daemon=True
+            )
+            self._closing.start()
+        if self._worker is not None:
+            self._worker.begin_step(orders.jobs)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """The forward pass has computed a layer."""
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over, or there was none."""
+        if self._worker is not None:
+            self._worker.end_step()
+            if self._traffic is not None and not self._warned_context_too_large:
+                self._warn_context_too_large(self._traffic.core.transfer_context.counts["too_large"])
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks need not be kept any more, and requests whose KV has arrived."""
+        if self._worker is None:
+            return None, None
+        return self._worker.take_sent(), self._worker.take_received()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were not filled."""
+        return self._worker.take_not_filled() if self._worker is not None else set()
+
+    def get_kv_connector_stats(self) -> KVTransferStats | None:
+        """How long steps waited for KV since the last call, for vLLM's log."""
+        times = self._worker.take_times() if self._worker is not None else None
+        return KVTransferStats(data=asdict(times)) if times else None
+
+    def _warn_context_too_large(self, contexts: int) -> None:
+        """Log a warning at the first context that does not fit the buffers."""
+        if contexts:
+            self._warned_context_too_large = True
+            logger.warning(
+                "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
+                "computed again; the longest prompts need %d. Give more by --kv-buffer-gib. Said once; "
+                "too_large among the counts of paths in /sojourn/v1/stats has how many there were",
+                self.settings.limits.slots, self.settings.identity.block_bytes, self.settings.longest_blocks,
+            )  # fmt: skip
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:
+        """The statistics of another process."""
+        return KVTransferStats(data=data or {})
+
+    def status(self) -> dict[str, Any] | None:
+        """The traffic manager's status; ``None``: it has not started, or has closed."""
+        from ..kv_transfer.transfer_manager_stats import transfer_manager_stats
+
+        traffic, worker = self._traffic, self._worker
+        if traffic is None or worker is None or self._closing is not None:
+            return None
+        told = transfer_manager_stats(traffic, worker.counts)
+        return {**told, "addresses": [reachable_address(address) for address in told["addresses"]]}
+
+    def stats_address(self) -> str | None:
+        """Address where other local processes get the same; ``None``: no socket could be opened."""
+        from ..kv_transfer.stats_server import StatsServer
+
+        if self._stats_server is None:
+            try:
+                self._stats_server = StatsServer(self.status)
+            except OSError as error:
+                logger.warning(
+                    "sojourn: no socket could be opened for the status of KV transfers", exc_info=error
+                )
+                return None
+        return self._stats_server.address
+
+    def shutdown(self) -> None:
+        """The worker ends."""
+        if self._stats_server is not None:
+            self._stats_server.close()
+        super().shutdown()
+        if self._closing is not None:
+            self._closing.join(CLOSE_S)
+        if self._traffic is not None:
+            self._traffic.close()
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,120 @@
+"""Predicts output lengths from hidden states: feeds the trainer, reports to the ``ProgramScheduler``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.client_event_handler import EventDoor
+from ..core.events_and_actions import OutputLengthPredicted
+from ..launch.model_weights import weights_digest
+from ..launch.serve_command import WORKER_CLASSES
+from ..policies.forecasting.remaining_tokens import QUANTILE_POINTS
+from ..predictors.background_trainer import BackgroundTrainer
+from .compat import Request, RequestStatus
+from .hidden_state_capture import HiddenStateRows
+
+if TYPE_CHECKING:
+    from .compat import Scheduler, SchedulerOutput, VllmConfig
+
+logger = logging.getLogger("vllm.sojourn")
+
+_COMPLETE_STATUSES = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+"""End states of complete outputs, whose length is learned."""
+
+
+class LengthPredictor:
+    """The length predictor of one engine. Raises ``WeightsError`` if ``network_file`` is of another model."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        handle: EventDoor,
+        network_file: str | None,
+        rank: int | None = None,
+    ) -> None:
+        self._requests = scheduler.requests
+        self._handle = handle
+        config = scheduler.vllm_config.model_config
+        self._background = BackgroundTrainer(
+            config.get_hidden_size(),
+            model=model_name(config.model),
+            points=QUANTILE_POINTS,
+            file=_rank_file(network_file, rank) if network_file is not None else None,
+        )
+
+    def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
+        """Handle the rows of a ``planned`` step, before the scheduler handles its tokens.
+
+        The next step may be planned already, so the step's own computed tokens count, not the request's
+        present ones.
+        """
+        computed = computed_tokens_after(planned)
+        seen, places = [], []
+        for place, request_id in enumerate(rows.request_ids):
+            request = self._requests.get(request_id)
+            # With chunked prefill only the row of the last chunk is useful.
+            if request is not None and computed.get(request_id, 0) >= request.num_tokens:
+                seen.append((request_id, request.num_output_tokens))
+                places.append(place)
+        if seen:
+            states = rows.states if len(seen) == len(rows.request_ids) else rows.states[places]
+            self._background.see(seen, states)
+
+    def request_ended(self, request: Request) -> None:
+        """Forget a request that has left the engine; learn its length if it is complete."""
+        whole = request.status in _COMPLETE_STATUSES and request.num_output_tokens > 0
+        self._background.ended(request.request_id, request.num_output_tokens if whole else None)
+
+    def report(self, now: float) -> None:
+        """Report new predictions to the ``ProgramScheduler``."""
+        for request_id, guess in self._background.guesses().items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                most = max(1, request.max_tokens - guess.at_tokens)
+                self._handle(OutputLengthPredicted(request_id, guess.at_tokens, guess.remaining, most), now)
+
+    def state(self) -> dict[str, float | None]:
+        """Return the state of the trainer."""
+        return self._background.state()
+
+    def stop(self) -> None:
+        """Save the network and stop the trainer."""
+        self._background.stop()
+
+
+def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
+    """Return request id → tokens computed at the end of a step."""
+    before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
+    cached = planned.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {
+        request_id: before[request_id] + tokens
+        for request_id, tokens in planned.num_scheduled_tokens.items()
+        if request_id in before
+    }
+
+
+def are_read(config: VllmConfig) -> bool:
+    """Return whether the engine's worker class captures hidden states; log a warning if not."""
+    if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
+        logger.warning(
+            "sojourn: worker class %s does not capture hidden states; predictions do without. "
+            "`sojourn serve` starts the engine with %s",
+            config.parallel_config.worker_cls,
+            " or ".join(WORKER_CLASSES.values()),
+        )
+        return False
+    return True
+
+
+def _rank_file(network_file: str, rank: int | None) -> Path:
+    """Return the file of one data-parallel engine."""
+    return Path(network_file if rank is None else f"{network_file}.rank{rank}")
+
+
+def model_name(model: str) -> str:
+    """Return the name that a network file records: for a folder its basename and a digest of its weights."""
+    folder = Path(model)
+    return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

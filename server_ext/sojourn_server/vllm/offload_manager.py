@@ -1,0 +1,445 @@
+"""Host memory and disk of one engine: save blocks before reuse, move placed programs, load them back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import islice, takewhile
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from sojourn.ids import ProgramId
+
+from ..core.placed_prefixes import PlacedPrefixes
+from ..core.program_scheduler import ProgramScheduler
+from ..kv_offload.offload_jobs import BlockKey
+from ..kv_offload.offload_planner import PersistStatus
+from ..kv_offload.retention_rank import RetentionRank
+from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
+from ..policies.placement.placement_views import Tier
+from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
+from .block_owners import BlockOwners
+from .block_pool import PinnedBlocks, block_content_hash
+from .compat import KVCacheBlock
+from .free_block_queue import ProgramFreeBlockQueue
+from .kv_offload_connector import SojournConnector
+
+STORE_AHEAD_STEPS = 2
+"""Blocks are stored ahead for this number of steps of the largest size."""
+STORE_AHEAD_DEVICE_SHARE = 0.25
+"""Maximum share of the device's blocks that is stored ahead."""
+STORE_AHEAD_HOST_SHARE = 0.125
+"""The same for host memory: a copy that host memory drops before the device reuses the block is wasted."""
+MAX_RECOMPUTE_KEYS = 1 << 16
+"""Maximum number of remembered keys of blocks that need not be saved."""
+STORE_AHEAD_REFILL_SHARE = 0.25
+"""More blocks are stored ahead once this share of the earlier ones has been reused."""
+
+_PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
+
+_RANKS = dict(
+    zip(
+        HOST_EVICTION_ORDER,
+        (RetentionRank.WORTHLESS, RetentionRank.COLD, RetentionRank.PLAIN, RetentionRank.IDLE),
+        strict=True,
+    )
+)
+"""Label → rank in host memory: the eviction order of MORI §4.3.2."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _turns_off(
+    method: Callable[Concatenate[OffloadManager, P], None],
+) -> Callable[Concatenate[OffloadManager, P], None]:
+    """Run a method of ``OffloadManager`` under its guard."""
+
+    @wraps(method)
+    def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._guarded(method, self, *args, **kwargs)
+
+    return guarded
+
+
+class OffloadManager:
+    """Moves KV between the device and the tiers below it. An error turns these tiers off, not the engine."""
+
+    def __init__(self, connector: SojournConnector, program_scheduler: ProgramScheduler) -> None:
+        self._connector = connector
+        self._program_scheduler = program_scheduler
+        self._placed = PlacedPrefixes()
+        self._recompute_keys: dict[BlockKey, None] = {}
+        """Blocks of preempted requests that are faster to recompute than to copy, oldest first."""
+        self._preempted_contexts: dict[ProgramId, list[Sequence[BlockKey]]] = {}
+        """Program → keys that each of its preempted requests will load."""
+        self._wanted: Counter[BlockKey] = Counter()
+        """Key → number of occurrences in ``_preempted_contexts``."""
+        self._coming: set[ProgramId] = set()
+        """Programs that are placed on the device and not yet admitted."""
+        pool = program_scheduler.pool
+        most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
+        self._store_ahead_blocks = min(
+            most_taken,
+            int(STORE_AHEAD_DEVICE_SHARE * pool.blocks),
+            int(STORE_AHEAD_HOST_SHARE * pool.host_blocks),
+        )
+        """Number of blocks, next in eviction order, that are stored ahead."""
+        self._taken = self._store_ahead_blocks
+        """Blocks reused since the last time blocks were stored ahead."""
+        self._under_pressure = False
+        """The device has evicted a cached block, or a program was placed elsewhere: spare copies are worth
+        making."""
+
+    @_turns_off
+    def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
+        """Save blocks that are about to be reused. The first call turns on copies ahead."""
+        ranks: dict[ProgramId | None, RetentionRank] = {}
+        planner, cold = self._connector.planner, RetentionRank.COLD
+        self._taken += len(blocks)
+        for block in blocks:
+            if block.block_hash is not None:
+                self._under_pressure = True
+                key = block_content_hash(block)
+                # A copy in host memory may still be under way; then its block must wait.
+                if key in self._recompute_keys and planner.host.get(key) is None:
+                    del self._recompute_keys[key]
+                    continue
+                rank = self._rank_of(key, block.block_id, owners, ranks)
+                if planner.evicted(key, block.block_id, rank.until_written) and rank == cold:
+                    planner.write_to_disk([key], rank)
+
+    @_turns_off
+    def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
+        """Copy the blocks that are evicted next, while steps compute. Call before a step is planned."""
+        if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
+            return
+        self._taken = 0
+        planner, spare = self._connector.planner, RetentionRank.SPARE
+        ranks: dict[ProgramId | None, RetentionRank] = {}
+        by_rank: dict[RetentionRank, list[tuple[BlockKey, int]]] = {}
+        for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
+            if block.block_hash is not None:
+                key = block_content_hash(block)
+                if key in self._recompute_keys:
+                    continue
+                entry = planner.host.get(key)
+                if entry is None or entry.rank == spare:
+                    rank = self._rank_of(key, block.block_id, queue.owners, ranks)
+                    by_rank.setdefault(rank, []).append((key, block.block_id))
+        for rank, blocks in by_rank.items():
+            # In the order of the context: eviction takes its end first.
+            planner.store(reversed(blocks), rank.until_written)
+            if rank == RetentionRank.COLD:
+                planner.write_to_disk([key for key, _ in reversed(blocks)], rank)
+
+    @_turns_off
+    def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
+        """Copy the whole context of a turn that has ended, if there is room."""
+        if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
+            return
+        self._connector.planner.store_if_room(
+            (block_content_hash(block), block.block_id) for block in reversed(blocks)
+        )
+
+    @_turns_off
+    def place(self, program_id: ProgramId, tier: Tier, held: PinnedBlocks) -> None:
+        """Move a program's KV to ``tier``."""
+        planner = self._connector.planner
+        rank = host_eviction_rank(self._program_scheduler.label(program_id))
+        keys = self._program_scheduler.contexts.get(program_id)
+        if keys is None:  # the program has ended: its placed keys are known
+            keys = self._placed.keys_of(program_id)
+        before, alike = self._placed.keys_of(program_id), self._placed.alike(program_id, keys)
+        if alike < len(before):
+            # The context has changed, for example by compaction; a shared prefix stays in use.
+            alike = max(alike, self._placed.put(program_id, before, RetentionRank.WORTHLESS))
+            planner.set_rank(before[alike:], RetentionRank.WORTHLESS)
+        shared = self._placed.put(program_id, keys, rank)
+        if tier is Tier.DEVICE:
+            if not self._runs(program_id):
+                # Otherwise programs that leave in the same step replace it in host memory before it is read.
+                planner.set_rank(keys, RetentionRank.WANTED)
+                self._coming.add(program_id)
+                # Without blocks on disk the look-up of thousands of keys is skipped.
+                on_device = len(held.cached_prefix(keys)) if planner.disk_blocks else 0
+                planner.fetch(keys[on_device:], RetentionRank.WANTED)
+            return
+        planner.set_rank(keys[shared:], rank.until_written)
+        self._coming.discard(program_id)
+        if rank == RetentionRank.WORTHLESS:
+            self._placed.forget(program_id)
+            return
+        if tier is not Tier.WAITING:
+            # Ahead of need: reuse does not wait for a block that is stored already.
+            blocks = [(block_content_hash(block), block.block_id) for block in held.cached_prefix(keys)]
+            planner.store(blocks, rank.until_written)
+            self._under_pressure = True
+            if rank == RetentionRank.COLD:
+                planner.write_to_disk(keys[shared:], rank)
+
+    @_turns_off
+    def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
+        """Mark spare copies of blocks that only an ended program has used as worthless.
+
+        Call before its owners are removed. For placed programs ``place`` does this for their whole context.
+        """
+        if not self._under_pressure:
+            return
+        owner_of, common = owners.of, owners.common
+        alone = [
+            block_content_hash(block)
+            for block_id, block in owners.blocks.get(program_id, {}).items()
+            if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
+        ]
+        # Copies of other ranks stay: a program whose block the device has evicted does not count as an owner.
+        # A second device block with the same content is copied again when it is evicted.
+        self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
+
+    @_turns_off
+    def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
+        """Lower the ranks of a program whose request was admitted.
+
+        ``hashes`` are those of the request, which is on the device; empty if the request left without
+        admission.
+        """
+        if program_id not in self._coming:
+            return
+        self._coming.discard(program_id)
+        planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
+        keys = self._placed.keys_of(program_id)
+        shared = self._placed.put(program_id, keys, rank)
+        here = max(shared, self._placed.alike(program_id, hashes))
+        planner.set_rank(keys[here:], rank)
+        planner.set_rank(keys[shared:here], RetentionRank.SPARE)
+        planner.set_rank(keys[:shared], RetentionRank.IDLE, only=RetentionRank.WANTED)
+
+    def fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        """Load blocks from disk to host memory. Return how many are coming, and how many no tier has."""
+        found = self._guarded(self._fetch, keys)
+        return found if found is not None else (0, len(keys))
+
+    def persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> dict[str, Any]:
+        """Write a context to disk. Return the answer of ``EngineService``."""
+        connector = self._connector
+        if connector.off:
+            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
+        if connector.settings.disk is None and not connector.planner.limits.disk_blocks:
+            return {"reason": "this engine has no disk below its host memory"}
+        if connector.planner.disk.closed:
+            return {"reason": "the cache was reset, after which nothing is written where other engines read"}
+        told = self._guarded(self._persist, keys, held)
+        if told is None:
+            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
+        block_bytes = connector.settings.block_bytes
+        return {
+            "stored_blocks": told.stored,
+            "pending_blocks": told.pending,
+            "pending_bytes": told.pending * block_bytes,
+            "shared": connector.planner.limits.shared,
+        }
+
+    def loading(self) -> Iterable[Sequence[int]]:
+        """Return the block ids of each request with a load in a step that may still run, aborted ones
+        included."""
+        return self._connector.loading()
+
+    def discard(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Forget copies of blocks whose content does not match their hash."""
+        self._guarded(
+            self._connector.planner.discard,
+            [block_content_hash(block) for block in blocks if block.block_hash is not None],
+        )
+
+    def loaded_tokens(self, request_id: str) -> int:
+        """Return the tokens that a newly admitted request loaded from host memory or disk, once."""
+        return self._connector.loaded_tokens.pop(request_id, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return blocks by tier and state, and under ``moves`` and ``traffic`` the totals of copies."""
+        planner, traffic = self._connector.planner, self._connector.traffic
+        return {**planner.state(), "traffic": {**traffic.totals(), "jobs": planner.under_way}}
+
+    def link(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
+        """Return recent copy times: seconds a token to host memory and back, and seconds of the queued
+        copies.
+
+        ``None`` before the first copy. The first is ``NO_OFFLOAD_S_PER_TOKEN`` if host memory has no room for
+        ``blocks`` more blocks of a preempted request.
+        """
+        traffic, settings = self._connector.traffic, self._connector.settings
+        token_bytes = settings.block_bytes / settings.block_tokens
+        now = self._connector.clock()
+        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
+        queued = self._connector.planner.storing_blocks * settings.block_bytes
+        to_host = out_s * token_bytes if out_s is not None else None
+        return (
+            to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
+            back_s * token_bytes if back_s is not None else None,
+            queued * out_s if out_s is not None else 0.0,
+        )
+
+    def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
+        """Return how many of the leading ``keys`` are in host memory or on their way there."""
+        host = self._connector.planner.host
+        return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
+
+    def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Copy blocks of a running request that will probably be preempted, in the order of its context."""
+        self._guarded(
+            self._connector.planner.store,
+            [(block_content_hash(block), block.block_id) for block in blocks],
+            _PLAIN,
+        )
+
+    def copied(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """Return how many of these blocks are in host memory or on their way there."""
+        return self._guarded(self._copied, blocks) or 0
+
+    def skip_saving(
+        self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
+    ) -> None:
+        """Do not save these blocks of a preempted request: recomputing them is faster.
+
+        Blocks that other requests use or have used, such as a common prefix, are saved as usual.
+        """
+        for block in blocks:
+            block_id = block.block_id
+            theirs = block_id in owners.common or block_id in owners.orphans
+            if block.ref_cnt <= 1 and not theirs and owners.of.get(block_id) == program_id:
+                self._recompute_keys[block_content_hash(block)] = None
+        while len(self._recompute_keys) > MAX_RECOMPUTE_KEYS:
+            del self._recompute_keys[next(iter(self._recompute_keys))]
+
+    def keep_preempted(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
+        """Keep copies of a preempted request's blocks in host memory until the request loads them again."""
+        self._guarded(self._keep_preempted, program_id, [block_content_hash(block) for block in blocks])
+
+    def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
+        """End ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
+
+        Without ``hashes`` it ends for all requests of the program.
+        """
+        if self._recompute_keys:
+            for key in hashes:
+                self._recompute_keys.pop(key, None)
+        if program_id in self._preempted_contexts:
+            self._guarded(self._release_preempted, program_id, hashes)
+
+    def reset(self) -> None:
+        """Forget everything after a reset of the engine's cache."""
+        self._recompute_keys.clear()
+        self._preempted_contexts.clear()
+        self._wanted.clear()
+        self._placed = PlacedPrefixes()
+        self._coming.clear()
+        self._connector.reset_cache()
+
+    def turn_off(self, why: str) -> None:
+        """Turn the tiers off: nothing is saved or found from now on."""
+        self._connector.turn_off(why)
+
+    def _room(self) -> int:
+        """Return how many blocks of preempted requests host memory can take."""
+        planner = self._connector.planner
+        if self._connector.off:
+            return 0
+        if not self._program_scheduler.demand_forecaster.predicts:
+            return planner.host.room(_PLAIN)
+        # Blocks of preempted requests do not replace each other, copied or not yet copied.
+        return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))
+
+    def _copied(self, blocks: Iterable[KVCacheBlock]) -> int:
+        host = self._connector.planner.host
+        return sum(host.get(block_content_hash(block)) is not None for block in blocks)
+
+    def _keep_preempted(self, program_id: ProgramId, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self._preempted_contexts.setdefault(program_id, []).append(keys)
+            self._wanted.update(keys)
+            self._connector.planner.set_rank(keys, RetentionRank.WANTED)
+
+    def _release_preempted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
+        planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
+        still = []
+        for keys in self._preempted_contexts.pop(program_id):
+            # Hashes are chained: an equal last hash means an equal prefix.
+            if hashes and list(hashes[len(keys) - 1 : len(keys)]) != [keys[-1]]:
+                still.append(keys)
+            else:
+                planner.set_rank(self._unwanted_keys(keys), rank, only=RetentionRank.WANTED)
+        if still:
+            self._preempted_contexts[program_id] = still
+
+    def _unwanted_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Remove one use of these keys. Return the keys that no preempted request will load."""
+        wanted, unwanted = self._wanted, []
+        for key in keys:
+            if wanted[key] > 1:  # requests may share a prefix
+                wanted[key] -= 1
+            else:
+                del wanted[key]
+                unwanted.append(key)
+        return unwanted
+
+    def _rank_of(
+        self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
+    ) -> RetentionRank:
+        """Return a block's rank: ``WANTED`` for a preempted request's, else the highest of its owners."""
+        if key in self._wanted:
+            return RetentionRank.WANTED
+        if block_id in owners.orphans:
+            return self._rank(None, ranks)
+        owner = owners.of.get(block_id)
+        if isinstance(owner, str):
+            return self._rank(owner, ranks)
+        return max((self._rank(name, ranks) for name in owner or ()), default=_PLAIN)
+
+    def _rank(
+        self, program_id: ProgramId | None, ranks: dict[ProgramId | None, RetentionRank]
+    ) -> RetentionRank:
+        rank = ranks.get(program_id)
+        if rank is None:
+            rank = ranks[program_id] = host_eviction_rank(self._program_scheduler.label(program_id))
+        return rank
+
+    def _runs(self, program_id: ProgramId) -> bool:
+        """Return whether a request of the program has been admitted: it loads nothing any more."""
+        program, request_states = (
+            self._program_scheduler.table.get(program_id),
+            self._program_scheduler.request_states,
+        )
+        live = program.live_requests if program is not None else ()
+        return any(
+            request_state is not None and request_state.admitted
+            for request_state in map(request_states.get, live)
+        )
+
+    def _fetch(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        planner = self._connector.planner
+        return planner.fetch(keys), planner.missing(keys)
+
+    def _persist(self, keys: Sequence[BlockKey], held: PinnedBlocks) -> PersistStatus:
+        planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
+        while True:  # each tier may have parts of the context
+            found = held.cached_prefix(keys[at:])
+            on_device.update((block_content_hash(block), block.block_id) for block in found)
+            at += len(found)
+            below = planner.leading(keys[at:])
+            if not below:
+                return planner.persist(keys[:at], on_device)
+            at += below
+
+    def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self._connector.off:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # fails the tiers, not the engine or the eviction order
+            self._connector.failed(error)
+            return None
+
+
+def host_eviction_rank(label: BlockLabel) -> RetentionRank:
+    """Return the rank in host memory of a block with this label; see ``RetentionRank.until_written``."""
+    return _RANKS[label]

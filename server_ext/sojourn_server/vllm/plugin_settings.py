@@ -1,0 +1,203 @@
+"""The plugin's settings: the ``sojourn`` object of vLLM's ``--additional-config``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits
+from ..policies.costs.engine_profile import EngineProfile
+from ..policies.custom_policies import custom_class_loader
+from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
+from ..policies.preset import Preset, parse_preset, preset_text
+from .compat import running_vllm
+
+if TYPE_CHECKING:
+    from ..core.program_scheduler import ProgramScheduler
+
+CONFIG_KEY = "sojourn"
+
+logger = logging.getLogger("vllm.sojourn")
+
+
+class SettingsError(ValueError):
+    """A setting is wrong. The text names the setting and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginSettings:
+    """All settings, read once when the engine starts."""
+
+    policy: str = "continuum"
+    """Name of a preset."""
+    policy_file: str | None = None
+    """A TOML file in place of the preset."""
+    history_file: str | None = None
+    """Histories: loaded at start, saved on exit and every few minutes."""
+    network_file: str | None = None
+    """The length predictor's network: loaded at start, saved like the histories."""
+    profile_file: str | None = None
+    """Engine profile written by ``sojourn profile``."""
+    tape_file: str | None = None
+    """Recording of all events and decisions, for replay in the simulator."""
+    lease_budget_fraction: float = 0.95
+    max_hinted_ttl_s: float = 300.0
+    return_grace_s: float = 2.0
+    gate_timeout_s: float = 600.0
+    """A request whose program gets no place on the device for this time is refused with an error."""
+    max_programs: int = 20_000
+    compute_quota_s: float = 0.0
+    """Maximum seconds of attention a step, by the profile; 0: no limit."""
+    strict: bool = False
+    """Raise errors of sojourn instead of logging them. For tests."""
+
+    @classmethod
+    def read(cls, additional_config: Any) -> PluginSettings:
+        """Return the settings in vLLM's ``additional_config``. Raises ``SettingsError``."""
+        raw = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(raw, Mapping):
+            raise SettingsError(f"additional_config.{CONFIG_KEY} is {raw!r}; expected an object")
+        known = {field.name: field for field in fields(cls)}
+        for key, value in raw.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise SettingsError(f"unknown sojourn setting {key!r}; expected {', '.join(known)}{hint}")
+            _check_type(key, value, getattr(cls(), key))
+        settings = cls(**raw)
+        if not 0.0 <= settings.lease_budget_fraction <= 1.0:
+            raise SettingsError(f"lease_budget_fraction is {settings.lease_budget_fraction}; expected 0 to 1")
+        if settings.max_programs < 1:
+            raise SettingsError(f"max_programs is {settings.max_programs}; expected at least 1")
+        if settings.compute_quota_s and settings.profile_file is None:
+            raise SettingsError(
+                f"compute_quota_s is {settings.compute_quota_s:g}, but the cost of attention is unknown; "
+                "expected a profile_file (sojourn profile measures one, --sojourn-profile names it)"
+            )
+        return settings
+
+    def preset(self) -> Preset:
+        """Return the preset. Raises ``PresetError`` or ``SettingsError``."""
+        text, source = self.preset_toml()
+        own = custom_class_loader(Path(self.policy_file).parent) if self.policy_file is not None else None
+        return parse_preset(text, source=source, own=own)
+
+    def preset_toml(self) -> tuple[str, str]:
+        """Return the preset's TOML and its source. Raises ``PresetError`` or ``SettingsError``."""
+        if self.policy_file is None:
+            return preset_text(self.policy), f"{self.policy}.toml"
+        path = Path(self.policy_file)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"policy_file {path}: {error.strerror}") from error
+        return text, str(path)
+
+    def profile(self) -> EngineProfile | None:
+        """Return the engine profile, ``None`` without ``profile_file``. Raises ``SettingsError``."""
+        if self.profile_file is None:
+            return None
+        try:
+            return EngineProfile.from_toml(Path(self.profile_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
+
+    def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
+        """Return the attention costs for the compute quota, ``None`` without a quota.
+
+        ``chunked`` is whether the engine uses chunked prefill. Raises ``SettingsError``.
+        """
+        if not self.compute_quota_s:
+            return None
+        if not chunked:
+            raise SettingsError(
+                f"compute_quota_s is {self.compute_quota_s:g}, but this engine computes prompts whole; "
+                "expected chunked prefill (no --no-enable-chunked-prefill)"
+            )
+        profile = self.profile()
+        steps = profile.steps if profile is not None else None
+        if steps is None:
+            raise SettingsError(
+                f"profile_file {self.profile_file} does not say what a step costs, which compute_quota_s "
+                "goes by; measure it again with sojourn profile (without --no-decode)"
+            )
+        if not steps.pair_s:
+            raise SettingsError(
+                f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would keep "
+                "nobody back; measure longer contexts: sojourn profile --max-context TOKENS"
+            )
+        return AttentionCosts.of(steps)
+
+    def limits(self) -> SchedulerLimits:
+        """Return the limits of the ``ProgramScheduler``."""
+        return SchedulerLimits(
+            max_programs=self.max_programs,
+            lease_budget_fraction=self.lease_budget_fraction,
+            max_hinted_ttl_s=self.max_hinted_ttl_s,
+            return_grace_s=self.return_grace_s,
+            gate_timeout_s=self.gate_timeout_s,
+        )
+
+
+def build_program_scheduler(
+    settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
+) -> ProgramScheduler:
+    """Return the engine's ``ProgramScheduler``; with a ``tape_file`` it records."""
+    from ..core.program_scheduler import ProgramScheduler
+
+    profile = settings.profile()
+    curve = profile.prefill if profile is not None else None
+    limits = settings.limits()
+    if settings.tape_file is None:
+        return ProgramScheduler(preset, pool, limits=limits, curve=curve, histories=histories)
+    from ..recording import RecordingFile, RecordingHeader, RecordingScheduler
+
+    text, source = settings.preset_toml()
+    header = RecordingHeader.of(
+        preset_toml=text,
+        preset_source=source,
+        pool=pool,
+        limits=limits,
+        curve=curve,
+        histories=histories,
+        versions={"vllm": running_vllm()},
+    )
+    path = settings.tape_file if rank is None else f"{settings.tape_file}.rank{rank}"
+
+    def warn(text: str) -> None:
+        logger.warning("sojourn: %s; the engine goes on", text)
+
+    recording = RecordingFile(path, header, warn=warn)
+    return RecordingScheduler(recording, preset, pool, limits=limits, curve=curve, histories=histories)
+
+
+def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
+    """Raise ``SettingsError`` if the preset contradicts vLLM's ``--scheduling-policy``."""
+    if preset.placement.places and scheduling_policy == "priority":
+        raise SettingsError(
+            f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
+            "their KV is; expected --scheduling-policy fcfs, or a policy without placement"
+        )
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    if isinstance(default, bool):
+        good = isinstance(value, bool)
+        expected = "true or false"
+    elif isinstance(default, int | float):
+        whole = isinstance(default, int)
+        kinds = (int,) if whole else (int, float)
+        good = (
+            isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        )
+        expected = "a whole number ≥ 0" if whole else "a number ≥ 0"
+    else:
+        good = isinstance(value, str)
+        expected = "a string"
+    if not good:
+        raise SettingsError(f"sojourn setting {key} is {value!r}; expected {expected}")

@@ -1,0 +1,142 @@
+"""The compute quota in vLLM's scheduler: how many tokens of a prompt a step computes (DuetServe, D7).
+
+``Scheduler.schedule`` settles the tokens of running and waiting requests in ``_reserve_prefill_lookahead``:
+after the look-ups in prefix cache and connector, and before blocks are allocated. The step computes what that
+method returns; 0 means "not in this step". The quota wraps it, and so decides about the requests that the
+scheduler really considers. (A token budget set before the step would have to predict admission, hits, loads
+and preemptions.) With a connector the scheduler still looks at the requests behind a cut prompt, so that
+their loads begin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..core.program_scheduler import ProgramScheduler
+from ..policies.prefill_decode.prefill_compute_quota import PrefillComputeQuota, StepQuotaUsage
+from .compat import Request, RequestStatus, SchedulerOutput
+from .plugin_settings import PluginSettings, SettingsError
+
+if TYPE_CHECKING:
+    from .compat import Scheduler
+
+logger = logging.getLogger("vllm.sojourn")
+
+
+class PrefillQuota:
+    """Keeps one scheduler's steps within a compute quota.
+
+    ``guarded`` runs a call and returns ``None`` if it fails: the prompt then gets the tokens that vLLM would
+    give.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        quota: PrefillComputeQuota,
+        program_scheduler: ProgramScheduler,
+        guarded: Callable[..., Any],
+    ) -> None:
+        self.quota = quota
+        self._scheduler = scheduler
+        self._recorder = program_scheduler.recorder
+        self._guarded = guarded
+        self._settled: Callable[[Request, int, int], int] = scheduler._reserve_prefill_lookahead
+        self._decode_tokens = 1 + scheduler.num_spec_tokens
+        self.step: StepQuotaUsage | None = None
+        """Use of the quota in the present step; ``None`` before its first prompt."""
+        scheduler._reserve_prefill_lookahead = self._settle
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: Scheduler,
+        settings: PluginSettings,
+        program_scheduler: ProgramScheduler,
+        guarded: Callable[..., Any],
+    ) -> PrefillQuota | None:
+        """Return the quota of the settings, ``None`` without one. Raises ``SettingsError``."""
+        costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
+        if costs is None:
+            return None
+        if scheduler.need_mamba_block_aligned_split:
+            raise SettingsError(
+                f"compute_quota_s is {settings.compute_quota_s}, but this model has state-space layers and "
+                "their prompts can only be cut at certain positions; expected 0"
+            )
+        quota = PrefillComputeQuota(
+            costs=costs, quota_s=settings.compute_quota_s, block_tokens=scheduler.block_size
+        )
+        logger.info(
+            "sojourn: at most %g s of attention a step: %.3g s a pair, %.3g s a token of KV read",
+            quota.quota_s, costs.pair_s, costs.kv_token_s,
+        )  # fmt: skip
+        return cls(scheduler, quota, program_scheduler, guarded)
+
+    def open_step(self) -> None:
+        """Start a step, before the scheduler plans it."""
+        self.step = None
+
+    def preempted(self, request: Request) -> None:
+        """Release the step's tokens of a request that is preempted."""
+        if self.step is not None:
+            self.step.leave(request.request_id)
+
+    def close_step(self, output: SchedulerOutput) -> None:
+        """Record the planned step's use of the quota, if it had prompts."""
+        step = self.step
+        if step is None:
+            return
+        for request_id in step.taken() - output.num_scheduled_tokens.keys():  # it got no blocks
+            step.leave(request_id)
+        if not step.prompts_s:
+            return
+        attention_s = step.decodes_s + step.prompts_s
+        self._recorder.observe("sojourn_step_attention_seconds", attention_s)
+        if step.closed:
+            self._recorder.observe("sojourn_step_quota_ratio", attention_s / self.quota.quota_s)
+        if step.cut is not None:
+            self._recorder.count("sojourn_quota_cuts_total")
+
+    def _settle(self, request: Request, computed: int, new: int) -> int:
+        """Return how many of ``new`` tokens after ``computed`` ones the step computes. Replaces vLLM's
+        method."""
+        running = request.status == RequestStatus.RUNNING
+        if running and new <= self._decode_tokens and not request.is_prefill_chunk:
+            return self._settled(request, computed, new)
+        offered = self._guarded(self._offer, request, computed, new) if new > 0 else new
+        chunk = self._settled(request, computed, new if offered is None else offered)
+        if chunk > 0:
+            self._guarded(self._take, request, computed, chunk)
+        return chunk
+
+    def _offer(self, request: Request, computed: int, new: int) -> int:
+        if self.step is None:
+            self.step = StepQuotaUsage(self.quota, self._decodes_s())
+        chunk = self.step.offer(
+            request.request_id,
+            computed,
+            new,
+            # Images may have to be computed whole. More tokens than the prompt has left include speculative
+            # ones, which the engine schedules all or none.
+            chunkable=not request.has_encoder_inputs and computed + new <= request.num_tokens,
+        )
+        if self.step.closed and self._scheduler.connector is None:
+            # Without loads to begin, looking up the requests behind is wasted.
+            self._scheduler.waiting.fill_step()
+        return chunk
+
+    def _take(self, request: Request, computed: int, chunk: int) -> None:
+        if self.step is not None:
+            self.step.take(request.request_id, computed, chunk)
+
+    def _decodes_s(self) -> float:
+        """Return the attention seconds of decoding requests. Called only in steps with a prompt."""
+        seconds = self.quota.costs.seconds
+        return sum(
+            seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))
+            for request in self._scheduler.running
+            if not request.is_prefill_chunk
+        )

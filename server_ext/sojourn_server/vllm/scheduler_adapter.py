@@ -1,0 +1,571 @@
+"""Between vLLM's scheduler and the ``ProgramScheduler``: translates events, executes actions. No policy
+here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from ..core.engine_service import EngineService
+from ..core.events_and_actions import (
+    Action,
+    BlockEvicted,
+    CachedBlocksFound,
+    CacheReset,
+    EngineAction,
+    EngineActionKind,
+    Event,
+    FirstToken,
+    PrefetchStarted,
+    RecoveryChosen,
+    RequestAdmitted,
+    RequestArrived,
+    RequestPreempted,
+    RequestRefused,
+    StepCompleted,
+    Tick,
+    TurnFinished,
+    TurnFinishReason,
+    UntrackedRequestArrived,
+    UntrackedRequestLeft,
+    granted_lease,
+)
+from ..core.request_identity import read_identity
+from ..core.scheduler_state import KVPoolConfig
+from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..programs.program_state import ProgramState
+from .allocation_fallback import AllocationFallback, DemandMonitor, max_new_tokens
+from .block_owners import Owner
+from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, dependent_blocks
+from .compat import KVCacheBlock, Request, RequestStatus, SchedulerOutput
+from .engine_description import (
+    block_bytes,
+    host_s_per_token,
+    kv_transfer_member,
+    offload_capacity_blocks,
+    offload_description,
+    profile_description,
+)
+from .eviction_heap import Score
+from .hidden_state_capture import HiddenStateRows
+from .history_file import HistoryFile
+from .kv_offload_connector import SojournConnector
+from .length_predictor import LengthPredictor, are_read
+from .offload_manager import OffloadManager
+from .plugin_settings import PluginSettings, build_program_scheduler, check_scheduling
+from .tool_call_reader import ToolCallReader
+from .waiting_queue import WaitingQueueAdapter
+
+if TYPE_CHECKING:
+    from .compat import Scheduler
+
+logger = logging.getLogger("vllm.sojourn")
+
+_TICK = Tick()
+_OUTCOMES = {
+    RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED: TurnFinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: TurnFinishReason.ABORTED,
+}
+
+
+class SchedulerAdapter:
+    """Everything sojourn adds to one engine's scheduler."""
+
+    def __init__(
+        self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scheduler = scheduler
+        self._settings = settings
+        self._clock = clock
+        self._actions: list[EngineAction] = []
+        """Actions that are not carried out yet, oldest first."""
+        self._refused: list[str] = []
+        """Requests that the scheduler refused and that have not been ended yet."""
+        self.failures = 0
+        """Errors of sojourn that were logged instead of raised."""
+        manager = scheduler.kv_cache_manager
+        self._pool = manager.block_pool
+        parallel = scheduler.vllm_config.parallel_config
+        rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
+        self._history = HistoryFile(settings.history_file, clock(), rank=rank)
+        preset = settings.preset()
+        host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
+        self.program_scheduler = build_program_scheduler(
+            settings,
+            preset,
+            KVPoolConfig(
+                blocks=self._pool.num_gpu_blocks - 1,
+                block_size=scheduler.block_size,
+                block_bytes=block_bytes(scheduler),
+                max_context_tokens=scheduler.max_model_len,
+                dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
+                step_tokens=scheduler.max_num_scheduled_tokens,
+                host_s_per_token=host_s_per_token(scheduler, settings.profile()),
+                host_blocks=host_blocks,
+                disk_blocks=disk_blocks,
+            ),
+            self._history.load(),
+            rank,
+        )
+        # In tests a wrong metric is an error.
+        self.program_scheduler.recorder.strict = settings.strict
+        self.service = EngineService(
+            self.program_scheduler,
+            engine=profile_description(scheduler),
+            pool_state=self.pool_state,
+            handle=self.handle,
+            tier_state=lambda: self._offload.state() if self._offload is not None else {},
+            below_device=lambda: offload_description(scheduler),
+            network_state=lambda: (
+                self._length_predictor.state() if self._length_predictor is not None else None
+            ),
+            persist=self._persist,
+            paths=kv_transfer_member(scheduler),
+        )
+        self.reader = ToolCallReader(scheduler.vllm_config.model_config)
+        connector = scheduler.connector
+        self._offload: OffloadManager | None = None
+        """Host memory and disk, if sojourn's connector manages them."""
+        if isinstance(connector, SojournConnector):
+            connector.clock, connector.strict = clock, settings.strict
+            self._offload = OffloadManager(connector, self.program_scheduler)
+        self._eviction = EvictionAdapter(
+            self.program_scheduler,
+            self._pool.free_block_queue,
+            evicted=self._guarded_evicted,
+            failed=self._eviction_order_failed,
+            before_reuse=self._offload.save if self._offload is not None else None,
+            guarded=self.guarded,
+        )
+        self._queue = self._pool.free_block_queue = self._eviction.queue
+        self._pinned = PinnedBlocks(self._pool, self._queue, clock)
+        check_scheduling(preset, scheduler.policy.value)
+        self._waiting = WaitingQueueAdapter(
+            scheduler, self.program_scheduler, clock=clock, handle=self.handle, guarded=self.guarded
+        )
+        self._demand_monitor = DemandMonitor(scheduler, self.program_scheduler, self._offload, self.handle)
+        self._allocation_fallback = AllocationFallback(
+            scheduler,
+            self.program_scheduler,
+            clock=clock,
+            handle=self.handle,
+            carry_out=self._carry_out,
+            guarded=self.guarded,
+            freed_by=self._pinned.freed_by,
+            demand_monitor=self._demand_monitor,
+        )
+        self._length_predictor: LengthPredictor | None = None
+        """Set if the preset reads hidden states and the workers capture them."""
+        if preset.remaining.reads_hidden_states and are_read(scheduler.vllm_config):
+            self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
+        self._scheduled_at: float | None = None
+        logger.info(
+            "sojourn: policy %s on %s, %d blocks of %d tokens",
+            preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1, scheduler.block_size,
+        )  # fmt: skip
+
+    # -- events -----------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Have the ``ProgramScheduler`` handle an event. Orders wait for ``_carry_out``; the answer, if there
+        is one, is the last action of the list."""
+        actions = self.program_scheduler.handle(event, now)
+        for action in actions:
+            if type(action) is EngineAction:
+                self._actions.append(action)
+            elif type(action) is RequestRefused:
+                self._refused.append(action.request_id)
+        return actions
+
+    def arrived(self, request: Request) -> None:
+        """Handle a new request, before vLLM queues it."""
+        now = self._clock()
+        try:
+            self._take_in(request, now)
+        finally:
+            if request.request_id not in self.program_scheduler.request_states:
+                self.handle(UntrackedRequestArrived(request.request_id), now)
+
+    def _take_in(self, request: Request, now: float) -> None:
+        params = request.sampling_params
+        identity = read_identity(
+            getattr(request, "session_id", None), params.extra_args if params is not None else None
+        )
+        self.service.client_event_handler.apply_attached_events(identity, now)
+        self.handle(RequestArrived(request.request_id, identity, request.num_prompt_tokens), now)
+        self._carry_out(now)
+
+    def before_step(self) -> None:
+        """Prepare a step, before vLLM plans it."""
+        try:
+            self._open_step()
+        finally:
+            # After any failure too: otherwise the fallback could stay removed and leases would never give
+            # way.
+            self._allocation_fallback.prepare_step()
+
+    def _open_step(self) -> None:
+        self._waiting.open_step()
+        self._allocation_fallback.restore_victim()
+        now = self._clock()
+        self.handle(_TICK, now)
+        if self._actions:
+            self._carry_out(now)
+        self._waiting.promote(now)
+        self._eviction.before_step()
+        # Guarded separately: a failing forecast must not stop the rest.
+        if self._length_predictor is not None:
+            self.guarded(self._length_predictor.report, now)
+        self.guarded(self._demand_monitor.before_step, now)
+        if self._offload is not None:
+            self._offload.store_ahead(self._queue)
+
+    def after_step(self, output: SchedulerOutput) -> None:
+        """Handle a planned step: admissions and resumed requests."""
+        self._allocation_fallback.restore_victim()
+        now = self._scheduled_at = self._clock()
+        if output.scheduled_new_reqs:
+            for new in output.scheduled_new_reqs:
+                self._admitted(new.req_id, new.num_computed_tokens, now)
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if request_id in cached.resumed_req_ids:
+                    self._admitted(request_id, computed, now)
+        if self._actions:
+            self._carry_out(now)
+        self._eviction.after_step()
+
+    def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
+        """Record the step's duration, before vLLM handles its results. ``waited_s`` is the wait for
+        copies."""
+        if self._scheduled_at is not None:
+            # Policies compare the cost of computing with that of copying, so the wait does not count.
+            took_s = max(0.0, self._clock() - self._scheduled_at - waited_s)
+            self.handle(
+                StepCompleted(output.total_num_scheduled_tokens, took_s, len(output.num_scheduled_tokens)),
+                self._scheduled_at,
+            )
+            self._scheduled_at = None
+
+    def hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
+        """Handle the rows that came from the worker with a step's results."""
+        if self._length_predictor is not None:
+            self._length_predictor.observe(rows, planned)
+
+    def refused(self) -> list[str]:
+        """Return the requests that have waited too long for admission."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
+        """End a request with an error; ``tell`` sends it to the client."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or not self._waiting.is_parked(request):
+            return
+        logger.error(
+            "sojourn: request %s is refused: its program had no place on the device "
+            "for %g s (gate_timeout_s)",
+            request_id, self.program_scheduler.limits.gate_timeout_s,
+        )  # fmt: skip
+        # Before the client gets the error: its API server then asks for the reason.
+        self.service.refusals.note(request_id, self.program_scheduler.limits.gate_timeout_s)
+        try:
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+        finally:
+            tell(request)
+
+    def after_results(self) -> None:
+        """Record first tokens, after vLLM handled a step's results."""
+        awaiting = self.program_scheduler.awaiting_first_token()
+        if not awaiting:
+            return
+        now = self._clock()
+        for request_id in tuple(awaiting):
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.num_output_tokens:
+                self.handle(FirstToken(request_id), now)
+
+    def finished(self, request: Request) -> None:
+        """Handle the end of a request, before vLLM frees its blocks. A lease pins them."""
+        self._waiting.left(request.request_id)
+        if self._length_predictor is not None:
+            self._length_predictor.request_ended(request)
+        request_state = self.program_scheduler.request_states.get(request.request_id)
+        program = request_state.program if request_state is not None else None
+        if self._offload is not None:
+            self._release_preempted(request, program, self._offload)
+        if request_state is None:
+            return
+        now = self._clock()
+        if request_state.program is None:
+            self.handle(UntrackedRequestLeft(request.request_id), now)
+            return
+        if self._offload is not None and not request_state.admitted:
+            self._offload.admitted(request_state.program.id, ())
+        outcome = _OUTCOMES.get(request.status, TurnFinishReason.ERROR)
+        calls = ()
+        if outcome is TurnFinishReason.STOPPED:
+            # Guarded separately: the turn ends even if its output cannot be decoded.
+            calls = self.guarded(self.reader.read, request.output_token_ids) or ()
+        cached = self._cached_blocks(request)
+        self._queue.own(cached, request_state.program.id)
+        actions = self.handle(
+            TurnFinished(
+                request_id=request.request_id,
+                outcome=outcome,
+                tool_calls=calls,
+                prompt_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_output_tokens,
+                cached_blocks=len(cached),
+                block_hashes=request.block_hashes,
+                held_blocks=self._pinned.blocks(),
+                unheld_blocks=self._pinned.count_unpinned(cached),
+                used_blocks=self._pinned.used_blocks(),
+            ),
+            now,
+        )
+        self._carry_out(now)
+        lease = granted_lease(actions)
+        if lease is not None:
+            self._pinned.hold(lease.program_id, cached)
+        if self._offload is not None and outcome in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH):
+            self._offload.turn_finished(request_state.program.id, cached)
+        self._observe_duration("retention", now)
+
+    def preempted(self, request: Request) -> None:
+        """Handle a preemption, before vLLM frees the blocks."""
+        self._allocation_fallback.restore_victim()
+        self._unhash_uncomputed_blocks(request)
+        request_state = self.program_scheduler.request_states.get(request.request_id)
+        cached = self._cached_blocks(request)
+        if request_state is not None and request_state.program is not None:
+            self._queue.own(cached, request_state.program.id)
+        # Blocks behind one without a hash cannot be found again.
+        contiguous = self._cached_blocks(request, contiguous=True)
+        copied = self._offload.copied(contiguous) if self._offload is not None else 0
+        out_s, back_s, queued_s = (
+            self._offload.link(len(contiguous) - copied) if self._offload is not None else (None, None, 0.0)
+        )
+        actions = self.handle(
+            RequestPreempted(
+                request.request_id,
+                tokens=request.num_computed_tokens,
+                copied_tokens=copied * self._scheduler.block_size,
+                offload_s_per_token=out_s,
+                load_back_s_per_token=back_s,
+                queued_s=queued_s,
+            ),
+            self._clock(),
+        )
+        if self._offload is None:
+            return
+        if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
+            program = request_state.program if request_state is not None else None
+            self._offload.skip_saving(cached, program.id if program is not None else None, self._queue.owners)
+        elif (
+            request_state is not None
+            and request_state.program is not None
+            and self.program_scheduler.demand_forecaster.predicts
+        ):
+            self._offload.keep_preempted(request_state.program.id, contiguous)
+
+    def _unhash_uncomputed_blocks(self, request: Request) -> None:
+        """Remove the hashes of blocks that are not computed.
+
+        vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
+        step does not compute the block.
+        """
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        computed = request.num_computed_tokens // self._scheduler.block_size
+        self._pool.evict_blocks(set(block_ids[computed:]))
+
+    def not_filled(self, block_ids: set[int]) -> None:
+        """Forget blocks whose load failed and all blocks computed from them, before vLLM handles the
+        failure."""
+        manager = self._scheduler.kv_cache_manager
+        chains: list[Sequence[int]] = [
+            manager.get_block_ids(request.request_id)[0] for request in self._scheduler.running
+        ]
+        if self._offload is not None:
+            chains += self._offload.loading()
+        invalid = dependent_blocks(chains, block_ids)
+        if self._offload is not None:
+            self._offload.discard([self._pool.blocks[block_id] for block_id in invalid])
+        self._pool.evict_blocks(invalid)
+
+    def cache_reset(self) -> None:
+        """End all leases, before vLLM clears the prefix cache."""
+        now = self._clock()
+        self.handle(CacheReset(), now)
+        self._carry_out(now)
+
+    def cache_was_reset(self) -> None:
+        """Remove all owners, after vLLM cleared the prefix cache."""
+        self._queue.clear_owners()
+        if self._offload is not None:  # vLLM clears only the device by default
+            self._offload.reset()
+
+    def call(self, operation: str, payload: str) -> str:
+        """Answer one operation of the HTTP API, between two steps."""
+        now = self._clock()
+        self.handle(_TICK, now)
+        self._carry_out(now)
+        answer = self.service.call(operation, payload, now)
+        self._carry_out(now)
+        if operation == "events":
+            self._observe_duration("event", now)
+        self._history.save_if_due(self.program_scheduler.histories, now)
+        return answer
+
+    def shutdown(self) -> None:
+        """Save histories and the length predictor when the engine stops."""
+        try:
+            self._history.save(self.program_scheduler.histories)
+        finally:
+            self.program_scheduler.close_recording("the engine stopped")
+            if self._length_predictor is not None:
+                self._length_predictor.stop()
+
+    # -- actions ----------------------------------------------------------------
+
+    def _carry_out(self, now: float) -> None:
+        while self._actions:
+            actions, self._actions = self._actions, []
+            for action in actions:
+                # Guarded separately: the leases of the others have ended already.
+                self.guarded(self._carry_out_one, action, now)
+
+    def _carry_out_one(self, action: EngineAction, now: float) -> None:
+        program_id = action.program_id
+        if action.kind is EngineActionKind.DROP:
+            if self._offload is not None:
+                self._offload.program_ended(program_id, self._queue.owners)
+            self._pinned.drop(program_id)
+        elif action.kind is EngineActionKind.RELEASE:
+            self._pinned.release(program_id)
+        elif action.kind is EngineActionKind.PIN_CACHED:
+            hashes = self.program_scheduler.contexts.get(program_id)
+            blocks = self._pinned.cached_prefix(hashes) if hashes is not None else []
+            found = CachedBlocksFound(
+                program_id,
+                len(blocks),
+                held_blocks=self._pinned.blocks(),
+                unheld_blocks=self._pinned.count_unpinned(blocks),
+                used_blocks=self._pinned.used_blocks(),
+            )
+            if granted_lease(self.handle(found, now)) is not None:
+                self._pinned.hold(program_id, blocks)
+        elif action.kind is EngineActionKind.PREFETCH:
+            hashes = self.program_scheduler.contexts.get(program_id) or ()
+            keys = hashes[len(self._pinned.cached_prefix(hashes)) :]
+            coming, nowhere = self._offload.fetch(keys) if self._offload is not None else (0, len(keys))
+            self.handle(PrefetchStarted(program_id, len(keys), coming, nowhere), now)
+            return
+        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
+            self._offload.place(program_id, action.tier, self._pinned)
+        program = self.program_scheduler.table.get(program_id)
+        if program is not None:
+            for request_id in program.live_requests:
+                request = self._scheduler.requests.get(request_id)
+                if request is not None:
+                    self._waiting.rekey(request)
+
+    # -- state ------------------------------------------------------------------
+
+    def pool_state(self) -> dict[str, int]:
+        """Return the number of blocks by state. Cached blocks may be reused."""
+        return self._pinned.count_by_state()
+
+    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
+        if self._offload is None:
+            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
+        return self._offload.persist(hashes, self._pinned)
+
+    def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run one hook. Count and log its error and return ``None``; raise it if ``strict``."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failed(error, "a hook failed")
+            return None
+
+    def _failed(self, error: Exception, what: str) -> None:
+        if self._settings.strict:
+            raise error
+        self.failures += 1
+        if self.failures <= 10 or self.failures % 1000 == 0:
+            logger.error("sojourn: %s (%d so far); the engine goes on", what, self.failures, exc_info=error)
+
+    # -- inside -----------------------------------------------------------------
+
+    def _observe_duration(self, hook: str, since: float) -> None:
+        self.program_scheduler.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
+
+    def _admitted(self, request_id: str, computed: int, now: float) -> None:
+        below = self._offload.loaded_tokens(request_id) if self._offload is not None else 0
+        request_state = self.program_scheduler.request_states.get(request_id)
+        request = self._scheduler.requests.get(request_id)
+        if request_state is None or request is None:
+            return
+        if self._offload is not None:
+            self._release_preempted(request, request_state.program, self._offload)
+            if request_state.program is not None:
+                self._offload.admitted(request_state.program.id, request.block_hashes)
+        self.handle(
+            RequestAdmitted(
+                request_id=request_id,
+                cached_tokens=computed,
+                host_tokens=below,
+                tokens=request.num_tokens,
+                block_hashes=request.block_hashes,
+                resumed=request_state.admitted,
+                most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
+            ),
+            now,
+        )
+
+    def _cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
+        """Return the request's blocks with a hash; if ``contiguous``, only those before the first without
+        one."""
+        groups = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        choose = takewhile if contiguous else filter
+        return [block for group in groups for block in choose(_has_hash, group)]
+
+    def _release_preempted(
+        self, request: Request, program: ProgramState | None, below: OffloadManager
+    ) -> None:
+        """Release what was kept for a preempted request that was admitted or has left the engine."""
+        if request.block_hashes:  # otherwise nothing was kept
+            below.release_preempted(program.id if program is not None else None, request.block_hashes)
+        if program is not None and request.is_finished() and program.live_requests <= {request.request_id}:
+            below.release_preempted(program.id, ())  # the program has no other request
+
+    def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
+        # The block has left the queue already: an error here would lose it.
+        self.guarded(self._evicted, block, owner, score)
+
+    def _eviction_order_failed(self, error: Exception) -> None:
+        if self._offload is not None:
+            self._offload.turn_off("the free queue no longer reports evictions")
+        self._failed(error, "the eviction order failed; vLLM's own order is used from now on")
+
+    def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
+        allocating = self._allocation_fallback.allocating
+        self.handle(
+            BlockEvicted(
+                block_content_hash(block),
+                owner if isinstance(owner, str) else None,
+                allocating.request_id if allocating is not None else None,
+                score,
+            ),
+            self._scheduled_at or self._clock(),
+        )
+
+
+def _has_hash(block: KVCacheBlock) -> bool:
+    return block.block_hash is not None and not block.is_null

@@ -1,0 +1,101 @@
+"""Engines that answer from a script, and what every error answer looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sojourn_server.api.api_keys import ApiKeys
+from sojourn_server.api.routes import build_router
+
+KEY = "correct-horse"
+CANARY = "canary-7f3a"
+BATCH = {
+    "v": 1,
+    "emitter": "e1",
+    "events": [
+        {"type": "program_start", "program_id": "p", "seq": 0},
+        {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
+    ],
+}
+PERSISTED = {"program_id": "p", "state": "writing", "context_tokens": 70, "stored_tokens": 32}
+GETS = ("capabilities", "programs", "programs/p", "stats", "decisions", "graphs", "graphs/h")
+
+
+class ScriptedEngine:
+    """Answers each operation from ``answers``: data, an exception to raise, or a function of the payload."""
+
+    def __init__(self, *per_engine: dict[str, Any]) -> None:
+        self.per_engine = per_engine
+        self.calls: list[tuple[str, str]] = []
+
+    def engine_ids(self) -> Sequence[str]:
+        return [str(index) for index in range(len(self.per_engine))]
+
+    async def call(self, op: str, payload: str) -> list[str]:
+        self.calls.append((op, payload))
+        found = []
+        for answers in self.per_engine:
+            answer = answers[op]
+            if isinstance(answer, Exception):
+                raise answer
+            if callable(answer):
+                answer = answer(json.loads(payload))
+            found.append(json.dumps(answer))
+        return found
+
+
+class HungEngine(ScriptedEngine):
+    """Answers once ``released`` is set; ``calls`` are those that have reached it."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__(engine_answers(**changed))
+        self.released = asyncio.Event()
+
+    async def call(self, op: str, payload: str) -> list[str]:
+        answer = await super().call(op, payload)
+        await self.released.wait()
+        return answer
+
+
+def outcomes(*names: str) -> dict[str, Any]:
+    return {"v": 1, "outcomes": [{"outcome": name} for name in names]}
+
+
+def engine_answers(**changed: Any) -> dict[str, Any]:
+    return {
+        "events": outcomes("applied", "applied"),
+        "capabilities": {"name": "sojourn", "wire": [1], "policy": "continuum"},
+        "programs": {"programs": [{"program_id": "p", "turns": 2}], "total": 1, "shown": 1},
+        "program": lambda payload: {"program_id": "p", "turns": 2} if payload["program_id"] == "p" else None,
+        "persist": lambda payload: {**PERSISTED, "turns": 2} if payload["program_id"] == "p" else None,
+        "graphs": {"graphs": [{"graph_hash": "h"}], "total": 1, "bytes": 9, "forgotten": 0},
+        "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
+        "stats": {"programs": {"acting": 1}, "policy": "continuum", "lost_tokens": 10},
+        "decisions": {"decisions": [{"seq": 4, "kind": "keep"}, {"seq": 5, "kind": "drop"}], "next": 6},
+        **changed,
+    }
+
+
+def client_of(engine: Any, keys: Sequence[str] = ()) -> TestClient:
+    api_keys = ApiKeys()
+    api_keys.configure(keys)
+    app = FastAPI()
+    app.include_router(build_router(engine, api_keys))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def check_error(response: Any, status: int) -> dict[str, str]:
+    """An error answer has one shape, says what to do, and repeats nothing that was sent."""
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error: dict[str, str] = response.json()["error"]
+    assert set(error) == {"message", "next"}
+    assert error["message"]
+    assert error["next"]
+    assert CANARY not in response.text
+    return error

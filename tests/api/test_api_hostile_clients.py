@@ -1,0 +1,192 @@
+"""Hostile clients and engines that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, client_of, engine_answers
+from fastapi.testclient import TestClient
+from sojourn.wire import MAX_BATCH_BYTES, MAX_BATCH_EVENTS, MAX_EVENT_NAME_BYTES
+from sojourn_server.api import routes
+from sojourn_server.api.api_errors import ApiError
+from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
+from sojourn_server.api.request_body import read_body
+from starlette.requests import Request
+
+# --- hostile input ----------------------------------------------------------
+
+
+def events_of(count: int) -> dict[str, Any]:
+    return {**BATCH, "events": [{"type": "heartbeat", "program_id": "p", "seq": i} for i in range(count)]}
+
+
+MALFORMED: dict[str, bytes] = {
+    "empty": b"",
+    "not json": CANARY.encode(),
+    "truncated": json.dumps(BATCH).encode()[:-1],
+    "trailing": json.dumps(BATCH).encode() + b"{}",
+    "array": b"[]",
+    "null": b"null",
+    "no version": b'{"emitter":"e","events":[]}',
+    "other version": b'{"v":2,"emitter":"e","events":[]}',
+    "version as text": b'{"v":"1","emitter":"e","events":[]}',
+    "huge version": b'{"v":1e400,"emitter":"e","events":[]}',
+    "empty emitter": b'{"v":1,"emitter":"","events":[]}',
+    "long emitter": json.dumps({**BATCH, "emitter": CANARY * 40}).encode(),
+    "events is an object": b'{"v":1,"emitter":"e","events":{}}',
+    "too many events": json.dumps(events_of(MAX_BATCH_EVENTS + 1)).encode(),
+    "not utf-8": b'{"v":1,"emitter":"\xff","events":[]}',
+    "not utf-8 inside an event": b'{"v":1,"emitter":"e","events":[{"type":"heartbeat","program_id":"\xff"}]}',
+    "utf-16": json.dumps(BATCH).encode("utf-16"),
+    "deep": b'{"v":1,"emitter":"e","events":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "gzip": b"\x1f\x8b\x08\x00" + b"\x00" * 20,
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_batch_is_refused_and_never_reaches_the_engine(
+    client: TestClient, engine: ScriptedEngine, name: str
+) -> None:
+    response = client.post("/sojourn/v1/events", content=MALFORMED[name])
+    error = check_error(response, 400)
+    assert "capabilities" in error["next"]
+    assert engine.calls == []
+
+
+def test_one_bad_event_is_the_engines_to_judge(client: TestClient, engine: ScriptedEngine) -> None:
+    batch = {**BATCH, "events": [{"type": "nonsense"}, {"tool": "x" * (MAX_EVENT_NAME_BYTES + 1)}]}
+    assert client.post("/sojourn/v1/events", json=batch).status_code == 200
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("length", [MAX_BATCH_BYTES + 1, int("9" * 50)])
+async def test_a_body_declared_too_large_is_refused_unread(length: int) -> None:
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the body was read")
+
+    with pytest.raises(ApiError) as failure:
+        await read_body(request_from(receive, [(b"content-length", str(length).encode())]), MAX_BATCH_BYTES)
+    assert failure.value.status == 413
+
+
+def test_a_batch_may_be_as_large_as_the_limit_and_no_larger(
+    client: TestClient, engine: ScriptedEngine
+) -> None:
+    text = json.dumps(BATCH)
+    full = text + " " * (MAX_BATCH_BYTES - len(text))
+    assert client.post("/sojourn/v1/events", content=full).status_code == 200
+    check_error(client.post("/sojourn/v1/events", content=full + " "), 413)
+    check_error(client.post("/sojourn/v1/events", content=iter([full.encode(), b" "])), 413)
+    assert len(engine.calls) == 1
+
+
+async def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
+    request, consumed = endless_request(b"x" * 65536)
+    with pytest.raises(ApiError) as failure:
+        await read_body(request, MAX_BATCH_BYTES)
+    assert failure.value.status == 413
+    assert consumed() <= MAX_BATCH_BYTES // 65536 + 1
+
+
+async def test_a_slow_body_is_given_up() -> None:
+    request, _ = endless_request(b"", pause_s=0.01)
+    with pytest.raises(ApiError) as failure:
+        await read_body(request, MAX_BATCH_BYTES, timeout_s=0.05)
+    assert failure.value.status == 408
+
+
+async def test_a_client_that_goes_away_is_no_error_of_ours() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ApiError) as failure:
+        await read_body(request_from(receive), MAX_BATCH_BYTES)
+    assert failure.value.status == 400
+
+
+def endless_request(chunk: bytes, pause_s: float = 0.0) -> tuple[Request, Callable[[], int]]:
+    received = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal received
+        received += 1
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    return request_from(receive), lambda: received
+
+
+def request_from(
+    receive: Callable[[], Awaitable[dict[str, Any]]], headers: Sequence[tuple[bytes, bytes]] = ()
+) -> Request:
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        f"programs?limit={CANARY}",
+        "programs?limit=0",
+        "programs?limit=-1",
+        "programs?limit=1001",
+        "programs?limit=1.5",
+        "programs?limit=" + "9" * 5000,
+        f"programs?status={CANARY}",
+        "decisions?since=-1",
+        "decisions?since=" + "9" * 30,
+        "decisions?limit=5001",
+        f"decisions?format={CANARY}",
+    ],
+)
+def test_a_bad_query_is_refused_in_our_words(client: TestClient, engine: ScriptedEngine, query: str) -> None:
+    check_error(client.get(f"/sojourn/v1/{query}"), 400)
+    assert engine.calls == []
+
+
+# --- engines that do not answer ---------------------------------------------
+
+
+@pytest.mark.parametrize("path", GETS)
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineUnavailableError("dead " + CANARY), 503),
+        (StockEngineError("stock " + CANARY), 501),
+        (EngineError(CANARY), 500),
+    ],
+)
+def test_each_failure_of_the_engine_has_its_status(path: str, error: Exception, status: int) -> None:
+    broken = dict.fromkeys(engine_answers(), error)
+    client = client_of(ScriptedEngine(broken))
+    for response in (
+        client.get(f"/sojourn/v1/{path}"),
+        client.post("/sojourn/v1/events", json=BATCH),
+        client.post("/sojourn/v1/programs/p/persist"),
+    ):
+        check_error(response, status)
+        assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_an_answer_that_is_not_json_is_our_error_and_says_nothing() -> None:
+    class Garbled(ScriptedEngine):
+        async def call(self, op: str, payload: str) -> list[str]:
+            return [f"{{{CANARY}"]
+
+    check_error(client_of(Garbled({})).get("/sojourn/v1/stats"), 500)
+
+
+def test_a_slow_engine_is_answered_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "EVENTS_TIMEOUT_S", 0.05)
+
+    class Slow(ScriptedEngine):
+        async def call(self, op: str, payload: str) -> list[str]:
+            await asyncio.sleep(60)
+            return []
+
+    response = client_of(Slow(engine_answers())).post("/sojourn/v1/events", json=BATCH)
+    check_error(response, 503)
+    assert int(response.headers["retry-after"]) > 0

@@ -1,0 +1,388 @@
+"""From the engine's counts to the exposition, with one API server and with two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from sojourn_server.api import prometheus_bridge
+from sojourn_server.api.engine_rpc import EngineError, StockEngineError
+from sojourn_server.api.prometheus_bridge import PrometheusBridge, bridge_for, drain_once, poll_forever
+from sojourn_server.metrics.metric_catalog import (
+    ENGINE_LABEL,
+    METRIC_CATALOG,
+    PLACEMENTS,
+    SERIES_BUDGET,
+    MetricKind,
+)
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class CountingEngine:
+    """An engine that does nothing but keep a recorder; answers across a pause, as over a socket."""
+
+    def __init__(self, engine_id: str = "0") -> None:
+        self.recorder = MetricsRecorder(strict=True)
+        self.gauges: dict[str, list[tuple[dict[str, str], float]]] = {}
+        self.engine_id = engine_id
+        self.errors: list[Exception] = []
+        self.polled = 0
+
+    def engine_ids(self) -> Sequence[str]:
+        return [self.engine_id]
+
+    async def call(self, op: str, payload: str) -> list[str]:
+        assert op == "drain_metrics"
+        self.polled += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        await asyncio.sleep(0)
+        answer = json.dumps(self.recorder.drain(self.gauges))
+        await asyncio.sleep(0)
+        return [answer]
+
+
+def scrape(registry: CollectorRegistry) -> Series:
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    return series[name, tuple(sorted({ENGINE_LABEL: "0", **labels}.items()))]
+
+
+def fill(recorder: MetricsRecorder) -> None:
+    """One of everything the catalogue has."""
+    for spec in METRIC_CATALOG.values():
+        labels = {
+            name: sorted(allowed)[0] if isinstance(allowed, frozenset) else "text"
+            for name, allowed in spec.labels.items()
+        }
+        if spec.kind is MetricKind.COUNTER:
+            recorder.count(spec.name, 3, **labels)
+        elif spec.kind is MetricKind.HISTOGRAM:
+            recorder.observe(spec.name, 0.5, **labels)
+
+
+async def test_one_engine_one_server() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    engine.recorder.count("sojourn_prompt_tokens_total", 640, result="device")
+    for gap_s in (0.01, 0.06, 3.0, 5000.0):
+        engine.recorder.observe("sojourn_tool_gap_seconds", gap_s, tool="bash")
+    engine.gauges = {"sojourn_leases": [({}, 2)]}
+    await drain_once(engine, bridge)
+    engine.recorder.count("sojourn_prompt_tokens_total", 60, result="device")
+    await drain_once(engine, bridge)
+    await drain_once(engine, bridge)
+
+    series = scrape(registry)
+    assert value(series, "sojourn_prompt_tokens_total", result="device") == 700
+    assert value(series, "sojourn_prompt_tokens_total", result="lost") == 0
+    assert value(series, "sojourn_leases") == 2
+    bucket = "sojourn_tool_gap_seconds_bucket"
+    assert value(series, bucket, tool="bash", le="0.05") == 1
+    assert value(series, bucket, tool="bash", le="0.1") == 2
+    assert value(series, bucket, tool="bash", le="3.2") == 3
+    assert value(series, bucket, tool="bash", le="+Inf") == 4
+    assert value(series, "sojourn_tool_gap_seconds_count", tool="bash") == 4
+    assert value(series, "sojourn_tool_gap_seconds_sum", tool="bash") == pytest.approx(5003.07)
+
+
+async def test_two_servers_that_drain_at_once_add_up_to_what_was_counted() -> None:
+    engine = CountingEngine()
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    bridges = [PrometheusBridge(registry) for registry in registries]
+    rng, pauses = random.Random(3), random.Random(4)
+    counted, gaps = 0, []
+
+    async def work() -> None:
+        nonlocal counted
+        for _ in range(2000):
+            tokens = rng.randrange(1, 100)
+            counted += tokens
+            engine.recorder.count("sojourn_lost_tokens_total", tokens, cause="evicted")
+            gaps.append(rng.expovariate(0.1))
+            engine.recorder.observe("sojourn_tool_gap_seconds", gaps[-1], tool="bash")
+            await asyncio.sleep(0)
+
+    async def drain(bridge: PrometheusBridge, working: asyncio.Task[None]) -> None:
+        while not working.done():
+            await drain_once(engine, bridge)
+            for _ in range(pauses.randrange(6)):
+                await asyncio.sleep(0)
+        await drain_once(engine, bridge)
+
+    working = asyncio.create_task(work())
+    await asyncio.gather(*(drain(bridge, working) for bridge in bridges))
+
+    both = [scrape(registry) for registry in registries]
+    shares = [value(series, "sojourn_lost_tokens_total", cause="evicted") for series in both]
+    assert all(shares)
+    assert sum(shares) == counted
+    assert sum(value(s, "sojourn_tool_gap_seconds_count", tool="bash") for s in both) == len(gaps)
+    assert sum(value(s, "sojourn_tool_gap_seconds_sum", tool="bash") for s in both) == pytest.approx(
+        sum(gaps)
+    )
+    for bound in (0.8, 12.8, 102.4):
+        found = sum(value(s, "sojourn_tool_gap_seconds_bucket", tool="bash", le=str(bound)) for s in both)
+        assert found == sum(gap <= bound for gap in gaps)
+
+
+async def test_the_exposition_says_exactly_what_the_catalogue_lists() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    fill(engine.recorder)
+    engine.gauges = {
+        spec.name: [
+            ({name: sorted(v)[0] if isinstance(v, frozenset) else "x" for name, v in spec.labels.items()}, 1)
+        ]
+        for spec in METRIC_CATALOG.values()
+        if spec.kind is MetricKind.GAUGE
+    }
+    await drain_once(engine, PrometheusBridge(registry))
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        if not family.name.endswith("_created")
+    }
+    assert set(families) == {name.removesuffix("_total") for name in METRIC_CATALOG}
+    for name, spec in METRIC_CATALOG.items():
+        family = families[name.removesuffix("_total")]
+        assert family.type == spec.kind.value
+        assert family.documentation == spec.help
+        assert family.samples
+        for sample in family.samples:
+            labels = {key: text for key, text in sample.labels.items() if key != "le"}
+            assert labels.pop(ENGINE_LABEL) == "0"
+            assert labels.keys() == spec.labels.keys()
+            for key, text in labels.items():
+                allowed = spec.labels[key]
+                assert not isinstance(allowed, frozenset) or text in allowed
+
+
+async def test_counters_are_there_before_their_first_increment() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    await drain_once(engine, PrometheusBridge(registry))
+    series = scrape(registry)
+    assert value(series, "sojourn_lease_ends_total", reason="silent") == 0
+    assert value(series, "sojourn_events_total", type="tool_stop", outcome="duplicate") == 0
+
+
+async def test_of_placements_those_that_can_happen_are_there_and_others_as_they_do() -> None:
+    def shown() -> set[tuple[str, str, str]]:
+        found = [dict(labels) for name, labels in scrape(registry) if name == "sojourn_placements_total"]
+        return {(labels["to"], labels["when"], labels["reason"]) for labels in found}
+
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    await drain_once(engine, bridge)
+    assert shown() == PLACEMENTS
+    of_ones_own = {"to": "device", "when": "after_turn", "reason": "exchange"}
+    engine.recorder.count("sojourn_placements_total", 2, **of_ones_own)
+    await drain_once(engine, bridge)
+    assert value(scrape(registry), "sojourn_placements_total", **of_ones_own) == 2
+    assert len(shown()) == len(PLACEMENTS) + 1
+
+
+async def test_a_hundred_thousand_tool_names_stay_within_the_budget() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    fill(engine.recorder)
+    rng = random.Random(11)
+    for i in range(100_000):
+        name = f"tool-{rng.getrandbits(48):x}" if i % 2 else f'\n"\\{rng.getrandbits(48)}\ud800'
+        engine.recorder.observe("sojourn_tool_gap_seconds", rng.expovariate(1), tool=name)
+        engine.recorder.observe("sojourn_lease_ttl_seconds", 2.0, tool=name)
+        if i % 10_000 == 0:
+            await drain_once(engine, bridge)
+    await drain_once(engine, bridge)
+    text = generate_latest(registry).decode()
+    assert len(text.splitlines()) <= SERIES_BUDGET
+    counts = [v for (name, _), v in scrape(registry).items() if name == "sojourn_tool_gap_seconds_count"]
+    assert sum(counts) == 100_001
+
+
+async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    engine.gauges = {"sojourn_programs": [({"state": "acting"}, 3), ({"state": "ended"}, 1)]}
+    await drain_once(engine, bridge)
+    engine.gauges = {"sojourn_programs": [({"state": "ended"}, 4)]}
+    await drain_once(engine, bridge)
+    series = scrape(registry)
+    assert value(series, "sojourn_programs", state="acting") == 0
+    assert value(series, "sojourn_programs", state="ended") == 4
+
+
+async def test_engines_keep_apart() -> None:
+    registry = CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    for engine_id, n in (("0", 1), ("1", 5)):
+        engine = CountingEngine(engine_id)
+        engine.recorder.count("sojourn_client_silent_total", n)
+        await drain_once(engine, bridge)
+    series = scrape(registry)
+    assert value(series, "sojourn_client_silent_total") == 1
+    assert value(series, "sojourn_client_silent_total", engine="1") == 5
+
+
+@pytest.mark.parametrize(
+    ("drained", "reason"),
+    [
+        ({"counters": {"sojourn_nonsense_total": [[{}, 1]]}}, "unknown_metric"),
+        ({"gauges": {"sojourn_client_silent_total": [[{}, 1]]}}, "unknown_metric"),
+        ({"counters": {"sojourn_lost_tokens_total": [[{"cause": "weather"}, 1]]}}, "wrong_labels"),
+        ({"counters": {"sojourn_lost_tokens_total": [[{"program_id": "p"}, 1]]}}, "wrong_labels"),
+        (
+            {"histograms": {"sojourn_policy_seconds": [[{"hook": "event"}, {"buckets": [1], "sum": 1}]]}},
+            "bad_value",
+        ),
+    ],
+)
+def test_what_an_engine_of_another_version_says_is_dropped_and_counted(
+    drained: dict[str, Any], reason: str
+) -> None:
+    registry = CollectorRegistry()
+    PrometheusBridge(registry).apply(drained, "0")
+    series = scrape(registry)
+    assert value(series, "sojourn_metrics_dropped_total", reason=reason) == 1
+    assert not any("nonsense" in name or "weather" in str(labels) for name, labels in series)
+
+
+def test_counts_survive_a_library_that_keeps_its_buckets_elsewhere() -> None:
+    class Unknown:
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def observe(self, amount: float) -> None:
+            self.seen.append(amount)
+
+    child = Unknown()
+    prometheus_bridge._add_observations(child, (1.0, 2.0), [2, 0, 1], 9.0)
+    assert [sum(at <= bound for at in child.seen) for bound in (1.0, 2.0, float("inf"))] == [2, 2, 3]
+
+
+def test_a_registry_has_one_bridge() -> None:
+    registry = CollectorRegistry()
+    assert bridge_for(registry) is bridge_for(registry)
+
+
+# --- polling ----------------------------------------------------------------
+
+
+async def test_polling_goes_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_bridge, "RETRY_INTERVAL_S", 0.001)
+    engine, registry = CountingEngine(), CollectorRegistry()
+    engine.errors = [EngineError("step failed"), RuntimeError("surprise")]
+    engine.recorder.count("sojourn_client_silent_total", 4)
+    bridge = PrometheusBridge(registry)
+    poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
+    while engine.polled < 4:
+        await asyncio.sleep(0.001)
+    poller.cancel()
+    assert value(scrape(registry), "sojourn_client_silent_total") == 4
+
+
+async def test_polling_ends_with_the_engine() -> None:
+    engine = CountingEngine()
+    bridge = PrometheusBridge(CollectorRegistry())
+    poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
+    while not engine.polled:
+        await asyncio.sleep(0.001)
+    del engine
+    await asyncio.wait_for(poller, 5)
+
+
+async def test_a_stock_engine_is_asked_once() -> None:
+    engine = CountingEngine()
+    engine.errors = [StockEngineError("no scheduler of ours")]
+    await asyncio.wait_for(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())), 5)
+    assert engine.polled == 1
+
+
+async def test_polling_can_be_cancelled() -> None:
+    engine = CountingEngine()
+    poller = asyncio.create_task(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())))
+    while not engine.polled:
+        await asyncio.sleep(0)
+    poller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await poller
+
+
+# --- several API servers: prometheus_client's multiprocess mode --------------
+
+SERVER = """
+import json, sys
+from prometheus_client import CollectorRegistry
+from sojourn_server.api.prometheus_bridge import PrometheusBridge
+bridge = PrometheusBridge(CollectorRegistry())
+for line in sys.stdin:
+    bridge.apply(json.loads(line), "0")
+"""
+SCRAPER = """
+import sys
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+sys.stdout.write(generate_latest(registry).decode())
+"""
+
+
+def test_two_server_processes_add_up_in_multiprocess_mode(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(strict=True)
+
+    def serve(leases: Iterable[float]) -> None:
+        drains = []
+        for n in leases:
+            fill(recorder)
+            recorder.observe("sojourn_tool_gap_seconds", 3.0, tool="bash")
+            drains.append(json.dumps(recorder.drain({"sojourn_leases": [({}, n)]})))
+        run(SERVER, tmp_path, "\n".join(drains))
+
+    serve([5, 9])
+    serve([4])
+    text = run(SCRAPER, tmp_path, "")
+    series: Series = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert value(series, "sojourn_client_silent_total") == 9
+    assert value(series, "sojourn_tool_gap_seconds_count", tool="bash") == 3
+    assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="1.6") == 0
+    assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="3.2") == 3
+    assert value(series, "sojourn_tool_gap_seconds_sum", tool="bash") == 9
+    assert value(series, "sojourn_leases") == 4  # the most recent, not the sum and not one per process
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert {
+        n.removesuffix("_total") for n, s in METRIC_CATALOG.items() if s.kind is not MetricKind.GAUGE
+    } <= names
+
+
+def run(code: str, directory: Path, stdin: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        input=stdin,
+        env={"PROMETHEUS_MULTIPROC_DIR": str(directory), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout

@@ -1,0 +1,339 @@
+"""Who was refused reads why, in the shape of the route; nobody else's answer is held up or changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from api_test_engines import HungEngine, ScriptedEngine
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from sojourn_server.api import refusal_middleware
+from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
+from sojourn_server.api.refusal_messages import (
+    refusal_message,
+    responses_error_event,
+    retry_after_s,
+    rewrite_error,
+    rewrite_error_event,
+)
+from sojourn_server.api.refusal_middleware import MAX_ERROR_BYTES, RefusalMiddleware
+
+TOLD = refusal_message(600.0)
+OPENAI = {
+    "error": {
+        "message": "Internal server error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
+}
+OPENAI_TOLD = {"error": {"message": TOLD, "type": "ServiceUnavailableError", "param": None, "code": 503}}
+ANTHROPIC = {
+    "type": "error",
+    "error": {"type": "InternalServerError", "message": "Internal server error"},
+    "request_id": None,
+}
+ANTHROPIC_TOLD = {**ANTHROPIC, "error": {"type": "ServiceUnavailableError", "message": TOLD}}
+
+
+class RefusingEngine(ScriptedEngine):
+    """Knows the request ``gone`` as one that it refused."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            {"refusal": lambda asked: {"waited_s": 600} if asked["request_id"] == "gone" else None}
+        )
+
+
+def http_of(engine: Any, answer: Callable[[], Any], request_id: str | None = "gone") -> httpx.AsyncClient:
+    app = FastAPI()
+    app.add_middleware(RefusalMiddleware, engine=engine, request_id=lambda scope: scope["state"].get("id"))
+
+    @app.post("/")
+    async def route(request: Request) -> Response:
+        if request_id is not None:
+            request.state.id = request_id
+        made: Response = answer()
+        return made
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+def failure(document: Any = OPENAI, status: int = 500) -> Callable[[], Response]:
+    return lambda: JSONResponse(document, status_code=status, headers={"x-kept": "yes", "retry-after": "1"})
+
+
+def stream(*chunks: Any, media_type: str = "text/event-stream") -> Callable[[], Response]:
+    async def parts() -> AsyncIterator[Any]:
+        for chunk in chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
+
+    return lambda: StreamingResponse(parts(), media_type=media_type)
+
+
+def data(document: Any) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+# --- the words ------------------------------------------------------------------
+
+
+def test_the_message_says_what_happened_and_what_to_do() -> None:
+    assert refusal_message(600.0).startswith(
+        "The request was rejected: for 600 s (gate_timeout_s) the device had no capacity"
+    )
+    assert "for 0.5 s" in refusal_message(0.5)
+    for advice in ("Send it again later", "end finished programs", "more memory", "raise gate_timeout_s"):
+        assert advice in TOLD
+
+
+@pytest.mark.parametrize(("before", "after"), [(OPENAI, OPENAI_TOLD), (ANTHROPIC, ANTHROPIC_TOLD)])
+def test_an_error_keeps_its_routes_shape(before: Any, after: Any) -> None:
+    assert json.loads(rewrite_error(json.dumps(before).encode(), TOLD) or b"") == after
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"[]", b"{}", b'{"error":"x"}', b'{"error":{}}', b"[" * 50_000]
+)
+def test_what_is_no_error_is_left_alone(text: bytes) -> None:
+    assert rewrite_error(text, TOLD) is None
+    assert rewrite_error_event(b"data: " + text + b"\n\n", TOLD) is None
+
+
+def test_an_event_keeps_its_lines() -> None:
+    error = json.dumps(OPENAI).encode()
+    for before, after in ((b"data: ", b"\n\n"), (b"event: error\ndata: ", b"\n\n"), (b"data: ", b"\r\n\r\n")):
+        new = rewrite_error_event(before + error + after, TOLD) or b""
+        assert new.startswith(before)
+        assert new.endswith(after)
+        assert json.loads(new.removeprefix(before)) == OPENAI_TOLD
+    for other in (b"data: " + error, b"data: " + error + b"\n\ndata: [DONE]\n\n", b": ping\n\n"):
+        assert rewrite_error_event(other, TOLD) is None
+
+
+def test_those_who_are_refused_together_do_not_come_back_together() -> None:
+    found = Counter(retry_after_s(f"chatcmpl-{number:032x}") for number in range(3100))
+    assert sorted(found) == list(range(15, 46)), "OpenAI's clients heed at most 60"
+    assert max(found.values()) < 3 * min(found.values())
+    assert retry_after_s("chatcmpl-7") == retry_after_s("chatcmpl-7")
+    assert 15 <= retry_after_s("\ud800") <= 45
+
+
+# --- answers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("document", "told"), [(OPENAI, OPENAI_TOLD), (ANTHROPIC, ANTHROPIC_TOLD)])
+async def test_a_refusal_is_a_503_with_the_reason(document: Any, told: Any) -> None:
+    engine = RefusingEngine()
+    async with http_of(engine, failure(document)) as http:
+        answer = await http.post("/")
+    assert answer.status_code == 503
+    assert answer.json() == told
+    assert answer.headers["content-length"] == str(len(answer.content))
+    assert answer.headers.get_list("retry-after") == [str(retry_after_s("gone"))]
+    assert answer.headers["x-kept"] == "yes"
+    assert engine.calls == [("refusal", '{"request_id":"gone"}')]
+
+
+async def test_any_of_several_engines_may_have_refused_it() -> None:
+    engine = ScriptedEngine({"refusal": None}, {"refusal": {"waited_s": 600}}, {"refusal": None})
+    async with http_of(engine, failure()) as http:
+        assert (await http.post("/")).json() == OPENAI_TOLD
+
+
+@pytest.mark.parametrize(
+    "why_not",
+    [
+        EngineError("x"),
+        EngineUnavailableError("x"),
+        StockEngineError("x"),
+        ValueError("ours"),
+        None,
+        [],
+        {"waited_s": "x"},
+        {"old": 1},
+    ],
+)
+async def test_another_failure_goes_out_as_it_is(why_not: Any) -> None:
+    async with http_of(ScriptedEngine({"refusal": why_not}), failure()) as http:
+        answer = await http.post("/")
+    assert (answer.status_code, answer.json()) == (500, OPENAI)
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_an_engine_that_hangs_holds_a_failure_up_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_middleware, "ASK_TIMEOUT_S", 0.05)
+    engine = HungEngine(refusal={"waited_s": 600})
+    async with http_of(engine, failure()) as http:
+        found = await asyncio.gather(
+            *[http.post("/") for _ in range(refusal_middleware.MAX_CONCURRENT_LOOKUPS + 5)]
+        )
+        assert {answer.status_code for answer in found} == {500}
+        assert len(engine.calls) == refusal_middleware.MAX_CONCURRENT_LOOKUPS
+        engine.released.set()
+        assert (await http.post("/")).status_code == 503
+
+
+async def test_all_who_are_refused_at_once_are_told() -> None:
+    async with http_of(RefusingEngine(), failure()) as http:
+        found = await asyncio.gather(*[http.post("/") for _ in range(300)])
+    assert {answer.status_code for answer in found} == {503}
+
+
+@pytest.mark.parametrize(
+    ("answer", "request_id"),
+    [
+        (failure(), None),
+        (failure(status=400), "gone"),
+        (failure(status=503), "gone"),
+        (lambda: JSONResponse({"choices": [OPENAI]}), "gone"),
+        (lambda: PlainTextResponse("error", status_code=500), "gone"),
+        (lambda: Response(status_code=500), "gone"),
+        (stream(data(OPENAI), media_type="text/plain"), "gone"),
+        (stream(data({"id": "c", "error": OPENAI["error"]}), "data: [DONE]\n\n"), "gone"),
+    ],
+)
+async def test_nobody_else_is_asked_about(answer: Any, request_id: str | None) -> None:
+    engine = RefusingEngine()
+    expected = answer()
+    async with http_of(engine, answer, request_id) as http:
+        got = await http.post("/")
+    assert got.status_code == expected.status_code
+    if not isinstance(expected, StreamingResponse):
+        assert got.content == expected.body
+    assert engine.calls == []
+
+
+async def test_a_failure_too_long_to_hold_goes_out_as_it_is() -> None:
+    whole = json.dumps({**OPENAI, "more": "x" * MAX_ERROR_BYTES})
+    parts = [whole[start : start + 10_000] for start in range(0, len(whole), 10_000)]
+
+    def answer() -> Response:
+        response = stream(*parts, media_type="application/json")()
+        response.status_code = 500
+        return response
+
+    async with http_of(RefusingEngine(), answer) as http:
+        got = await http.post("/")
+    assert (got.status_code, got.text) == (500, whole)
+
+
+async def test_a_failure_in_parts_is_put_together() -> None:
+    whole = json.dumps(OPENAI)
+
+    def answer() -> Response:
+        response = stream(whole[:9], whole[9:], media_type="application/json")()
+        response.status_code = 500
+        return response
+
+    async with http_of(RefusingEngine(), answer) as http:
+        assert (await http.post("/")).json() == OPENAI_TOLD
+    async with http_of(RefusingEngine(), answer, "other") as http:
+        got = await http.post("/")
+    assert (got.status_code, got.text) == (500, whole)
+
+
+# --- streams --------------------------------------------------------------------
+
+CHUNK = data({"id": "c", "choices": []})
+DONE = "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "document", "told"), [("", OPENAI, OPENAI_TOLD), ("event: error\n", ANTHROPIC, ANTHROPIC_TOLD)]
+)
+async def test_a_stream_has_the_reason_in_its_error_event(start: str, document: Any, told: Any) -> None:
+    engine = RefusingEngine()
+    async with http_of(engine, stream(CHUNK, start + data(document), DONE)) as http:
+        got = await http.post("/")
+    assert got.status_code == 200
+    first, event, last = got.text.split("\n\n", 2)
+    assert (first + "\n\n", last) == (CHUNK, DONE)
+    assert json.loads(event.removeprefix(f"{start}data: ")) == told
+    assert len(engine.calls) == 1
+
+
+async def test_the_error_of_another_stream_goes_out_as_it_is() -> None:
+    engine = RefusingEngine()
+    chunks = (CHUNK, data(OPENAI), data(OPENAI), DONE)
+    async with http_of(engine, stream(*chunks), "other") as http:
+        assert (await http.post("/")).text == "".join(chunks)
+    assert len(engine.calls) == 1
+
+
+async def test_each_chunk_goes_out_when_it_comes() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
+        messages: list[dict[str, Any]] = [
+            {"type": "http.response.start", "status": 200, "headers": headers},
+            *(
+                {"type": "http.response.body", "body": body, "more_body": True}
+                for body in (b"a", memoryview(b"b"))
+            ),
+            {"type": "http.response.body"},
+        ]
+        for n, each in enumerate(messages):
+            await send(each)
+            assert sent[n] is each
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    middleware = RefusalMiddleware(app, engine=RefusingEngine(), request_id=lambda scope: "gone")
+    await middleware({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert len(sent) == 4
+
+
+CREATED = 'event: response.created\ndata: {"sequence_number":0}\n\n'
+GOES_ON = 'event: response.in_progress\ndata: {"sequence_number":1}\n\n'
+
+
+async def test_a_stream_of_responses_that_breaks_off_ends_with_the_reason() -> None:
+    async with http_of(RefusingEngine(), stream(CREATED, GOES_ON, ValueError("no event"))) as http:
+        got = await http.post("/")
+    assert got.text == CREATED + GOES_ON + responses_error_event(TOLD, 2).decode()
+    event = json.loads(got.text.rsplit("data: ", 1)[1])
+    assert event == {
+        "type": "error",
+        "code": "ServiceUnavailableError",
+        "message": TOLD,
+        "param": None,
+        "sequence_number": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("chunks", "request_id"), [((CREATED, GOES_ON), "other"), ((CHUNK,), "gone"), ((), "gone")]
+)
+async def test_another_stream_breaks_off_as_it_did(chunks: Any, request_id: str) -> None:
+    engine = RefusingEngine()
+    http = http_of(engine, stream(*chunks, ValueError("broken")), request_id)
+    transport = http._transport
+    assert isinstance(transport, httpx.ASGITransport)
+    transport.raise_app_exceptions = True
+    async with http:
+        with pytest.raises(ValueError, match="broken"):
+            await http.post("/")
+
+
+async def test_what_is_no_request_passes_by() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope, receive, send))
+
+    middleware = RefusalMiddleware(app, engine=RefusingEngine(), request_id=lambda scope: "gone")
+    scope = {"type": "lifespan"}
+    await middleware(scope, 1, 2)  # type: ignore[arg-type]
+    assert seen == [(scope, 1, 2)]

@@ -1,0 +1,284 @@
+"""The routes over engines that answer from a script."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from api_test_engines import (
+    BATCH,
+    CANARY,
+    GETS,
+    KEY,
+    PERSISTED,
+    ScriptedEngine,
+    check_error,
+    client_of,
+    engine_answers,
+    outcomes,
+)
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from fastapi.testclient import TestClient
+from sojourn.wire import MAX_BATCH_BYTES
+from sojourn_server.api.api_keys import ApiKeys
+from sojourn_server.api.routes import build_router
+
+# --- what goes in and out ---------------------------------------------------
+
+
+def test_events_reach_the_engine_as_sent_and_its_outcomes_come_back(
+    client: TestClient, engine: ScriptedEngine
+) -> None:
+    text = json.dumps(BATCH, indent=1)
+    response = client.post("/sojourn/v1/events", content=text)
+    assert response.status_code == 200
+    assert response.json() == outcomes("applied", "applied")
+    assert engine.calls == [("events", text)]
+
+
+def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedEngine) -> None:
+    assert client.get("/sojourn/v1/capabilities").json()["policy"] == "continuum"
+    assert client.get("/sojourn/v1/capabilities").json()["engines"] == 1
+    assert client.get("/sojourn/v1/programs?limit=7&status=acting").json()["shown"] == 1
+    assert engine.calls[-1] == ("programs", '{"limit":7,"status":"acting"}')
+    assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
+    assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
+    assert client.get("/sojourn/v1/graphs").json()["total"] == 1
+    assert client.get("/sojourn/v1/graphs/h").json() == {"graph_hash": "h"}
+    assert engine.calls[-1] == ("graph", '{"graph_hash":"h"}')
+
+
+def test_a_graph_nobody_knows(client: TestClient, engine: ScriptedEngine) -> None:
+    error = check_error(client.get("/sojourn/v1/graphs/%22%3Cx%3E"), 404)
+    assert "/sojourn/v1/graphs" in error["next"]
+    assert json.loads(engine.calls[-1][1]) == {"graph_hash": '"<x>'}
+    asked = len(engine.calls)
+    check_error(client.get("/sojourn/v1/graphs/" + "x" * 300), 404)
+    assert len(engine.calls) == asked
+
+
+@pytest.mark.parametrize(
+    ("path", "program_id"),
+    [
+        ("a/b/c", "a/b/c"),
+        ("a%2Fb", "a/b"),
+        ("%C3%A4%20%22", 'ä "'),
+        ("%3Cscript%3E", "<script>"),
+        ("..%2Fp", "../p"),
+    ],
+)
+def test_any_program_id_can_be_asked_for(engine: ScriptedEngine, path: str, program_id: str) -> None:
+    error = check_error(client_of(engine).get(f"/sojourn/v1/programs/{path}"), 404)
+    assert "/sojourn/v1/programs" in error["next"]
+    assert json.loads(engine.calls[-1][1]) == {"program_id": program_id}
+
+
+def test_an_id_no_program_can_have_never_reaches_the_engine(
+    client: TestClient, engine: ScriptedEngine
+) -> None:
+    check_error(client.get("/sojourn/v1/programs/" + "x" * 300), 404)
+    check_error(client.get("/sojourn/v1/programs/"), 404)
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(("path", "program_id"), [("a/b/persist", "a/b"), ("a%2Fb%20%22/persist", 'a/b "')])
+def test_a_program_is_written_to_disk_by_any_id(engine: ScriptedEngine, path: str, program_id: str) -> None:
+    client = client_of(engine)
+    answer = client.post("/sojourn/v1/programs/p/persist")
+    assert (answer.status_code, answer.json()) == (200, PERSISTED)
+    assert engine.calls == [("persist", '{"program_id":"p"}')]
+    error = check_error(client.post(f"/sojourn/v1/programs/{path}"), 404)
+    assert "/sojourn/v1/programs" in error["next"]
+    assert json.loads(engine.calls[-1][1]) == {"program_id": program_id}
+    asked = len(engine.calls)
+    check_error(client.post("/sojourn/v1/programs/" + "x" * 300 + "/persist"), 404)
+    check_error(client.post("/sojourn/v1/programs//persist"), 404)
+    assert len(engine.calls) == asked
+
+
+def test_an_id_that_ends_in_persist_can_be_looked_up(client: TestClient, engine: ScriptedEngine) -> None:
+    check_error(client.get("/sojourn/v1/programs/p/persist"), 404)
+    assert engine.calls == [("program", '{"program_id":"p/persist"}')]
+
+
+def test_each_time_the_engine_is_asked_how_far_it_is(client: TestClient, engine: ScriptedEngine) -> None:
+    for _ in range(2):
+        client.post("/sojourn/v1/programs/p/persist")
+    assert len(engine.calls) == 2, "an answer of half a second ago is of no use to who waits for it"
+
+
+def test_decisions_as_json_and_as_lines(client: TestClient, engine: ScriptedEngine) -> None:
+    document = client.get("/sojourn/v1/decisions?since=4&limit=2").json()
+    assert document["next"] == 6
+    assert document["engine"] == "0"
+    assert engine.calls[-1] == ("decisions", '{"since":4,"limit":2}')
+    for kwargs in ({"params": {"format": "ndjson"}}, {"headers": {"accept": "application/x-ndjson"}}):
+        response = client.get("/sojourn/v1/decisions", **kwargs)
+        assert response.headers["content-type"] == "application/x-ndjson"
+        assert response.headers["x-sojourn-next"] == "6"
+        assert [json.loads(line)["seq"] for line in response.text.splitlines()] == [4, 5]
+
+
+# --- several engines --------------------------------------------------------
+
+
+def test_an_event_belongs_to_the_engine_that_knows_its_program() -> None:
+    engine = ScriptedEngine(
+        engine_answers(events=outcomes("missing", "applied", "missing")),
+        engine_answers(events=outcomes("duplicate", "missing", "missing")),
+    )
+    response = client_of(engine).post("/sojourn/v1/events", json=BATCH)
+    assert [outcome["outcome"] for outcome in response.json()["outcomes"]] == [
+        "duplicate",
+        "applied",
+        "missing",
+    ]
+
+
+def test_several_engines_answer_as_one() -> None:
+    engine = ScriptedEngine(
+        engine_answers(program=None),
+        engine_answers(
+            programs={
+                "programs": [{"program_id": "p", "turns": 9}, {"program_id": "q", "turns": 1}],
+                "total": 2,
+                "shown": 2,
+            },
+            program={"program_id": "p", "turns": 9},
+            graphs={"graphs": [{"graph_hash": "i"}, {"graph_hash": "h"}], "bytes": 18, "forgotten": 3},
+            graph={"graph_hash": "i", "nodes": ["x"]},
+            stats={"programs": {"acting": 2, "ended": 1}, "policy": "continuum", "lost_tokens": 5},
+            decisions={"decisions": [{"seq": 0}], "next": 1},
+        ),
+    )
+    client = client_of(engine)
+    programs = client.get("/sojourn/v1/programs").json()
+    assert {p["program_id"]: p["turns"] for p in programs["programs"]} == {"p": 9, "q": 1}
+    assert (programs["total"], programs["shown"]) == (2, 2)
+    assert client.get("/sojourn/v1/programs/p").json()["turns"] == 9
+    stats = client.get("/sojourn/v1/stats").json()
+    assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
+    assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
+    assert "tiers" not in client.get("/sojourn/v1/capabilities").json()
+    graphs = client.get("/sojourn/v1/graphs").json()
+    assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
+    assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)
+    assert client.get("/sojourn/v1/graphs/i").json()["nodes"] == ["x"]
+    assert client.get("/sojourn/v1/decisions?engine=1").json()["next"] == 1
+    assert client.get("/sojourn/v1/decisions").json()["engines"] == ["0", "1"]
+    check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
+
+
+def test_of_several_engines_the_one_that_ran_the_program_writes_it() -> None:
+    other = {**PERSISTED, "turns": 0, "context_tokens": 0, "state": "done"}
+    engine = ScriptedEngine(engine_answers(persist=other), engine_answers(), engine_answers(persist=None))
+    assert client_of(engine).post("/sojourn/v1/programs/p/persist").json() == PERSISTED
+
+
+# --- keys -------------------------------------------------------------------
+
+REFUSED = [
+    {},
+    {"authorization": ""},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer "},
+    {"authorization": KEY},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": f"Bearer  {KEY}"},
+    {"authorization": b"Bearer \xff\xfe"},
+    {"x-api-key": KEY},
+]
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+def test_every_route_refuses_a_missing_or_wrong_key_before_anything_else(headers: dict[str, Any]) -> None:
+    engine = ScriptedEngine(engine_answers())
+    client = client_of(engine, [KEY, "second"])
+    for path in GETS:
+        check_error(client.get(f"/sojourn/v1/{path}", headers=headers), 401)
+    refused = client.post("/sojourn/v1/events", content=b"x" * (MAX_BATCH_BYTES + 1), headers=headers)
+    check_error(refused, 401)
+    check_error(client.post("/sojourn/v1/programs/p/persist", headers=headers), 401)
+    check_error(client.get(f"/sojourn/v1/programs?limit={CANARY}", headers=headers), 401)
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", "Bearer second"])
+def test_any_configured_key_opens_every_route(header: str) -> None:
+    client = client_of(ScriptedEngine(engine_answers()), [KEY, "second"])
+    for path in GETS:
+        assert client.get(f"/sojourn/v1/{path}", headers={"authorization": header}).status_code == 200
+    posted = client.post("/sojourn/v1/events", json=BATCH, headers={"authorization": header})
+    assert posted.status_code == 200
+    posted = client.post("/sojourn/v1/programs/p/persist", headers={"authorization": header})
+    assert posted.status_code == 200
+
+
+def test_the_tests_above_know_every_route() -> None:
+    router = build_router(ScriptedEngine(engine_answers()), ApiKeys())
+    found = {
+        (method, route.path)
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    expected = {("GET", f"/sojourn/v1/{path}") for path in GETS if path not in ("programs/p", "graphs/h")}
+    assert found == expected | {
+        ("POST", "/sojourn/v1/events"),
+        ("GET", "/sojourn/v1/programs/{program_id:path}"),
+        ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),
+        ("GET", "/sojourn/v1/graphs/{graph_hash}"),
+    }
+
+
+def test_nobody_gets_in_before_the_keys_are_known() -> None:
+    keys = ApiKeys()
+    app = FastAPI()
+    app.include_router(build_router(ScriptedEngine(engine_answers()), keys))
+    client = TestClient(app)
+    check_error(client.get("/sojourn/v1/stats"), 401)
+    keys.configure([])
+    assert client.get("/sojourn/v1/stats").status_code == 200
+
+
+def test_an_empty_key_is_no_key() -> None:
+    keys = ApiKeys()
+    keys.configure(["", KEY])
+    assert not keys.allow("Bearer ")
+    assert keys.allow(f"Bearer {KEY}")
+
+
+def test_the_routes_describe_themselves(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    assert set(paths) == {
+        f"/sojourn/v1/{path}"
+        for path in (
+            *GETS[:2],
+            *GETS[3:-1],
+            "events",
+            "programs/{program_id}",
+            "programs/{program_id}/persist",
+            "graphs/{graph_hash}",
+        )
+    }
+    limits = {p["name"]: p["schema"] for p in paths["/sojourn/v1/programs"]["get"]["parameters"]}
+    assert limits["limit"]["maximum"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([None, None], None),
+        ([{"on": True, "n": 0}, {"on": True, "n": 1}], {"on": True, "n": 0}),
+        ([{"on": True}, {"on": False, "off_because": "x"}], {"on": False, "off_because": "x"}),
+    ],
+)
+def test_of_several_engines_the_one_whose_tiers_are_off_is_told_of(told: list[Any], expected: Any) -> None:
+    of_one = engine_answers()["capabilities"]
+    engines = [engine_answers(capabilities={**of_one, "tiers": tiers}) for tiers in told]
+    assert client_of(ScriptedEngine(*engines)).get("/sojourn/v1/capabilities").json()["tiers"] == expected

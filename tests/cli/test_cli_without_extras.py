@@ -1,0 +1,117 @@
+"""The light install, ``pip install sojourn``: what works without the extras, and what is said of the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sojourn.testing import FakeServer
+from sojourn_server.cli import COMMAND_LINE_PACKAGES, EXTRAS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+
+sys.meta_path.insert(0, Blocked())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name in {blocked!r} else found(name, *args)
+"""
+
+
+def without(blocked: tuple[str, ...], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a Python that finds everything of this environment but the packages ``blocked``."""
+    folders = os.pathsep.join(str(ROOT / name) for name in ("sdk", "server_ext", "integrations"))
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(blocked=set(blocked)) + code, *arguments],
+        env={**os.environ, "PYTHONPATH": folders, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+MAIN = "from sojourn_server.cli import main; main()"
+
+
+def test_the_package_depends_on_msgspec_alone() -> None:
+    assert [re.split(r"[<>=;\[ ]", each)[0] for each in PROJECT["dependencies"]] == ["msgspec"]
+
+
+def test_every_extra_that_a_message_names_exists() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert set(EXTRAS.values()) <= extras.keys()
+    named = {re.split(r"[<>=;\[ ]", each)[0] for each in extras["server"]}
+    assert set(COMMAND_LINE_PACKAGES) <= named
+    for extra in ("vllm", "cpu", "gateway", "ray", "demo", "dev"):
+        assert "sojourn[server]" in extras[extra], extra
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("simulate",)])
+def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]) -> None:
+    result = without(COMMAND_LINE_PACKAGES, MAIN, *arguments)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "sojourn: the command line needs httpx, rich, typer: pip install 'sojourn[server]'\n"
+    )
+
+
+def test_a_command_names_the_extra_it_lacks() -> None:
+    gateway_packages = tuple(package for package, extra in EXTRAS.items() if extra == "gateway")
+    result = without(gateway_packages, MAIN, "gateway", "--engines", "http://127.0.0.1:9")
+    assert result.returncode != 0
+    assert "[gateway]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_run_works_in_the_light_install() -> None:
+    with FakeServer() as server:
+        shown = "import os; print(os.environ['SOJOURN_URL'])"
+        result = without(
+            COMMAND_LINE_PACKAGES, MAIN, "run", "--url", server.url, "--", sys.executable, "-c", shown
+        )
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{server.url}\n", "")
+
+
+def test_run_in_the_light_install_says_what_is_wrong() -> None:
+    result = without(COMMAND_LINE_PACKAGES, MAIN, "run", "--", "no-such-command-here")
+    assert result.returncode == 127
+    assert "error: there is no command 'no-such-command-here'\nnext: " in result.stderr
+
+
+def test_the_sdk_and_the_integrations_import_alone() -> None:
+    blocked = (*COMMAND_LINE_PACKAGES, "certifi", "tomli", "torch", "vllm", "ray")
+    code = """
+import sojourn, sojourn_integrations
+from sojourn_integrations import langgraph, litellm, method_overlay, mini_swe_agent, otel, safe_scope
+from sojourn.testing import FakeServer
+with FakeServer() as server:
+    sojourn.init(server.url, history=False)
+    with sojourn.program("loop"), sojourn.tool_call("bash"):
+        pass
+    assert sojourn.flush(5), sojourn.stats()
+    sojourn.shutdown()
+    print([type(event).__name__ for event in server.program_events()])
+"""
+    result = without(blocked, code)
+    assert result.stdout == "['ProgramStart', 'ToolStart', 'ToolStop', 'ProgramEnd']\n", result.stderr

@@ -1,0 +1,475 @@
+"""Every event gets an outcome, whatever it is; a bad one changes nothing and says why."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn.aeg import Aeg
+from sojourn.events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import MAX_ID_BYTES, ProgramId
+from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
+from sojourn_server.core.client_event_handler import (
+    EVENT_TYPES,
+    MAX_EMITTERS_PER_PROGRAM,
+    MAX_TOOLS_PER_PROGRAM,
+)
+from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.metrics import metric_catalog
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import TOOL, VirtualEngine, prompt
+
+BEAT: dict[str, Any] = {"type": "heartbeat", "program_id": "p", "seq": 0}
+START: dict[str, Any] = {"type": "tool_start", "program_id": "p", "seq": 0, "call_id": "c", "tool": "bash"}
+STOP: dict[str, Any] = {"type": "tool_stop", "program_id": "p", "seq": 0, "call_id": "c", "duration_s": 1.0}
+
+AEG = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act"), ("act", "plan", 0.9)])
+GRAPH: dict[str, Any] = {
+    "type": "aeg", "program_id": "p", "seq": 0, "graph_hash": AEG.hash, "agent_type": "fixer",
+    "graph": msgspec.to_builtins(AEG.wire()),
+}  # fmt: skip
+
+
+def known() -> VirtualEngine:
+    """An engine that knows program ``p``, which is between two turns and leased."""
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    return engine
+
+
+def post(
+    engine: VirtualEngine, *events: Any, v: Any = WIRE_VERSION, emitter: str = "e"
+) -> list[EventOutcome]:
+    return engine.post({"v": v, "emitter": emitter, "events": list(events)})
+
+
+def state_of(engine: VirtualEngine) -> Any:
+    """All that an event could have changed."""
+    program_scheduler = engine.program_scheduler
+    programs = {
+        p.id: (p.status, p.turns, dict(p.tools), p.pending_tool, p.heartbeats, p.agent_type, p.graph_hash)
+        for p in program_scheduler.table
+    }
+    leases = {
+        held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in program_scheduler.leases
+    }
+    graphs = [known.aeg.hash for known in program_scheduler.graphs], program_scheduler.graphs.types()
+    return programs, leases, graphs, program_scheduler.histories.tools.snapshot(), len(engine.done)
+
+
+BAD_ROWS = {
+    "not an object": (5, "rejected", "not an event"),
+    "null": (None, "rejected", "not an event"),
+    "a list": ([BEAT], "rejected", "not an event"),
+    "empty object": ({}, "rejected", "not an event"),
+    "type is a number": ({**BEAT, "type": 5}, "rejected", "not an event"),
+    "unknown type": ({**BEAT, "type": "tool_pause"}, "unsupported", "unknown event type 'tool_pause'"),
+    "a graph nobody told": ({**BEAT, "type": "aeg", "graph_hash": "h"}, "missing", "send it with its nodes"),
+    "a graph without a hash": ({**BEAT, "type": "aeg"}, "rejected", "graph_hash"),
+    "a graph of another hash": ({**GRAPH, "graph_hash": "h"}, "rejected", "hash of this graph"),
+    "a graph that dangles": (
+        {**GRAPH, "graph": {"nodes": [{"id": "a"}], "edges": [{"source": "a", "target": "b"}]}},
+        "rejected",
+        "'b' is not a node",
+    ),
+    "a graph that is none": ({**GRAPH, "graph": [1]}, "rejected", "not an event"),
+    "a graph of an unknown program": ({**GRAPH, "program_id": "q"}, "missing", "unknown program"),
+    "program_id missing": ({"type": "heartbeat", "seq": 0}, "rejected", "program_id"),
+    "program_id a number": ({**BEAT, "program_id": 5}, "rejected", "program_id"),
+    "program_id empty": ({**BEAT, "program_id": ""}, "rejected", "program_id has 0 bytes"),
+    "program_id too long": ({**BEAT, "program_id": "x" * 257}, "rejected", "program_id has 257 bytes"),
+    "program_id too long in bytes": ({**BEAT, "program_id": "é" * 129}, "rejected", "258 bytes"),
+    "seq missing": ({"type": "heartbeat", "program_id": "p"}, "rejected", "seq"),
+    "seq a text": ({**BEAT, "seq": "0"}, "rejected", "seq"),
+    "seq a fraction": ({**BEAT, "seq": 0.5}, "rejected", "seq"),
+    "seq negative": ({**BEAT, "seq": -1}, "rejected", "seq is -1"),
+    "seq true": ({**BEAT, "seq": True}, "rejected", "seq"),
+    "unknown program": ({**BEAT, "program_id": "q"}, "missing", "unknown program"),
+    "unknown program ends": ({**BEAT, "program_id": "q", "type": "program_end"}, "missing", "unknown"),
+    "age negative": ({**BEAT, "age_s": -0.1}, "rejected", "age_s"),
+    "call_id too long": ({**START, "call_id": "x" * 257}, "rejected", "call_id"),
+    "tool name too long": ({**START, "tool": "x" * 257}, "rejected", "tool is longer"),
+    "expected_s negative": ({**START, "expected_s": -1}, "rejected", "expected_s"),
+    "stop without start": (STOP, "missing", "no such tool call"),
+    "duration negative": ({**STOP, "duration_s": -1}, "rejected", "duration_s is -1"),
+    "duration a text": ({**STOP, "duration_s": "1"}, "rejected", "duration_s"),
+    "duration missing": ({k: v for k, v in STOP.items() if k != "duration_s"}, "rejected", "duration_s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "outcome", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_event_changes_nothing_and_says_why(event: Any, outcome: str, reason: str) -> None:
+    engine = known()
+    before = state_of(engine)
+    [answer] = post(engine, event)
+    assert answer.outcome.value == outcome
+    assert reason in answer.reason
+    assert state_of(engine) == before
+    assert engine.counter("sojourn_events_total", outcome=outcome) == 1
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_cannot_say_are_no_durations(number: str) -> None:
+    engine = known()
+    before = state_of(engine)
+    body = json.dumps({"v": 1, "emitter": "e", "events": [STOP]}).replace("1.0", number)
+    try:
+        answers = engine.service.client_event_handler.batch(body.encode(), engine.now).outcomes
+    except WireError:
+        assert number != "1e999", "well-formed JSON spoils its own event only"
+    else:
+        assert [a.outcome.value for a in answers] == ["rejected"]
+    assert state_of(engine) == before
+
+
+def test_one_bad_event_spoils_no_other() -> None:
+    engine = known()
+    answers = post(
+        engine, {**START, "seq": 0}, 7, {**STOP, "seq": 1}, {**BEAT, "type": "x"}, {**BEAT, "seq": 2}
+    )
+    assert [a.outcome.value for a in answers] == ["applied", "rejected", "applied", "unsupported", "applied"]
+    assert [a.seq for a in answers] == [0, None, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"v": 2, "emitter": "e", "events": []},
+        {"v": "1", "emitter": "e", "events": []},
+        {"emitter": "e", "events": []},
+        {"v": 1, "events": []},
+        {"v": 1, "emitter": "", "events": []},
+        {"v": 1, "emitter": "x" * 257, "events": []},
+        {"v": 1, "emitter": "e", "events": {}},
+        {"v": 1, "emitter": "e", "events": [BEAT] * (MAX_BATCH_EVENTS + 1)},
+        [],
+        5,
+    ],
+    ids=lambda batch: str(batch)[:40],
+)
+def test_what_is_no_batch_is_refused_as_a_whole(batch: Any) -> None:
+    engine = known()
+    before = state_of(engine)
+    with pytest.raises(WireError):
+        engine.post(batch)
+    assert state_of(engine) == before
+
+
+# -- sequence numbers -----------------------------------------------------------------
+
+
+def test_a_repeated_number_is_a_duplicate_and_is_folded_once() -> None:
+    engine = known()
+    post(engine, START)
+    [again] = post(engine, {**STOP, "seq": 0})
+    assert again.outcome.value == "duplicate"
+    assert list(engine.program("p").tools) == ["c"]
+
+
+def test_numbers_may_come_late_but_not_after_the_window() -> None:
+    engine = known()
+    outcomes = post(engine, *({**BEAT, "seq": seq} for seq in (5000, 4000, 4999, 4999, 3000, 5001)))
+    assert [o.outcome.value for o in outcomes] == [
+        "applied", "applied", "applied", "duplicate", "duplicate", "applied",
+    ]  # fmt: skip
+
+
+def test_each_emitter_numbers_for_itself_and_their_number_is_bounded() -> None:
+    engine = known()
+    for i in range(100):
+        [answer] = post(engine, BEAT, emitter=f"e{i}")
+        assert answer.outcome.value == "applied"
+    assert len(engine.program("p").seen) == MAX_EMITTERS_PER_PROGRAM
+
+
+def test_huge_numbers_are_numbers() -> None:
+    engine = known()
+    answers = post(engine, {**BEAT, "seq": 10**30}, {**BEAT, "seq": 10**30}, {**BEAT, "seq": 10**30 + 1})
+    assert [(a.outcome.value, a.seq) for a in answers] == [
+        ("applied", 10**30), ("duplicate", 10**30), ("applied", 10**30 + 1),
+    ]  # fmt: skip
+
+
+# -- disorder -------------------------------------------------------------------------
+
+
+def test_a_stop_that_comes_before_its_start_teaches_the_gap_once() -> None:
+    engine = known()
+    engine.wait(2.0)
+    answers = post(engine, {**STOP, "seq": 1}, {**START, "seq": 0, "tool_class": "pytest"})
+    assert [a.outcome.value for a in answers] == ["missing", "applied"]
+    engine.arrive("p", prompt(44))
+    assert list(engine.program_scheduler.histories.tools.durations(TOOL)) == [2.0]
+    assert engine.program("p").tools == {}
+
+
+def test_events_of_an_ended_program_bring_nothing_back() -> None:
+    engine = known()
+    post(engine, {**BEAT, "type": "program_end"})
+    before = state_of(engine)
+    [late] = post(engine, {**START, "seq": 1})
+    assert late.outcome.value == "missing"
+    assert "has ended" in late.reason
+    post(engine, {**BEAT, "type": "program_end", "seq": 2})
+    assert state_of(engine)[:4] == before[:4]
+    assert engine.program("p").status is ProgramStatus.ENDED
+
+
+def test_an_end_ends_running_tools() -> None:
+    engine = known()
+    post(engine, START, {**BEAT, "type": "program_end", "seq": 1})
+    assert engine.program("p").tools == {}
+    [late] = post(engine, {**STOP, "seq": 2})
+    assert late.outcome.value == "missing"
+
+
+def given_up() -> VirtualEngine:
+    """An engine that has not heard of program ``p`` for half an hour, in which a tool of it has run."""
+    engine = known()
+    post(engine, START)
+    engine.wait(1801.0)
+    assert engine.program("p").status is ProgramStatus.EXPIRED
+    return engine
+
+
+def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
+    engine = given_up()
+    [late] = post(engine, {**STOP, "seq": 1, "duration_s": 1801.0})
+    assert (late.outcome.value, late.reason) == ("applied", "")
+    assert engine.program("p").status is ProgramStatus.ACTING
+    assert engine.program("p").tools == {}
+    engine.turn("p", prompt(44))
+    assert list(engine.program_scheduler.histories.tools.durations("bash")) == [1801.0], (
+        "told, and not guessed again"
+    )
+    assert engine.program_scheduler.histories.tools.count() == 1
+
+
+def test_an_end_or_a_request_after_silence_ends_running_tools() -> None:
+    engine = given_up()
+    post(engine, {**BEAT, "type": "program_end", "seq": 1})
+    assert engine.program("p").tools == {}
+    engine = given_up()
+    engine.arrive("p", prompt(44))
+    assert engine.program("p").tools == {}
+
+
+@pytest.mark.parametrize("status", ["ok", "error", "cancelled", "on fire", ""])
+def test_a_programs_end_is_counted_under_a_known_word(status: str) -> None:
+    engine = known()
+    engine.send(ProgramEnd(program_id="p", seq=-1, status=status))
+    word = status if status in ("ok", "error", "cancelled") else "error"
+    assert engine.counter("sojourn_programs_finished_total", outcome=word) == 1
+
+
+# -- graphs ---------------------------------------------------------------------------
+
+
+def test_a_program_points_to_its_graph_which_the_next_one_only_names() -> None:
+    engine = known()
+    engine.turn("q", prompt(8, seed=1))
+    engine.turn("r", prompt(8, seed=2))
+    assert post(engine, GRAPH)[0].outcome.value == "applied"
+    named = {"type": "aeg", "program_id": "q", "seq": 0, "graph_hash": AEG.hash}
+    assert post(engine, named)[0].outcome.value == "applied"
+    assert engine.program("p").graph_hash == engine.program("q").graph_hash == AEG.hash
+    assert (engine.program("p").agent_type, engine.program("q").agent_type) == ("fixer", None)
+    assert engine.program("r").graph_hash is None
+    assert post(engine, {**GRAPH, "seq": 0})[0].outcome.value == "duplicate"
+
+
+def test_a_forgotten_graph_is_missing_until_it_is_told_again() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(max_graphs=1))
+    engine.turn("p", prompt(40))
+    other = Aeg(["other"])
+    engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash, graph=AEG.wire()))
+    engine.send(AegReport(program_id="p", seq=-1, graph_hash=other.hash, graph=other.wire()))
+    [answer] = engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash))
+    assert answer.outcome.value == "missing"
+    assert engine.program("p").graph_hash == other.hash
+    [answer] = engine.send(AegReport(program_id="p", seq=-1, graph_hash=AEG.hash, graph=AEG.wire()))
+    assert answer.outcome.value == "applied"
+    assert engine.program("p").graph_hash == AEG.hash
+
+
+def test_a_graph_changes_no_decision() -> None:
+    def decisions(*events: Any) -> list[str]:
+        engine = known()
+        post(engine, *events)
+        engine.wait(1.0)
+        engine.turn("p", prompt(44))
+        engine.wait(60.0)
+        return engine.reasons("keep") + engine.reasons("drop")
+
+    # A heartbeat beside it on both sides, since any event shows that the client lives.
+    plain = decisions({**BEAT, "seq": 1}, {**BEAT, "seq": 0})
+    assert plain
+    assert decisions({**BEAT, "seq": 1}, GRAPH) == plain
+
+
+# -- floods ---------------------------------------------------------------------------
+
+
+def test_two_thousand_parallel_tools_are_bounded() -> None:
+    engine = known()
+    starts = [ToolStart(program_id="p", seq=-1, call_id=f"c{i}", tool=f"t{i}") for i in range(2000)]
+    outcomes = [o.outcome.value for part in (starts[:1000], starts[1000:]) for o in engine.send(*part)]
+    assert outcomes == ["applied"] * MAX_TOOLS_PER_PROGRAM + ["rejected"] * (2000 - MAX_TOOLS_PER_PROGRAM)
+    assert len(engine.program("p").tools) == MAX_TOOLS_PER_PROGRAM
+    assert len(engine.program_scheduler.leases._deadlines) < 100
+    engine.arrive("p", prompt(44))
+    assert engine.program("p").tools == {}
+
+
+def test_a_hundred_thousand_invented_programs_are_bounded_and_take_nothing_from_a_real_one() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(max_programs=1000))
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
+    decisions = engine.program_scheduler.decisions._next
+    for batch in range(100):
+        events = [
+            {"type": "program_start", "program_id": f"x{batch}-{i}", "seq": i}
+            for i in range(MAX_BATCH_EVENTS)
+        ]
+        assert {o.outcome.value for o in post(engine, *events)} == {"applied"}
+    assert len(engine.program_scheduler.table) == 1000
+    assert engine.program_scheduler.table.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
+    assert engine.program_scheduler.leases.get(ProgramId("p")) is not None
+    assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
+    assert engine.program_scheduler.lease_manager.let_go == {}
+
+
+def test_a_tool_of_any_length_or_of_a_thousand_years_is_taken() -> None:
+    engine = known()
+    post(engine, START, {**STOP, "seq": 1, "duration_s": 1e300}, {**START, "seq": 2, "age_s": 1e300},
+         {**STOP, "seq": 3, "duration_s": 0})  # fmt: skip
+    assert list(engine.program_scheduler.histories.tools.durations("bash")) == [0.0, 1e300]
+    lease = engine.program_scheduler.leases.get(ProgramId("p"))
+    assert lease is not None
+    assert lease.expires_s <= engine.now + 10.0
+    assert engine.turn("p", prompt(44)) is not None
+
+
+# -- riding along ---------------------------------------------------------------------
+
+
+def test_a_program_start_may_ride_on_the_first_request() -> None:
+    engine = VirtualEngine()
+    event = {"type": "program_start", "program_id": "p", "seq": 0, "name": "fixer"}
+    engine.arrive("p", prompt(8), sojourn={"v": 1, "emitter": "e", "events": [event]})
+    assert engine.program("p").name == "fixer"
+
+
+def test_events_that_ride_along_and_are_posted_too_count_once() -> None:
+    engine = known()
+    events = [{**START, "seq": 0, "tool_class": "pytest"}, {**STOP, "seq": 1}]
+    engine.arrive("p", prompt(44), sojourn={"v": 1, "emitter": "e", "events": events})
+    assert {o.outcome.value for o in post(engine, *events)} == {"duplicate"}
+    assert engine.program_scheduler.histories.tools.count() == 1
+
+
+@pytest.mark.parametrize(
+    "ours", [{"v": 1, "events": [BEAT]}, {"v": 1, "emitter": "x" * 257, "events": [BEAT]}, {"v": 1}]
+)
+def test_without_an_emitter_of_proper_length_nothing_rides_along(ours: dict[str, Any]) -> None:
+    engine = known()
+    request = engine.arrive("p", prompt(44), sojourn=ours)
+    assert engine.program("p").seen == {}
+    assert engine.program("p").live_requests == {request}, "the request itself is served"
+
+
+def test_bad_events_that_ride_along_do_not_spoil_the_request() -> None:
+    engine = known()
+    request = engine.arrive(
+        "p", prompt(44), sojourn={"v": 1, "emitter": "e", "events": [1, None, {"type": "x"}]}
+    )
+    assert engine.admit(request) == 40
+    assert engine.counter("sojourn_events_total", type="unknown") == 3
+
+
+# -- the catalogue ----------------------------------------------------------------------
+
+
+def test_the_catalogue_knows_what_the_desk_says() -> None:
+    assert {*EVENT_TYPES, "unknown"} == metric_catalog.EVENT_TYPES
+
+
+# -- fuzz -------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+EVENT_LIKE = st.fixed_dictionaries(
+    {"type": st.sampled_from([*EVENT_TYPES, "x"]) | JSON, "program_id": st.sampled_from(["p", "q"]) | JSON},
+    optional={
+        "seq": st.integers(0, 20) | JSON,
+        "age_s": st.floats(0, 1e308) | JSON,
+        "call_id": st.sampled_from(["c", "d"]) | JSON,
+        "tool": st.sampled_from(["bash", "web"]) | JSON,
+        "tool_class": st.text(max_size=8) | JSON,
+        "duration_s": st.floats(0, 1e308) | JSON,
+        "expected_s": st.floats(0, 10) | JSON,
+        "heartbeat": st.booleans() | JSON,
+        "graph_hash": st.text(min_size=1, max_size=4) | st.just(AEG.hash),
+        "graph": st.just(GRAPH["graph"]) | JSON,
+        "status": st.text(max_size=4) | JSON,
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(EVENT_LIKE | JSON, max_size=8), max_size=4))
+def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> None:
+    engine = known()
+    for events in batches:
+        answers = post(engine, *events)
+        assert len(answers) == len(events)
+        engine.wait(1.0)
+        assert math.isfinite(sum(held.expires_s for held in engine.program_scheduler.leases))
+        engine.ask("programs")
+        engine.ask("graphs")
+        engine.ask("program", program_id="p")
+        engine.ask("stats")
+    engine.turn("p", prompt(44))
+    assert engine.program_scheduler.leases.blocks == sum(
+        held.blocks for held in engine.program_scheduler.leases
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_any_bytes_are_a_batch_or_refused(data: bytes) -> None:
+    engine = known()
+    before = state_of(engine)
+    try:
+        engine.service.client_event_handler.batch(data, engine.now)
+    except WireError:
+        assert state_of(engine) == before
+
+
+def test_deep_nesting_is_refused_not_recursed_into() -> None:
+    engine = known()
+    deep = b'{"type":"heartbeat","program_id":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    body = b'{"v":1,"emitter":"e","events":[' + deep + b"]}"
+    try:
+        answers = engine.service.client_event_handler.batch(body, engine.now).outcomes
+    except WireError:
+        return
+    assert [a.outcome.value for a in answers] == ["rejected"]
+
+
+def test_ids_may_be_as_long_as_the_wire_allows() -> None:
+    engine = VirtualEngine()
+    name = "é" * (MAX_ID_BYTES // 2)
+    assert engine.send(ProgramStart(program_id=name, seq=-1))[0].outcome.value == "applied"
+    assert engine.send(Heartbeat(program_id=name, seq=-1))[0].program_id == name
+    assert (
+        engine.send(ToolStop(program_id=name, seq=-1, call_id=name, duration_s=1))[0].outcome.value
+        == "missing"
+    )

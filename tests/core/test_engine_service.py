@@ -1,0 +1,291 @@
+"""Each operation the HTTP side may ask for: JSON in, JSON out, limits clipped, nonsense refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sojourn.aeg import END, START, Aeg
+from sojourn.events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import ProgramId
+from sojourn.wire import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
+from sojourn_server.core.engine_service import (
+    MAX_DECISIONS_SHOWN,
+    MAX_PROGRAMS_SHOWN,
+    MAX_TOOLS_SHOWN,
+    EngineService,
+    UnknownOperation,
+)
+from sojourn_server.metrics.metric_catalog import METRIC_CATALOG, METRICS_DROPPED
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder
+from virtual_engine import TOOL, VirtualEngine, prompt
+
+
+@pytest.fixture
+def engine() -> VirtualEngine:
+    """Three programs: ``a`` leased and running a tool, ``b`` with a request in the engine, ``c`` ended."""
+    engine = VirtualEngine()
+    engine.send(
+        ProgramStart(program_id="a", seq=-1, name="fixer", parent_program_id="b", root_program_id="b")
+    )
+    engine.turn("a", prompt(40))
+    engine.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash", tool_class="pytest"))
+    engine.arrive("b", prompt(8, seed=1))
+    engine.turn("c", prompt(8, seed=2), "done")
+    engine.send(ProgramEnd(program_id="c", seq=-1))
+    engine.now += 2.0
+    return engine
+
+
+def test_capabilities(engine: VirtualEngine) -> None:
+    told = engine.ask("capabilities")
+    assert (told["name"], told["wire"], told["policy"]) == ("sojourn", [WIRE_VERSION], "fixed-ttl")
+    assert told["limits"]["batch_events"] == MAX_BATCH_EVENTS
+    assert told["limits"]["hinted_ttl_s"] == 300.0
+    assert told["engine"] == {"virtual": "1"}
+    assert told["tiers"] is None
+
+
+def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:
+    below = {"connector": "X", "on": True}
+    service = EngineService(engine.program_scheduler, engine={}, pool_state=dict, below_device=lambda: below)
+    assert json.loads(service.call("capabilities", "", engine.now))["tiers"] == below
+    below["on"] = False
+    assert json.loads(service.call("capabilities", "", engine.now))["tiers"]["on"] is False
+
+
+def test_programs_latest_first(engine: VirtualEngine) -> None:
+    told = engine.ask("programs")
+    assert [p["program_id"] for p in told["programs"]] == ["c", "b", "a"]
+    assert (told["shown"], told["total"], told["forgotten"]) == (3, 3, 0)
+    a = told["programs"][-1]
+    assert a["name"] == "fixer"
+    assert (a["parent_program_id"], a["root_program_id"]) == ("b", "b")
+    assert (a["status"], a["turns"], a["context_tokens"], a["requests"]) == ("acting", 1, 42, 0)
+    assert (a["tool"], a["tools_running"], a["age_s"], a["silent_s"]) == (TOOL, 1, 2.0, 2.0)
+    assert a["lease"] == {"blocks": 10, "ttl_s": 10.0, "left_s": 8.0, "reason": "fixed", "waiting": False}
+
+
+@pytest.mark.parametrize(("status", "found"), [("acting", ["a"]), ("ended", ["c"]), ("gated", [])])
+def test_programs_by_status(engine: VirtualEngine, status: str, found: list[str]) -> None:
+    told = engine.ask("programs", status=status)
+    assert [p["program_id"] for p in told["programs"]] == found
+    assert told["total"] == len(found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"), [(None, 100), (1, 1), (0, 1), (-5, 1), (10**9, MAX_PROGRAMS_SHOWN), (10**30, 1000)]
+)
+def test_the_number_of_programs_is_clipped(limit: int | None, shown: int) -> None:
+    engine = VirtualEngine()
+    for i in range(1200):
+        engine.send(ProgramStart(program_id=f"p{i}", seq=-1))
+    told = engine.ask("programs", limit=limit)
+    assert told["shown"] == len(told["programs"]) == shown
+    assert told["total"] == 1200
+
+
+def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
+    told = engine.ask("program", program_id="a")
+    [turn] = told["ledger"]
+    assert told["program_id"] == turn["program_id"] == "a"
+    assert turn["tokens"] == {"prompt": 40, "device": 0, "host": 0, "new": 40, "tail": 0, "lost": {}}
+    assert turn["outcome"] == "stopped"
+    assert (told["tenant"], told["graph_hash"], told["expected_steps_left"]) == (None, None, None)
+    assert engine.ask("program", program_id="nobody") is None
+    assert engine.ask("program") is None
+
+
+def test_a_program_is_written_to_disk_as_far_as_it_is_there(engine: VirtualEngine) -> None:
+    asked: list[Any] = []
+    told: dict[str, Any] = {"stored_blocks": 3, "pending_blocks": 6, "pending_bytes": 600, "shared": True}
+
+    def persist(hashes: Any) -> dict[str, Any]:
+        asked.append(list(hashes))
+        return told
+
+    service = EngineService(engine.program_scheduler, engine={}, pool_state=dict, persist=persist)
+
+    def ask(program_id: str) -> Any:
+        return json.loads(service.call("persist", json.dumps({"program_id": program_id}), engine.now))
+
+    assert ask("a") == {
+        "program_id": "a", "state": "writing", "reason": None, "shared": True, "turns": 1,
+        "context_tokens": 42, "stored_tokens": 12, "pending_tokens": 24, "bytes": 600,
+    }  # fmt: skip
+    assert asked == [list(engine.program_scheduler.contexts.get(ProgramId("a")) or ())]
+    told.update(stored_blocks=9, pending_blocks=0, pending_bytes=0)
+    assert (ask("a")["state"], ask("a")["stored_tokens"]) == ("done", 36)
+    asked.clear()
+    assert ask("b")["context_tokens"] == 0, "its first turn still runs"
+    assert asked == [[]]
+    assert ask("nobody") is None
+    assert json.loads(service.call("persist", "", engine.now)) is None
+
+
+def test_where_there_is_no_disk_nothing_is_written(engine: VirtualEngine) -> None:
+    before = len(engine.done)
+    told = engine.ask("persist", program_id="a")
+    assert (told["state"], told["reason"]) == ("unsupported", "there is no disk")
+    assert (told["stored_tokens"], told["pending_tokens"], told["bytes"]) == (0, 0, 0)
+    assert len(engine.done) == before
+
+
+def test_a_programs_running_tools_the_longest_first(engine: VirtualEngine) -> None:
+    engine.send(
+        ToolStart(program_id="a", seq=-1, call_id="c2", tool="web", expected_s=0.5),
+        ToolStart(program_id="a", seq=-1, call_id="c0", tool="sleep", age_s=1.5),
+    )
+    engine.now += 0.25
+    assert engine.ask("program", program_id="a")["tools"] == [
+        {"call_id": "c1", "tool": "bash", "tool_class": "pytest", "elapsed_s": 2.25, "expected_s": None},
+        {"call_id": "c0", "tool": "sleep", "tool_class": None, "elapsed_s": 1.75, "expected_s": None},
+        {"call_id": "c2", "tool": "web", "tool_class": None, "elapsed_s": 0.25, "expected_s": 0.5},
+    ]
+    engine.send(*(ToolStop(program_id="a", seq=-1, call_id=f"c{n}", duration_s=1) for n in range(3)))
+    assert engine.ask("program", program_id="a")["tools"] == []
+
+
+def test_a_thousand_running_tools_are_counted_and_not_all_listed(engine: VirtualEngine) -> None:
+    starts = [ToolStart(program_id="a", seq=-1, call_id=f"x{n}", tool="t") for n in range(1000)]
+    engine.send(*starts)
+    told = engine.ask("program", program_id="a")
+    assert (told["tools_running"], len(told["tools"])) == (1001, MAX_TOOLS_SHOWN)
+    assert told["tools"][0]["call_id"] == "c1", "the one that runs longest"
+
+
+def test_what_the_client_declared_of_a_program(engine: VirtualEngine) -> None:
+    engine.send(ProgramStart(program_id="d", seq=-1, tenant="acme"))
+    assert engine.ask("program", program_id="d")["tenant"] == "acme"
+    engine.turn("d", prompt(8, seed=3), sojourn={"v": 1, "tenant": "x" * 1000, "expected_steps_left": 3.5})
+    told = engine.ask("program", program_id="d")
+    assert (told["tenant"], told["expected_steps_left"]) == ("x" * 256, 3.5)
+    for nonsense in (-1, None):
+        engine.turn("d", prompt(8, seed=3), sojourn={"v": 1, "expected_steps_left": nonsense})
+        assert engine.ask("program", program_id="d")["expected_steps_left"] is None
+    [light] = [p for p in engine.ask("programs")["programs"] if p["program_id"] == "d"]
+    assert not {"tools", "tenant", "graph_hash", "expected_steps_left", "ledger"} & set(light)
+
+
+def test_graphs(engine: VirtualEngine) -> None:
+    assert engine.ask("graphs") == {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
+    first = Aeg({"plan": (), "act": ("bash",)}, [(START, "plan"), ("plan", "act"), ("act", END, 0.5)])
+    second = Aeg(["only"], complete=False)
+    for aeg in (first, second):
+        engine.send(
+            AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire(), agent_type="fixer")
+        )
+    told = engine.ask("graphs")
+    assert [(g["graph_hash"], g["agent_types"], g["complete"]) for g in told["graphs"]] == [
+        (second.hash, ["fixer"], False),
+        (first.hash, [], True),
+    ]
+    assert (told["total"], told["forgotten"]) == (2, 0)
+    assert engine.ask("program", program_id="a")["graph_hash"] == second.hash
+    told = engine.ask("graph", graph_hash=first.hash)
+    assert told["nodes"] == [{"id": "act", "tools": ["bash"]}, {"id": "plan", "tools": []}]
+    assert {"source": "act", "target": END, "probability": 0.5} in told["edges"]
+    assert (told["node_count"], told["edge_count"]) == (2, 3)
+    assert engine.ask("graph", graph_hash="nobody's") is None
+    assert engine.ask("graph") is None
+
+
+def test_stats(engine: VirtualEngine) -> None:
+    told = engine.ask("stats")
+    assert told["programs"] == {"reasoning": 1, "acting": 1, "gated": 0, "ended": 1, "expired": 0}
+    assert told["requests"] == 1
+    assert told["leases"] == {"count": 1, "blocks": 10, "budget_blocks": 950}
+    assert told["pool"]["block_size"] == 4
+    assert told["pool"]["leased"] == 10
+    assert told["ledger"]["turns"] == 2
+    assert told["ledger"]["new_tokens"] == 48
+    assert told["history"]["programs"] == 1
+
+
+def test_decisions_page_by_page(engine: VirtualEngine) -> None:
+    seen, since = [], 0
+    while True:
+        told = engine.ask("decisions", since=since, limit=1)
+        if not told["decisions"]:
+            break
+        [decision] = told["decisions"]
+        seen.append((decision["kind"], decision["program_id"]))
+        since = told["next"]
+    assert seen == [("keep", "a"), ("keep", "c"), ("drop", "c")]
+    assert since == told["next"] == 3
+    assert engine.ask("decisions", limit=0)["next"] == 1
+    assert len(engine.ask("decisions", limit=10**9)["decisions"]) == 3 < MAX_DECISIONS_SHOWN
+
+
+def test_metrics_are_handed_out_once_and_the_catalogue_knows_them_all(engine: VirtualEngine) -> None:
+    told = engine.ask("drain_metrics")
+    assert {*told["counters"], *told["histograms"], *told["gauges"]} <= METRIC_CATALOG.keys()
+    assert METRICS_DROPPED not in told["counters"]
+    assert told["gauges"]["sojourn_leases"] == [[{}, 1]]
+    assert [{"tier": "device", "state": "leased"}, 640] in told["gauges"]["sojourn_kv_bytes"]
+    again = engine.ask("drain_metrics")
+    assert again["counters"] == again["histograms"] == {}
+    assert again["gauges"].keys() == told["gauges"].keys()
+
+
+def test_a_state_the_catalogue_does_not_know_would_be_noticed(engine: VirtualEngine) -> None:
+    state = engine.pool_state()
+    engine.service._pool_state = lambda: {**state, "borrowed": 1}
+    with pytest.raises(AssertionError, match="borrowed"):
+        engine.ask("drain_metrics")
+    engine.program_scheduler.recorder = MetricsRecorder()
+    dropped = engine.ask("drain_metrics")["counters"][METRICS_DROPPED]
+    assert dropped == [[{"reason": "wrong_labels"}, 2]], "blocks and bytes"
+
+
+@pytest.mark.parametrize("operation", ["", "shutdown", "Events", "__class__"])
+def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) -> None:
+    with pytest.raises(UnknownOperation, match="expected one of events, capabilities"):
+        engine.ask(operation)
+
+
+@pytest.mark.parametrize("payload", ["[]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000])
+@pytest.mark.parametrize("operation", ["events", "programs", "stats"])
+def test_arguments_that_are_no_object_are_refused(
+    engine: VirtualEngine, operation: str, payload: str
+) -> None:
+    with pytest.raises(WireError):
+        engine.service.call(operation, payload, engine.now)
+
+
+@pytest.mark.parametrize("arguments", [{"limit": "ten"}, {"limit": 1.5}, {"limit": True}, {"limit": []}])
+def test_limits_that_are_no_numbers_are_refused(engine: VirtualEngine, arguments: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="limit is"):
+        engine.service.call("programs", json.dumps(arguments), engine.now)
+    with pytest.raises(WireError, match="since is"):
+        engine.service.call("decisions", json.dumps({"since": arguments["limit"]}), engine.now)
+
+
+@pytest.mark.parametrize("payload", ["", "{}", "null"])
+def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
+    assert json.loads(engine.service.call("programs", payload, engine.now))["total"] == 3
+
+
+def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:
+    before = (
+        engine.program_scheduler.decisions._next,
+        len(engine.program_scheduler.leases),
+        len(engine.done),
+    )
+    for operation in (
+        "capabilities",
+        "programs",
+        "program",
+        "graphs",
+        "graph",
+        "stats",
+        "decisions",
+        "drain_metrics",
+    ):
+        engine.ask(operation)
+    assert (
+        engine.program_scheduler.decisions._next,
+        len(engine.program_scheduler.leases),
+        len(engine.done),
+    ) == before

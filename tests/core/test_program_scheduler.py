@@ -1,0 +1,769 @@
+"""The steward on a scripted engine in virtual time: Continuum C1 and C3–C8, and what must never leak."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from sojourn.events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import ProgramId
+from sojourn_server.core.events_and_actions import EngineActionKind, TurnFinishReason
+from sojourn_server.core.scheduler_state import Histories, SchedulerLimits
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.policies.policy_protocols import DecisionReason
+from sojourn_server.policies.policy_views import ReclaimRequest
+from sojourn_server.policies.preset import parse_preset
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import BASH, TOOL, VirtualEngine, chain, prompt
+
+P = ProgramId("p")
+
+
+def trained(n: int = 101, duration_s: float = 2.0, tool: str = TOOL) -> Histories:
+    histories = Histories()
+    for _ in range(n):
+        histories.tools.observe(tool, duration_s)
+    return histories
+
+
+def start(call: str = "c1", tool: str = "bash", head: str | None = "pytest", **kw: float) -> ToolStart:
+    return ToolStart(program_id="p", seq=-1, call_id=call, tool=tool, tool_class=head, **kw)  # type: ignore[arg-type]
+
+
+def stop(call: str = "c1", duration_s: float = 1.0) -> ToolStop:
+    return ToolStop(program_id="p", seq=-1, call_id=call, duration_s=duration_s)
+
+
+END = ProgramEnd(program_id="p", seq=-1)
+BEAT = Heartbeat(program_id="p", seq=-1)
+
+
+def durations(engine: VirtualEngine, tool: str = TOOL) -> list[float]:
+    return list(engine.program_scheduler.histories.tools.durations(tool))
+
+
+# -- a whole life ------------------------------------------------------------------
+
+
+def test_a_whole_life() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(return_grace_s=2.0))
+    tokens = prompt(40)
+    engine.send(ProgramStart(program_id="p", seq=-1, name="fixer", agent_type="swe"))
+    assert engine.program("p").status is ProgramStatus.ACTING
+    request = engine.arrive("p", tokens)
+    assert engine.program("p").status is ProgramStatus.REASONING
+    assert engine.admit(request) == 0
+    engine.now += 1.0
+    assert engine.program_scheduler.awaiting_first_token()
+    assert engine.program_scheduler.awaiting_first_token() == {request}
+    engine.program_scheduler.first_token(request, engine.now)
+    engine.now += 1.0
+    lease = engine.finish(request)
+    assert lease is not None
+    assert (lease.tool, lease.ttl_s, lease.blocks, lease.reason) == (TOOL, 10.0, 10, DecisionReason.FIXED)
+    assert engine.program("p").status is ProgramStatus.ACTING
+    assert engine.pool_state()["leased"] == 10
+
+    engine.wait(0.5)
+    engine.send(start())
+    engine.wait(3.0)
+    engine.send(stop(duration_s=3.0))
+    engine.wait(0.25)
+    request = engine.arrive("p", [*tokens, 7, 7, *prompt(9, seed=5)])
+    assert engine.request_state(request).record.leased  # type: ignore[union-attr]
+    assert engine.admit(request) == 40
+    assert [a.kind for a in engine.done] == [EngineActionKind.RELEASE]
+    assert P not in engine.program_scheduler.leases
+    assert durations(engine) == [3.0], "the client's own measurement, once"
+    engine.finish(request, "Done.")
+    assert engine.reasons("keep") == ["fixed", "no_tool_call"]
+    engine.send(END)
+    assert engine.program("p").status is ProgramStatus.ENDED
+    assert engine.done[-1].kind is EngineActionKind.DROP
+    assert engine.program_scheduler.request_states == {}
+    assert not engine.program_scheduler.awaiting_first_token()
+    assert engine.counter("sojourn_program_turns_total", outcome="stopped") == 2
+    assert engine.counter("sojourn_programs_finished_total", outcome="ok") == 1
+    assert engine.program_scheduler.histories.turns.count() == 1
+
+
+def test_a_request_of_no_program_is_served_and_leaves_nothing() -> None:
+    engine = VirtualEngine()
+    assert engine.turn(None, prompt(20)) is None
+    assert len(engine.program_scheduler.table) == 0
+    assert engine.program_scheduler.request_states == {}
+    assert engine.program_scheduler.ledger.totals.turns == 0
+
+
+# -- C1 identity -------------------------------------------------------------------
+
+
+def test_c1_the_first_arrival_is_the_rank_for_ever() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8), kv_retention_ttl_seconds=0)
+    rank = engine.program("p").rank
+    for i in range(5):
+        engine.turn("q", prompt(8, seed=9))
+        engine.wait(100.0)
+        request = engine.arrive("p", prompt(8 + i))
+        assert engine.request_state(request).rank == engine.program("p").rank == rank
+        engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    engine.send(END)
+    request = engine.arrive("p", prompt(8))
+    assert engine.request_state(request).rank > rank, "an ended program's id used again is a new program"
+
+
+# -- C3 history --------------------------------------------------------------------
+
+
+def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
+    """A context that shrinks and grows again counted each time: others were kept out of an empty pool."""
+    engine = VirtualEngine()
+    for tokens in (100, 200, 60, 190, 230):
+        engine.turn("p", prompt(tokens))
+        engine.wait(1.0)
+    program = engine.program_scheduler.table.get(ProgramId("p"))
+    assert program is not None
+    output = program.context_tokens - 230
+    assert program.peak_tokens == 230 + output
+    assert engine.program_scheduler.histories.growth_tokens.values() == [100.0, 0.0, 0.0, 30.0]
+
+
+def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(2.5)
+    request = engine.arrive("p", prompt(12))
+    engine.now += 40.0  # standing in the queue is no part of the tool call
+    engine.admit(request)
+    engine.finish(request)
+    assert durations(engine) == [2.5]
+    assert engine.counter("sojourn_tool_gap_source_total", source="inferred") == 1
+
+
+def test_c3_the_event_wins() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.send(start())
+    engine.wait(4.0)
+    engine.send(stop(duration_s=1.5))
+    engine.arrive("p", prompt(12))
+    assert durations(engine) == [1.5]
+    assert engine.counter("sojourn_tool_gap_source_total", source="reported") == 1
+
+
+def test_c3_events_that_ride_along_win_too() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(4.0)
+    events = [
+        {"type": "tool_start", "program_id": "p", "seq": 0, "age_s": 3.0, "call_id": "c", "tool": "bash",
+         "tool_class": "pytest"},
+        {"type": "tool_stop", "program_id": "p", "seq": 1, "call_id": "c", "duration_s": 3.0},
+    ]  # fmt: skip
+    engine.arrive("p", prompt(12), sojourn={"v": 1, "emitter": "e", "events": events})
+    assert durations(engine) == [3.0]
+    assert engine.counter("sojourn_events_total", outcome="applied") == 2
+
+
+def test_c3_events_overtaken_by_the_request_do_not_count_the_call_twice() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(4.0)
+    request = engine.arrive("p", prompt(12))
+    engine.now += 0.1
+    late = engine.send(start(age_s=3.5), stop(duration_s=3.0))
+    assert [o.outcome.value for o in late] == ["deferred", "missing"]
+    engine.admit(request)
+    engine.finish(request)
+    assert durations(engine) == [4.0]
+
+
+def test_c3_a_tool_that_starts_while_its_turn_still_runs_is_recorded_once() -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(8))
+    engine.admit(request)
+    assert engine.send(start())[0].outcome.value == "deferred"
+    engine.finish(request)
+    engine.wait(2.0)
+    assert engine.send(stop(duration_s=2.5))[0].outcome.value == "applied"
+    engine.arrive("p", prompt(12))
+    assert durations(engine) == [2.5]
+
+
+def test_c3_a_turn_without_a_tool_call_teaches_nothing() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8), "What is your name?")
+    engine.wait(30.0)
+    engine.turn("p", prompt(12))
+    assert engine.program_scheduler.histories.tools.count() == 0
+
+
+def test_several_calls_are_one_gap_of_the_slowest() -> None:
+    histories = trained(5, 9.0, "slow")
+    histories.tools.observe("fast", 0.1)
+    engine = VirtualEngine(histories=histories)
+    functions = [{"name": name, "arguments": "{}"} for name in ("fast", "slow", "new")]
+    calls = json.dumps({"tool_calls": [{"type": "function", "function": f} for f in functions]})
+    engine.turn("p", prompt(8), calls)
+    assert engine.program("p").pending_tool == "slow"
+    engine.wait(8.0)
+    engine.arrive("p", prompt(12))
+    assert durations(engine, "slow") == [8.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    assert engine.program_scheduler.histories.tools.count() == 7
+
+
+# -- C4, C5 time-to-live ------------------------------------------------------------
+
+CURVE = PrefillCurve(0.0, 1.0, 0.0)
+"""One second for each token: a context of 42 tokens costs 42 s."""
+
+
+def test_c4_the_ttl_comes_from_this_tools_history() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
+    lease = engine.turn("p", prompt(40))
+    assert lease is not None
+    assert (lease.ttl_s, lease.reason, lease.reload_s) == (2.0, DecisionReason.THIS_TOOL, 42.0)
+    assert lease.expires_s == engine.now + 2.0
+
+
+def test_c4_a_call_that_outlasts_its_worth_is_not_kept_for() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 50.0))
+    assert engine.turn("p", prompt(40)) is None
+    assert engine.reasons("keep") == ["not_worth_it"]
+
+
+def test_c5_few_records_of_this_tool_fall_back_to_all_tools() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 3.0, "other"))
+    lease = engine.turn("p", prompt(40))
+    assert lease is not None
+    assert (lease.ttl_s, lease.reason) == (3.0, DecisionReason.ALL_TOOLS)
+
+
+def test_c5_cold_start_with_a_profile_keeps_for_ln_of_the_benefit() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(100, 3.0))
+    lease = engine.turn("p", prompt(40))
+    assert lease is not None
+    assert lease.reason is DecisionReason.COLD_START
+    assert lease.ttl_s == pytest.approx(math.log(42.0))
+
+
+def test_c5_cold_start_without_a_profile_learns_the_price_from_the_engines_steps() -> None:
+    engine = VirtualEngine("continuum")
+    assert engine.turn("p", prompt(40)) is None, "nothing is known to be lost yet"
+    assert engine.reasons("keep") == ["not_worth_it"]
+    engine.program_scheduler.reload.observe_step(100, 50.0)
+    lease = engine.turn("p", prompt(40))
+    assert lease is not None
+    assert lease.reload_s == 21.0
+    assert lease.ttl_s == pytest.approx(math.log(21.0))
+
+
+def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:
+    engine = VirtualEngine("continuum", histories=trained(101, 2.0))
+    engine.turn("p", prompt(40))
+    engine.evict(prompt(40))
+    request = engine.arrive("p", prompt(48))
+    engine.now += 6.0
+    engine.admit(request)
+    assert engine.program_scheduler.histories.evicted_waits.mean() == 6.0
+    lease = engine.finish(request)
+    assert lease is not None
+    assert lease.ttl_s == 2.0
+
+
+def test_c4_waits_of_those_that_lost_nothing_do_not_count() -> None:
+    engine = VirtualEngine()
+    for tokens in (prompt(40), [*prompt(40), 7, 7, 1, 2, 3, 4], prompt(40, seed=3)):
+        request = engine.arrive("p", tokens)
+        engine.now += 5.0
+        engine.admit(request)
+        engine.finish(request)
+    assert engine.program_scheduler.histories.evicted_waits.count() == 0, "new, whole and changed prompts"
+
+
+# -- C6 order -----------------------------------------------------------------------
+
+
+def test_c6_preempted_then_leased_then_program_arrival() -> None:
+    engine = VirtualEngine("fixed-ttl")
+    engine.turn("early", prompt(8, seed=1), "no tool")
+    engine.turn("leased", prompt(8, seed=2))
+    running = engine.arrive("late", prompt(8, seed=3))
+    engine.admit(running)
+    fresh = engine.arrive("fresh", prompt(8, seed=4))
+    nobody = engine.arrive(None, prompt(8, seed=5))
+    leased = engine.arrive("leased", prompt(12, seed=2))
+    early = engine.arrive("early", prompt(12, seed=1))
+    engine.program_scheduler.preempted(running, engine.now)
+    assert engine.queue() == [running, leased, early, fresh, nobody]
+    engine.admit(running, resumed=True)
+    engine.finish(running)
+    assert engine.queue() == [leased, early, fresh, nobody]
+
+
+# -- C7 pins ------------------------------------------------------------------------
+
+
+def test_c7_a_pin_runs_out() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.wait(9.9)
+    assert P in engine.program_scheduler.leases
+    engine.wait(0.1)
+    assert P not in engine.program_scheduler.leases
+    assert engine.held == {}
+    assert engine.reasons("release") == ["ttl"]
+    assert set(chain(prompt(40))) <= engine.cached, "released blocks stay cached until reused"
+
+
+def test_c7_an_expired_pin_is_kept_while_its_program_waits_in_the_queue() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.wait(9.0)
+    request = engine.arrive("p", prompt(48))
+    engine.wait(500.0)
+    assert engine.held[P]
+    assert engine.queue() == [request]
+    assert engine.program_scheduler.waiting_view(request).leased
+    assert engine.admit(request) == 40
+    assert engine.reasons("release") == []
+    assert engine.counter("sojourn_lease_ends_total", reason="return") == 1
+
+
+def test_c7_an_abort_in_the_queue_lets_the_expired_pin_go() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    request = engine.arrive("p", prompt(48))
+    engine.wait(11.0)
+    assert engine.finish(request, outcome=TurnFinishReason.ABORTED) is None
+    engine.step()
+    assert engine.held == {}
+    assert engine.program_scheduler.leases.blocks == 0
+
+
+def test_c7_an_abort_in_the_queue_keeps_a_pin_that_still_runs() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.finish(engine.arrive("p", prompt(48)), outcome=TurnFinishReason.ABORTED)
+    engine.wait(9.0)
+    assert P in engine.program_scheduler.leases
+    engine.wait(1.0)
+    assert P not in engine.program_scheduler.leases
+
+
+def test_c7_the_programs_end_drops_all() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.send(END)
+    assert [a.kind for a in engine.done] == [EngineActionKind.DROP]
+    assert len(engine.program_scheduler.leases) == engine.program_scheduler.leases.blocks == 0
+    assert engine.program_scheduler.contexts.get(P) is None
+    engine.send(END)
+    assert engine.counter("sojourn_programs_finished_total") == 1
+
+
+def test_c7_the_last_step_is_not_kept() -> None:
+    engine = VirtualEngine()
+    assert engine.turn("p", prompt(40), expected_resume=False) is None
+    assert engine.turn("q", prompt(40), sojourn={"v": 1, "final": True}) is None
+    assert engine.reasons("keep") == ["final_turn", "final_turn"]
+
+
+def test_thousands_of_pins_due_at_once_end_in_bounded_steps() -> None:
+    engine = VirtualEngine(blocks=100_000)
+    for i in range(10_000):
+        engine.turn(f"p{i}", prompt(4, seed=i))
+    assert len(engine.program_scheduler.leases) == 10_000
+    engine.now += 60.0
+    for left in range(9_000, -1, -1_000):
+        engine.done.clear()
+        engine.step()
+        assert len(engine.done) == 1_000
+        assert len(engine.program_scheduler.leases) == left
+
+
+# -- C8 room ------------------------------------------------------------------------
+
+
+def need(engine: VirtualEngine, program: str, blocks: int, **kw: bool) -> ReclaimRequest:
+    flags = {"running": False, "anything_running": True, **kw}
+    rank = engine.program(program).rank
+    return ReclaimRequest(program_id=ProgramId(program), program_rank=rank, blocks=blocks, **flags)
+
+
+def test_c8_the_latest_programs_give_way_until_it_fits() -> None:
+    engine = VirtualEngine()
+    for i, name in enumerate(("first", "second", "third")):
+        engine.turn(name, prompt(40, seed=i))
+    assert engine.program_scheduler.make_room(need(engine, "first", 11), engine.now) == 2
+    engine.carry_out()
+    assert set(engine.held) == {"first"}
+    assert engine.reasons("release") == ["pressure", "pressure"]
+
+
+def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
+    engine = VirtualEngine()
+    engine.turn("first", prompt(40))
+    engine.arrive("last", prompt(40, seed=1))
+    assert engine.program_scheduler.make_room(need(engine, "last", 5), engine.now) == 0
+    assert (
+        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 1
+    )
+    assert (
+        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 0
+    )
+
+
+def test_c8_pins_whose_program_waits_give_way_as_well() -> None:
+    engine = VirtualEngine()
+    engine.turn("first", prompt(40))
+    waiting = engine.arrive("first", prompt(44))
+    engine.arrive("last", prompt(40, seed=1))
+    assert (
+        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 1
+    )
+    assert not engine.program_scheduler.waiting_view(waiting).leased
+
+
+# -- hints --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "given_s", "outcome"),
+    [(-1, 0.0, "clipped"), (1e9, 300.0, "clipped"), (0, 0.0, "applied"), (45.5, 45.5, "applied")],
+)
+def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float, outcome: str) -> None:
+    engine = VirtualEngine("continuum")
+    lease = engine.turn("p", prompt(40), "no tool call", kv_retention_ttl_seconds=asked_s)
+    assert (lease.ttl_s if lease else 0.0) == given_s
+    assert engine.reasons("keep") == ["hinted"]
+    assert engine.counter("sojourn_hints_total", outcome=outcome) == 1
+    assert engine.counter("sojourn_hints_total") == 1
+
+
+def test_a_malformed_hint_is_counted_and_the_session_still_counts() -> None:
+    engine = VirtualEngine()
+    lease = engine.turn("p", prompt(40), program_id=5)
+    assert lease is not None
+    assert lease.program_id == "p"
+    assert engine.counter("sojourn_hints_total", outcome="rejected") == 1
+
+
+def test_a_hint_not_to_keep_holds_for_a_late_lease_too() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE)
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=0)
+    engine.send(start(tool="web", head=None))
+    assert P not in engine.program_scheduler.leases
+    assert engine.reasons("late_keep") == ["hinted"]
+
+
+def test_names_in_hints_are_cut() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8), sojourn={"v": 1, "agent_type": "x" * 9000, "node": "y" * 5000})
+    program = engine.program("p")
+    assert (len(program.agent_type or ""), len(program.node or "")) == (256, 256)
+
+
+def test_leases_stay_within_their_budget() -> None:
+    engine = VirtualEngine(blocks=40, limits=SchedulerLimits(lease_budget_fraction=0.5))
+    assert engine.turn("a", prompt(40, seed=1)) is not None
+    assert engine.turn("b", prompt(40, seed=2)) is not None
+    assert engine.program_scheduler.leases.blocks == 20
+    assert engine.turn("c", prompt(4, seed=3)) is None
+    assert engine.reasons("keep")[-1] == "over_budget"
+
+
+def test_a_context_without_a_full_block_is_not_leased() -> None:
+    engine = VirtualEngine()
+    assert engine.turn("p", [1]) is None
+    assert engine.reasons("keep") == ["nothing_cached"]
+
+
+# -- parallel requests, aborts, late ends ---------------------------------------------
+
+
+def test_parallel_requests_are_one_turn_for_the_lease() -> None:
+    engine = VirtualEngine()
+    first, second = engine.arrive("p", prompt(40)), engine.arrive("p", prompt(60, seed=1))
+    engine.admit(first)
+    engine.admit(second)
+    assert engine.finish(first) is None
+    assert engine.program("p").status is ProgramStatus.REASONING
+    assert engine.finish(second) is not None
+    assert engine.program("p").turns == 2
+    assert len(engine.program_scheduler.leases) == 1
+    assert engine.program_scheduler.histories.tools.count() == 0
+
+
+def test_parallel_returns_to_one_lease() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.wait(1.0)
+    first, second = engine.arrive("p", prompt(48)), engine.arrive("p", prompt(60, seed=1))
+    assert durations(engine) == [1.0], "one gap, not one for each request"
+    engine.finish(second, outcome=TurnFinishReason.ABORTED)
+    engine.wait(60.0)
+    assert P in engine.program_scheduler.leases, "the other one still waits"
+    engine.admit(first)
+    assert P not in engine.program_scheduler.leases
+    assert engine.finish(first) is not None
+
+
+@pytest.mark.parametrize("outcome", [TurnFinishReason.ABORTED, TurnFinishReason.ERROR])
+def test_a_failed_turn_gives_no_lease_and_is_no_turn(outcome: TurnFinishReason) -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(40))
+    engine.admit(request)
+    assert engine.finish(request, outcome=outcome) is None
+    program = engine.program("p")
+    assert (program.turns, program.status, program.live_requests) == (0, ProgramStatus.ACTING, set())
+    assert engine.reasons("keep") == []
+    assert engine.counter("sojourn_program_turns_total", outcome=outcome.value) == 1
+    engine.wait(3.0)
+    engine.arrive("p", prompt(40))
+    assert engine.program_scheduler.histories.tools.count() == 0
+
+
+def test_a_program_ended_during_a_request_keeps_nothing_of_it() -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(40))
+    engine.admit(request)
+    engine.send(END)
+    assert engine.finish(request) is None
+    assert engine.program("p").status is ProgramStatus.ENDED
+    assert engine.done[-1].kind is EngineActionKind.DROP
+    assert engine.program_scheduler.contexts.get(P) is None
+
+
+def test_an_ended_program_that_returns_is_served() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.send(END)
+    assert engine.turn("p", prompt(40)) is not None
+    assert engine.program("p").status is ProgramStatus.ACTING
+    engine.send(END)
+    assert engine.program_scheduler.histories.turns.count() == 2, (
+        "it ended twice, with other turns in between"
+    )
+
+
+def test_an_end_that_follows_silence_is_learned_once() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.wait(1801.0)
+    assert engine.program("p").status is ProgramStatus.EXPIRED
+    engine.send(END)
+    assert engine.program("p").status is ProgramStatus.ENDED
+    assert engine.program_scheduler.histories.turns.count() == 1
+    assert engine.counter("sojourn_programs_finished_total") == 1
+    assert engine.counter("sojourn_programs_finished_total", outcome="silent") == 1
+
+
+def test_a_forgotten_program_leaves_nothing() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(max_programs=3))
+    for i in range(50):
+        engine.turn(f"p{i}", prompt(40, seed=i))
+    program_scheduler = engine.program_scheduler
+    assert len(program_scheduler.table) == len(program_scheduler.leases) == len(engine.held) == 3
+    assert len(program_scheduler.contexts._contexts) == len(program_scheduler.lease_manager.let_go) + 3 == 3
+    assert [a.kind for a in engine.done] == [EngineActionKind.DROP] * 47
+    assert program_scheduler.table.forgotten == 47
+
+
+def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(max_programs=5))
+    for i in range(200):
+        name = f"p{i % 17}"
+        engine.turn(name, prompt(40, seed=i % 17))
+        engine.wait(4.0)
+        if i % 3 == 0:
+            engine.evict(prompt(40, seed=i % 17), by="x")
+    program_scheduler = engine.program_scheduler
+    assert program_scheduler.lease_manager.let_go.keys() <= {p.id for p in program_scheduler.table}
+    assert {held.program_id for held in program_scheduler.leases} <= {p.id for p in program_scheduler.table}
+    assert set(engine.held) == {held.program_id for held in program_scheduler.leases}
+    assert program_scheduler.request_states == program_scheduler.records.awaiting_first_token == {}
+
+
+# -- silence ------------------------------------------------------------------------
+
+
+def beating(engine: VirtualEngine) -> None:
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
+    assert P in engine.program_scheduler.leases
+
+
+def seconds_until_gone(engine: VirtualEngine) -> float:
+    began = engine.now
+    while P in engine.program_scheduler.leases:
+        engine.wait(0.25)
+        assert engine.now - began < 400
+    return engine.now - began
+
+
+def test_a_client_that_promised_heartbeats_and_died_loses_its_lease_after_20_s() -> None:
+    engine = VirtualEngine("continuum")
+    beating(engine)
+    assert seconds_until_gone(engine) == 20.0
+    assert engine.reasons("release") == ["silent"]
+    assert engine.counter("sojourn_client_silent_total") == 1
+
+
+def test_a_client_that_beats_and_then_dies_loses_it_10_s_after_the_last_sign() -> None:
+    engine = VirtualEngine("continuum")
+    beating(engine)
+    for _ in range(40):
+        engine.wait(3.0)
+        engine.send(BEAT)
+    assert P in engine.program_scheduler.leases
+    assert seconds_until_gone(engine) == 10.0
+
+
+@pytest.mark.parametrize("last_beat_s", [0, 3, 9, 12, 15, 18, 19])
+def test_in_any_case_within_35_s_of_the_last_sign(last_beat_s: int) -> None:
+    engine = VirtualEngine("continuum")
+    beating(engine)
+    for _ in range(last_beat_s):
+        engine.wait(1.0)
+        engine.send(BEAT)
+    assert 10.0 <= seconds_until_gone(engine) <= 20.0
+
+
+def test_a_promise_after_the_lease_was_granted_counts() -> None:
+    engine = VirtualEngine("continuum")
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
+    engine.wait(1.0)
+    engine.send(ProgramStart(program_id="p", seq=-1, heartbeat=True))
+    assert seconds_until_gone(engine) == 20.0
+
+
+def test_a_client_without_heartbeats_keeps_its_lease_for_all_its_time() -> None:
+    engine = VirtualEngine("continuum")
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=200)
+    assert seconds_until_gone(engine) == 200.0
+    assert engine.reasons("release") == ["ttl"]
+
+
+def test_silent_programs_are_given_up_and_come_back() -> None:
+    engine = VirtualEngine("continuum")
+    engine.turn("plain", prompt(40, seed=1))
+    beating(engine)
+    engine.wait(59.0)
+    assert engine.program("p").status is ProgramStatus.ACTING
+    engine.wait(2.0)
+    assert engine.program("p").status is ProgramStatus.EXPIRED
+    assert engine.program("plain").status is ProgramStatus.ACTING
+    engine.send(BEAT)
+    assert engine.program("p").status is ProgramStatus.ACTING
+    assert engine.turn("p", prompt(44), kv_retention_ttl_seconds=10) is not None
+    engine.wait(1740.0)
+    assert engine.program("plain").status is ProgramStatus.EXPIRED
+
+
+# -- events that move leases -----------------------------------------------------------
+
+
+def test_the_ttl_runs_from_the_tools_start() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    engine.wait(4.0)
+    engine.send(start(age_s=1.0))
+    assert seconds_until_gone(engine) == 9.0
+
+
+def test_a_tools_reported_end_leaves_time_to_return() -> None:
+    engine = VirtualEngine(limits=SchedulerLimits(return_grace_s=2.0))
+    engine.turn("p", prompt(40))
+    engine.send(start("c1"), start("c2"))
+    engine.wait(9.5)
+    engine.send(stop("c1", 9.5))
+    lease = engine.program_scheduler.leases.get(P)
+    assert lease is not None
+    assert lease.expires_s == engine.now + 0.5, "the other call still runs"
+    engine.send(stop("c2", 9.5))
+    assert seconds_until_gone(engine) == 2.0
+
+
+def test_a_tool_start_after_an_output_without_a_call_gets_a_late_lease() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40), "I will look.")
+    assert P not in engine.program_scheduler.leases
+    engine.evict(prompt(40), keep=6)
+    engine.send(start())
+    assert [(a.kind, a.reason) for a in engine.done] == [
+        (EngineActionKind.PIN_CACHED, DecisionReason.THIS_TOOL)
+    ]
+    lease = engine.program_scheduler.leases.get(P)
+    assert lease is not None
+    assert (lease.blocks, lease.tool) == (6, TOOL)
+    assert engine.reasons("late_keep") == ["fixed"]
+    engine.wait(3.0)
+    engine.arrive("p", prompt(44))
+    assert durations(engine) == [3.0], "inferred for the tool that the client named"
+
+
+def test_no_late_lease_for_the_call_the_policy_has_judged() -> None:
+    engine = VirtualEngine("continuum")
+    engine.turn("p", prompt(40))
+    assert engine.reasons("keep") == ["not_worth_it"]
+    engine.send(start())
+    assert engine.done == []
+
+
+def test_a_program_that_ends_before_its_late_lease_is_booked_gets_none() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40), "no tool")
+    engine.send(start(), END)
+    assert [a.kind for a in engine.done] == [EngineActionKind.PIN_CACHED, EngineActionKind.DROP]
+    assert len(engine.program_scheduler.leases) == engine.program_scheduler.leases.blocks == 0
+    assert engine.held == {}
+
+
+def test_a_cleared_cache_ends_all_leases() -> None:
+    engine = VirtualEngine()
+    engine.turn("a", prompt(40, seed=1))
+    engine.turn("b", prompt(40, seed=2))
+    engine.program_scheduler.cache_reset(engine.now)
+    engine.carry_out()
+    assert engine.held == {}
+    assert engine.program_scheduler.leases.blocks == 0
+    assert engine.reasons("release") == ["reset", "reset"]
+
+
+def test_an_ablation_keeps_order_and_no_leases() -> None:
+    engine = VirtualEngine(parse_preset('extends = "continuum"\nretention = "none"', source="t"))
+    assert engine.turn("p", prompt(40), BASH) is None
+    assert engine.reasons("keep") == ["policy_off"]
+
+
+def test_a_request_is_a_sign_of_life_even_if_it_is_aborted_in_the_queue() -> None:
+    engine = VirtualEngine("continuum")
+    beating(engine)
+    engine.wait(15.0)
+    engine.finish(engine.arrive("p", prompt(44)), outcome=TurnFinishReason.ABORTED)
+    assert seconds_until_gone(engine) == 10.0
+
+
+def test_a_resumed_request_stands_in_line_as_preempted_no_more() -> None:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(8))
+    engine.admit(request)
+    engine.program_scheduler.preempted(request, engine.now)
+    assert engine.program_scheduler.waiting_view(request).preempted
+    engine.admit(request, resumed=True)
+    assert not engine.program_scheduler.waiting_view(request).preempted
+    assert engine.counter("sojourn_preemptions_total") == 1
+
+
+def test_a_gap_belongs_to_the_first_request_after_it() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(2.0)
+    engine.finish(engine.arrive("p", prompt(12)), outcome=TurnFinishReason.ABORTED)
+    engine.wait(5.0)
+    engine.turn("p", prompt(12))
+    gaps = [(r.outcome, r.gap_s, r.tool_before) for r in engine.program_scheduler.ledger.of_program("p")]
+    assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
+    assert durations(engine) == [2.0]

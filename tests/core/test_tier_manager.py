@@ -1,0 +1,990 @@
+"""The placer on examples worked out by hand: who is parked, what the policy is shown, that nobody strands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sojourn.events import ProgramEnd, ProgramStart
+from sojourn.ids import ProgramId
+from sojourn_server.core.events_and_actions import EngineAction, EngineActionKind, TurnFinishReason
+from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.core.tier_manager import MAX_WAITING_IN_VIEW, UNTHROTTLED_PROGRAMS
+from sojourn_server.policies.eviction.block_labels import BlockLabel
+from sojourn_server.policies.placement.placement_policy import (
+    MoveReason,
+    MoveTiming,
+    NoPlacement,
+    TierMove,
+    WaitingKey,
+)
+from sojourn_server.policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+)
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
+from sojourn_server.policies.policy_protocols import DecisionReason, EndedKvHandling
+from sojourn_server.policies.preset import Preset, load_preset
+from sojourn_server.policies.retention.retention_policies import FixedRetention
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import VirtualEngine, prompt
+
+DEVICE, HOST, DISK, WAITING = Tier
+TICK_S = 5.0
+
+
+class Watched:
+    """A policy that writes down what it is shown, and answers from a script where there is one."""
+
+    places = True
+    k = 5
+    tick_s = TICK_S
+    idle_tick_s = 0.5
+
+    def __init__(self, policy: RelativeIdlenessPlacement | None = None) -> None:
+        self.policy = policy
+        self.rules = policy or RelativeIdlenessPlacement()
+        self.views: list[PlacementView] = []
+        self.keys_asked = 0
+        self.answer: list[TierMove] = []
+        self.fails_in = ""
+
+    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
+        self._perhaps_fail("moves")
+        self.views.append(view)
+        if self.policy is not None:
+            return self.policy.moves(view, now)
+        answer, self.answer = self.answer, []
+        return answer
+
+    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        self._perhaps_fail("waiting_key")
+        self.keys_asked += 1
+        return self.rules.waiting_key(program, now)
+
+    def _perhaps_fail(self, where: str) -> None:
+        if self.fails_in == where:
+            raise RuntimeError("broken on purpose")
+
+
+def by_present_size(**settings: Any) -> Watched:
+    usual = {"size_by": "context", "patience_s": 120.0, "standstill_s": 2.0}
+    return Watched(RelativeIdlenessPlacement(**{**usual, **settings}))
+
+
+class Engine(VirtualEngine):
+    """A device of ``blocks`` blocks of four tokens, and what is below it."""
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        blocks: int = 20,
+        host: int = 0,
+        disk: int = 0,
+        limits: SchedulerLimits | None = None,
+        **questions: Any,
+    ) -> None:
+        preset: Preset = dataclasses.replace(load_preset("mori"), placement=policy, **questions)
+        super().__init__(preset, blocks=blocks, limits=limits)
+        self.program_scheduler.pool.host_blocks, self.program_scheduler.pool.disk_blocks = host, disk
+        self.seeds: dict[str, int] = {}
+        self.asked_again: set[str] = set()
+        """Programs whose requests the engine has been told to look at again."""
+
+    def come(self, program: str | None, blocks: int) -> str:
+        """A request of so many blocks; one program's have a common beginning."""
+        seed = self.seeds.setdefault(program or f"stranger {len(self.seeds)}", len(self.seeds) + 1)
+        return self.arrive(program, prompt(4 * blocks, seed))
+
+    def run(self, program: str | None, blocks: int) -> str:
+        request = self.come(program, blocks)
+        self.step()
+        self.admit(request)
+        return request
+
+    def a_turn(self, program: str, blocks: int, seconds: float = 1.0) -> None:
+        request = self.run(program, blocks)
+        self.now += seconds
+        self.finish(request)
+
+    def end(self, program: str) -> None:
+        self.send(ProgramEnd(program_id=program, seq=-1))
+
+    def carry_out(self) -> None:
+        before = len(self.done)
+        super().carry_out()
+        self.asked_again.update(action.program_id for action in self.done[before:])
+
+    def parked(self, request: str) -> bool:
+        return self.program_scheduler.is_parked(request)
+
+    def tier(self, program: str) -> Tier:
+        return self.program_scheduler.tier_manager.tier(ProgramId(program))
+
+    def placed(self) -> list[EngineAction]:
+        """Orders to bring KV somewhere, but for those of programs that are over."""
+        orders = [action for action in self.done if action.kind is EngineActionKind.PLACE]
+        return [action for action in orders if action.reason is DecisionReason.PLACED]
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass in steps, as an engine does that has work left."""
+        while seconds > 0:
+            self.wait(min(10.0, seconds))
+            seconds -= 10.0
+
+
+def order(engine: Engine, policy: Watched, program: str, to: Tier, when: MoveTiming = MoveTiming.NOW) -> None:
+    """Have the scripted policy make one move at the next step."""
+    policy.answer = [TierMove(ProgramId(program), to, when, MoveReason.OVER_CAPACITY)]
+    engine.program_scheduler.tier_manager._why = PlacementTrigger.CAPACITY
+    engine.step()
+    assert not policy.answer
+
+
+def seen(view: PlacementView, program: str) -> ProgramTierView:
+    groups = (view.on_device, view.on_host, view.on_disk, view.waiting)
+    (found,) = [each for group in groups for each in group if each.program_id == program]
+    return found
+
+
+# -- what a summary says -----------------------------------------------------------------
+
+
+def test_a_summary_says_where_a_program_is_placed_and_nothing_of_one_that_has_ended() -> None:
+    def placed(program: str) -> Any:
+        (listed,) = [each for each in engine.ask("programs")["programs"] if each["program_id"] == program]
+        assert engine.ask("program", program_id=program)["placed"] == listed["placed"]
+        return listed["placed"]
+
+    engine = Engine(by_present_size())
+    engine.a_turn("a", 15)
+    engine.come("b", 10)
+    engine.send(ProgramStart(program_id="c", seq=-1))
+    assert (placed("a"), placed("b"), placed("c")) == ("device", "waiting", None)
+    engine.end("a")
+    assert placed("a") is None
+    engine.come("a", 16)
+    assert placed("a") == "waiting", "its id is used again"
+    assert sum(engine.ask("stats")["placed"].values()) == 2
+    assert VirtualEngine("fixed-ttl").program_scheduler.tier_manager.placed(ProgramId("a")) is None
+
+
+# -- who is parked ---------------------------------------------------------------------
+
+
+def test_a_request_is_parked_until_its_program_is_promoted() -> None:
+    engine = Engine(by_present_size())
+    first = engine.come("a", 15)
+    assert engine.parked(first)
+    assert engine.program("a").status is ProgramStatus.GATED
+    engine.step()
+    assert not engine.parked(first)
+    assert engine.program("a").status is ProgramStatus.REASONING
+    engine.admit(first)
+    second = engine.come("b", 10)
+    engine.wait(1.0)
+    assert engine.parked(second), "15 and 10 blocks are more than 20"
+    engine.finish(first)
+    engine.step()
+    assert engine.parked(second), "a acts on, and nobody leaves for a new program before the standstill"
+    engine.end("a")
+    engine.step()
+    assert not engine.parked(second)
+    assert [(action.program_id, action.tier) for action in engine.placed()] == [("a", DEVICE), ("b", DEVICE)]
+    assert engine.reasons("to_device") == ["free_capacity", "free_capacity"]
+    assert engine.counter("sojourn_placements_total", to="device", reason="free_capacity") == 2
+
+
+def test_what_is_parked_is_the_waiting_request_and_not_the_program() -> None:
+    """Who got its blocks, whoever let it in, runs: it may be preempted, told to leave, moved even."""
+    policy = Watched()
+    engine = Engine(policy)
+    running = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    engine.admit(running)
+    engine.program_scheduler.preempted(running, engine.now)
+    assert not engine.parked(running)
+    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
+    assert not engine.parked(running)
+    order(engine, policy, "a", WAITING)
+    assert not engine.parked(running), "it has run: its engine alone says when it runs again"
+    later = engine.come("a", 5)
+    assert engine.parked(later)
+
+
+def test_while_a_preempted_request_waits_its_program_is_not_getting_busier() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+    request = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    for acting_s, reasoning_s in ((10.0, 10.0), (0.0, 5.0)):
+        engine.admit(request)
+        engine.now += reasoning_s
+        if acting_s:
+            engine.finish(request)
+            engine.now += acting_s
+            request = engine.come("a", 6)
+    engine.program_scheduler.preempted(request, engine.now)
+    engine.wait(100.0)
+    shown = seen(policy.views[-1], "a")
+    assert shown.activity is ProgramActivity.REASONING
+    assert shown.idleness.at(engine.now) == 0.4, "10 of 25 seconds"
+
+
+def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=20)
+    running, before = engine.come("a", 5), engine.come("a", 6)
+    order(engine, policy, "a", DEVICE)
+    engine.admit(running)
+    stranger = engine.come(None, 1)
+    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
+    assert seen(policy.views[-1], "a").pending is False
+    assert engine.tier("a") is DEVICE
+    after = engine.come("a", 7)
+    assert [engine.parked(each) for each in (running, before, after, stranger)] == [False, False, True, False]
+    engine.step()
+    assert seen(policy.views[-1], "a").pending
+    assert engine.reasons("leaves_after_turn") == ["over_capacity"]
+    placed = len(engine.placed())
+    engine.asked_again.clear()
+    order(engine, policy, "a", DEVICE)  # KEPT
+    assert not engine.parked(after)
+    assert engine.asked_again == {"a"}, "the engine must look again at who was kept out"
+    assert len(engine.placed()) == placed + 1
+    assert engine.program("a").status is ProgramStatus.REASONING
+
+
+def test_a_turn_is_not_over_before_all_have_run_that_came_before_the_order() -> None:
+    """The engine has no seat yet for a's second branch, which was there when a was told to leave."""
+    policy = by_present_size()
+    engine = Engine(policy, host=100)
+    first, branch = engine.come("a", 8), engine.come("a", 9)
+    engine.step()
+    engine.admit(first)
+    engine.admit(engine.come("c", 15))  # the engine let it in: 9 and 15 blocks are more than 20
+    engine.step()
+    assert engine.reasons("leaves_after_turn") == ["over_capacity"]
+    later = engine.come("a", 9)
+    engine.finish(first)
+    engine.wait(1.0)
+    assert engine.tier("a") is DEVICE
+    assert seen(policy.views[-1], "a").activity is ProgramActivity.REASONING
+    assert not engine.parked(branch), "it came before the order"
+    assert engine.parked(later)
+    engine.admit(branch)
+    engine.finish(branch)
+    engine.wait(1.0)
+    assert engine.tier("a") is not DEVICE
+    assert engine.parked(later)
+
+
+def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50, retention=FixedRetention(ttl_s=60.0))
+    request = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    engine.admit(request)
+    engine.finish(request)
+    assert ProgramId("a") in engine.program_scheduler.leases
+    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
+    assert len(engine.placed()) == 1, "its KV stays where it is until its turn is over"
+    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
+    waiting = engine.come("a", 6)
+    engine.program_scheduler.workflow_predictor.changed.clear()
+    order(engine, policy, "a", HOST)
+    assert engine.placed()[-1] == EngineAction(
+        EngineActionKind.PLACE, ProgramId("a"), DecisionReason.PLACED, HOST
+    )
+    assert ProgramId("a") not in engine.program_scheduler.leases
+    assert engine.reasons("release") == ["placed"]
+    assert ProgramId("a") in engine.program_scheduler.workflow_predictor.changed, (
+        "its blocks stand elsewhere in the order of reuse"
+    )
+    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.IDLE
+    assert engine.program("a").status is ProgramStatus.GATED
+    order(engine, policy, "a", DEVICE)
+    assert not engine.parked(waiting)
+    assert engine.program("a").status is ProgramStatus.REASONING
+
+
+def test_nobody_is_placed_where_the_policy_says_stay() -> None:
+    engine = Engine(NoPlacement())
+    request = engine.come("a", 5)
+    assert not engine.parked(request)
+    engine.admit(request)
+    engine.wait(1.0)
+    engine.finish(request)
+    engine.program_scheduler.cache_reset(engine.now)
+    assert engine.tier("a") is DEVICE
+    assert engine.tier("nobody") is DEVICE
+    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
+    engine.end("a")
+    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
+    assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
+    assert engine.placed() == []
+    assert sum(engine.program_scheduler.tier_manager.counts().values()) == 0
+    assert list(engine.program_scheduler.tier_manager.parked_for(0.0, engine.now)) == []
+
+
+# -- how programs end, and begin again ------------------------------------------------------
+
+
+def test_a_program_that_ends_while_its_request_is_parked_lets_it_go() -> None:
+    """Nobody holds a place for it any more; the request runs as one of nobody's, and leaves nothing."""
+    policy = by_present_size()
+    engine = Engine(policy)
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.step()
+    assert engine.parked(request)
+    engine.asked_again.clear()
+    engine.end("b")
+    assert not engine.parked(request)
+    assert engine.asked_again == {"b"}
+    assert engine.program_scheduler.label(ProgramId("b")) is BlockLabel.INACTIVE
+    engine.step()
+    assert policy.views[-1].why is PlacementTrigger.TURN_ENDED
+    engine.admit(request)
+    engine.wait(TICK_S)
+    assert policy.views[-1].device.untracked_blocks == 10
+    engine.finish(request)
+    engine.wait(TICK_S)
+    assert policy.views[-1].device.untracked_blocks == 0
+    assert engine.program_scheduler.tier_manager.counts() == {DEVICE: 1, HOST: 0, DISK: 0, WAITING: 0}
+
+
+def test_a_parked_request_of_an_ended_program_is_looked_at_again_where_its_blocks_are_left() -> None:
+    engine = Engine(by_present_size(), ended=EndedKvHandling.LEFT)
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.step()
+    engine.asked_again.clear()
+    engine.end("b")
+    assert not engine.parked(request)
+    assert engine.asked_again == {"b"}, "else it is parked in the engine's queue for ever"
+
+
+def test_a_program_that_ends_while_it_runs_counts_as_others_until_it_is_done() -> None:
+    policy = by_present_size()
+    engine = Engine(policy)
+    request = engine.run("a", 14)
+    engine.run("c", 5)
+    engine.end("a")
+    waiting = engine.come("b", 10)
+    engine.step()
+    assert policy.views[-1].device.untracked_blocks == 14
+    assert [each.program_id for each in policy.views[-1].on_device] == ["c"]
+    assert engine.tier("a") is WAITING
+    assert engine.parked(waiting)
+    engine.finish(request)
+    engine.step()
+    assert policy.views[-1].device.untracked_blocks == 0, "its room is another's at once"
+    assert not engine.parked(waiting)
+
+
+def test_an_id_used_again_is_a_new_program() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, host=50)
+    engine.a_turn("a", 15)
+    engine.wait(30.0)
+    assert seen(policy.views[-1], "a").idleness.at(engine.now) > 0.9
+    engine.end("a")
+    engine.run("b", 15)
+    again = engine.come("a", 10)
+    engine.step()
+    new = seen(policy.views[-1], "a")
+    assert engine.parked(again)
+    assert (new.tier, new.returning, new.context_blocks, new.required_blocks) == (WAITING, False, 0, 10)
+    assert new.arrived_s == engine.now
+    assert new.idleness.at(engine.now) == 0.0
+
+
+def test_the_last_request_of_an_earlier_life_strands_nobody_of_the_new_one() -> None:
+    """It was let in when its program ended. It brings the new program onto the device, where nobody moves
+    whoever is ready: the new life's request has to be let in with it."""
+    policy = by_present_size()
+    engine = Engine(policy)
+    engine.run("b", 15)
+    old = engine.come("a", 10)
+    engine.step()
+    engine.end("a")
+    new = engine.come("a", 10)
+    engine.step()
+    assert not engine.parked(old)
+    assert engine.parked(new)
+    engine.asked_again.clear()
+    engine.admit(old)
+    assert engine.tier("a") is DEVICE
+    assert not engine.parked(new)
+    assert engine.asked_again == {"a"}, "else it is parked in the engine's queue for ever"
+    assert engine.program("a").status is ProgramStatus.REASONING
+    engine.step()
+    assert policy.views[-1].why is PlacementTrigger.CAPACITY, "the policy did not let it in"
+    engine.finish(old)
+    engine.step()
+    assert not engine.parked(new)
+
+
+def test_what_ran_for_an_earlier_life_is_counted_once_when_it_runs_for_the_new_one() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, blocks=100)
+    request = engine.run("a", 10)
+    engine.end("a")
+    engine.come("a", 5)
+    engine.program_scheduler.preempted(request, engine.now)
+    engine.admit(request, resumed=True)
+    engine.wait(TICK_S)
+    view = policy.views[-1]
+    assert seen(view, "a").resident_blocks + view.device.untracked_blocks == 10
+
+
+def test_programs_forgotten_for_others_leave_nothing() -> None:
+    engine = Engine(by_present_size(), blocks=100, limits=SchedulerLimits(max_programs=3))
+    for number in range(10):
+        engine.a_turn(f"p{number}", 2)
+    assert (
+        sum(engine.program_scheduler.tier_manager.counts().values())
+        == len(engine.program_scheduler.table)
+        == 3
+    )
+    assert engine.tier("p0") is WAITING
+    assert engine.tier("p9") is DEVICE
+
+
+def test_a_silent_program_loses_its_place_and_comes_back_as_one_that_ran() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, limits=SchedulerLimits(idle_program_s=60.0))
+    engine.a_turn("a", 5)
+    engine.wait(61.0)
+    assert engine.program("a").status is ProgramStatus.EXPIRED
+    assert engine.program_scheduler.tier_manager.counts()[DEVICE] == 0
+    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
+    engine.come("a", 6)
+    engine.step()
+    shown = seen(policy.views[-1], "a")
+    assert (shown.tier, shown.returning, shown.context_blocks) == (WAITING, True, 0)
+
+
+def test_an_aborted_request_gives_up_its_place_in_line() -> None:
+    engine = Engine(by_present_size())
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.step()
+    engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    assert engine.program_scheduler.tier_manager._line == []
+    assert engine.program("b").status is ProgramStatus.ACTING
+    assert not engine.parked(engine.come(None, 1))
+
+
+# -- what the policy is shown -----------------------------------------------------------------
+
+
+def test_strangers_take_room_that_programs_cannot_have() -> None:
+    """Ten and nine tokens are five blocks of four, counted together, while they run."""
+    policy = by_present_size()
+    engine = Engine(policy)
+    strangers = [engine.arrive(None, prompt(tokens, tokens)) for tokens in (10, 9)]
+    request = engine.come("a", 16)
+    keeps = engine.come("b", 10)
+    engine.step()
+    assert policy.views[-1].device.untracked_blocks == 0, "they only wait"
+    assert not engine.parked(keeps)
+    for stranger in strangers:
+        engine.admit(stranger)
+    engine.admit(keeps)
+    engine.wait(TICK_S)
+    assert policy.views[-1].device.untracked_blocks == 5
+    assert policy.views[-1].device.budget_blocks == 15
+    engine.program_scheduler.untracked_request_left(strangers[0])
+    engine.program_scheduler.untracked_request_left(strangers[1])
+    engine.wait(TICK_S)
+    assert policy.views[-1].device.untracked_blocks == 0
+    assert engine.parked(request), "10 and 16 blocks are more than 20 still"
+
+
+def test_sizes_are_in_blocks_rounded_up() -> None:
+    policy = Watched()
+    engine = Engine(policy, blocks=100)
+    first = engine.arrive("a", prompt(41))
+    order(engine, policy, "a", DEVICE)
+    shown = seen(policy.views[-1], "a")
+    assert (shown.activity, shown.required_blocks, shown.context_blocks) == (ProgramActivity.READY, 11, 0)
+    engine.admit(first)
+    second = engine.arrive("a", prompt(17))
+    order(engine, policy, "a", DEVICE)
+    shown = seen(policy.views[-1], "a")
+    assert (shown.activity, shown.required_blocks, shown.resident_blocks) == (
+        ProgramActivity.REASONING,
+        5,
+        11,
+    )
+    engine.admit(second)
+    order(engine, policy, "a", DEVICE)
+    shown = seen(policy.views[-1], "a")
+    assert (shown.required_blocks, shown.resident_blocks, shown.returning) == (0, 16, True)
+    engine.finish(second)
+    engine.now += 3.0
+    engine.finish(first, output=[7] * 8)
+    order(engine, policy, "a", DEVICE)
+    shown = seen(policy.views[-1], "a")
+    assert (shown.activity, shown.context_blocks, shown.resident_blocks) == (ProgramActivity.ACTING, 12, 0)
+    assert shown.last_active_s == engine.now
+    # 49 tokens: the prior adds 0.3 of that a turn, and of its 11 turns 2 are over.
+    assert (shown.turn_blocks, shown.peak_blocks) == (16, 46)
+
+
+def test_a_ready_program_has_waited_since_its_oldest_request_came() -> None:
+    policy = Watched()
+    engine = Engine(policy, blocks=100)
+    oldest = engine.come("a", 5)
+    engine.now += 3.0
+    engine.come("a", 7)
+    engine.step()
+    shown = seen(policy.views[-1], "a")
+    assert (shown.waiting_since_s, shown.arrived_s, shown.required_blocks) == (1000.0, 1000.0, 7)
+    engine.finish(oldest, outcome=TurnFinishReason.ABORTED)
+    engine.step()
+    assert seen(policy.views[-1], "a").waiting_since_s == 1003.0
+
+
+def test_each_occasion_is_named() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, host=50)
+    request = engine.run("a", 5)
+    assert policy.views[-1].why is PlacementTrigger.ARRIVAL
+    engine.wait(TICK_S)
+    assert policy.views[-1].why is PlacementTrigger.TICK
+    engine.finish(request)
+    engine.step()
+    assert policy.views[-1].why is PlacementTrigger.TURN_ENDED
+    engine.come("a", 6)
+    engine.step()
+    assert policy.views[-1].why is PlacementTrigger.TOOL_ENDED
+    engine.program_scheduler.cache_reset(engine.now)
+    engine.step()
+    assert policy.views[-1].why is PlacementTrigger.CAPACITY
+
+
+# -- how often it is asked, and how much ----------------------------------------------------------
+
+
+def test_a_burst_of_tool_ends_is_one_question() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, blocks=5000)
+    for number in range(500):
+        request = engine.come(f"p{number}", 2)
+        engine.wait(0.1)
+        engine.admit(request)
+        engine.finish(request)
+    engine.wait(0.1)
+    asked = len(policy.views)
+    for number in range(500):
+        engine.come(f"p{number}", 3)
+    assert len(policy.views) == asked
+    engine.wait(0.1)
+    assert len(policy.views) == asked + 1
+    assert sum(each.activity is ProgramActivity.READY for each in policy.views[-1].on_device) == 500
+    engine.wait(0.1)
+    assert len(policy.views) == asked + 1, "nothing has happened since"
+
+
+def test_of_very_many_programs_no_more_is_asked_than_two_percent_of_the_time_allows() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, blocks=50_000)
+    for number in range(UNTHROTTLED_PROGRAMS + 2000):
+        request = engine.come(f"p{number}", 2)
+        engine.wait(0.01)
+        engine.admit(request)
+        engine.finish(request)
+    engine.wait(1.0)
+    asked = len(policy.views)
+    for number in range(100):
+        engine.come(f"p{number}", 3)
+        engine.wait(0.01)
+    assert 8 <= len(policy.views) - asked <= 11, "2,000 programs: once in 0.1 s"
+
+
+def test_where_nothing_happens_it_is_asked_now_and_then() -> None:
+    policy = by_present_size(standstill_s=math.inf, patience_s=math.inf)
+    engine = Engine(policy)
+    request = engine.run("a", 15)
+    engine.come("b", 10)
+    engine.step()
+    asked = len(policy.views)
+    engine.wait(TICK_S - 0.1)
+    assert len(policy.views) == asked
+    engine.wait(0.1)
+    assert len(policy.views) == asked + 1
+    engine.finish(request)
+    engine.step()
+    asked = len(policy.views)
+    engine.wait(0.5)
+    assert len(policy.views) == asked + 1, "nothing runs, although somebody is kept out"
+    engine.end("b")
+    engine.step()
+    asked = len(policy.views)
+    engine.wait(0.5)
+    assert len(policy.views) == asked, "nothing runs, but nobody waits either"
+
+
+def test_who_waits_below_the_device_is_kept_out_too() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50)
+    request = engine.come("a", 5)
+    order(engine, policy, "a", DEVICE)
+    engine.admit(request)
+    engine.finish(request)
+    order(engine, policy, "a", HOST)
+    asked = len(policy.views)
+    engine.wait(0.5)
+    assert len(policy.views) == asked
+    assert engine.parked(engine.come("a", 6))
+    engine.step()
+    asked = len(policy.views)
+    engine.wait(0.5)
+    assert len(policy.views) == asked + 1
+
+
+def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_few() -> None:
+    """Their order is kept, and not made anew: one more thing that happens moves one program in it."""
+    policy = by_present_size(tick_s=TICK_S, patience_s=10_000.0)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=math.inf))
+    engine.run("busy", 18)
+    seed = 7
+    for number in range(10_000):
+        seed = seed * 1103515245 + 12345 & 0x7FFFFFFF
+        engine.arrive(f"p{number:05}", prompt(4 * (3 + seed % 50), 5))
+    assert policy.keys_asked <= 10_001
+    policy.views.clear()
+    for happens in range(20):
+        policy.keys_asked = 0
+        engine.come(f"late{happens}", 3 + happens)
+        engine.step()
+        assert policy.keys_asked <= 3
+    assert len(policy.views) == 20
+    for view in policy.views:
+        assert len(view.waiting) == MAX_WAITING_IN_VIEW
+        assert view.waiting_sorted
+        keys = [policy.rules.waiting_key(each, engine.now) for each in view.waiting]
+        assert keys == sorted(keys)
+        assert len(view.on_device) == 1
+    assert min(each.required_blocks for each in policy.views[0].waiting) == 3
+    assert len(engine.program_scheduler.tier_manager._line) == 10_020
+    policy.keys_asked = 0
+    engine.wait(20_000.0)
+    assert policy.keys_asked == 0, "to wait changes no place in line"
+    assert len(policy.views[-1].longest_waiting) == 16
+    assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
+
+
+# -- the line ------------------------------------------------------------------------------------
+
+
+def test_the_line_is_in_the_policys_order_and_who_has_waited_longest_is_shown_beside_it() -> None:
+    policy = by_present_size(patience_s=10.0)
+    engine = Engine(policy)
+    engine.run("busy", 18)
+    engine.come("large", 10)
+    engine.now += 4.0
+    engine.come("small", 4)
+    engine.step()
+    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
+    asked = len(policy.views)
+    engine.wait(6.0)
+    assert len(policy.views) == asked + 1, "being overdue is no occasion of its own"
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
+
+
+def test_who_waits_longest_is_known_whatever_comes_and_goes_meanwhile() -> None:
+    policy = by_present_size(patience_s=math.inf)
+    engine = Engine(policy)
+    engine.run("busy", 18)
+    large = engine.come("large", 10)
+    engine.come("small", 4)
+    for _ in range(300):
+        engine.finish(engine.come("large", 9), outcome=TurnFinishReason.ABORTED)
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
+    engine.finish(large, outcome=TurnFinishReason.ABORTED)
+    engine.come("large", 9)
+    engine.wait(TICK_S)
+    assert policy.views[-1].longest_waiting[0].program_id == "small"
+
+
+@pytest.mark.parametrize("others", [10, 300])
+def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: int) -> None:
+    """The second request of a program that leaves after its turn is no candidate, and hides nobody."""
+    policy = by_present_size(patience_s=120.0, overdue_gap_s=0.0, absent_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, blocks=40, limits=SchedulerLimits(gate_timeout_s=1e6), host=100)
+    engine.run("long", 20)
+    engine.run("rest", 16)
+    leave = TierMove(ProgramId("long"), HOST, MoveTiming.AFTER_TURN, MoveReason.OVER_CAPACITY)
+    engine.program_scheduler.tier_manager._apply(leave, engine.now)
+    engine.program_scheduler.pool.blocks = 19  # the device holds too much for it to be kept
+    assert engine.parked(engine.come("long", 21))
+    for _ in range(others):
+        engine.finish(engine.come("fast", 4), outcome=TurnFinishReason.ABORTED)
+    engine.come("late", 9)
+    engine.wait(TICK_S)
+    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["late"]
+
+
+def test_between_two_overdue_programs_the_gap_passes() -> None:
+    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf, exchange_reserve=1.0)
+    engine = Engine(policy, host=50)
+    for name in ("a", "b"):
+        engine.a_turn(name, 9)
+    engine.come("c", 9)
+    engine.come("d", 9)
+    engine.spend(12.0)
+    assert engine.tier("c") is DEVICE
+    assert engine.tier("d") is WAITING
+    engine.spend(20.0)
+    assert engine.tier("d") is WAITING
+    engine.spend(15.0)
+    assert engine.tier("d") is DEVICE
+
+
+def test_a_program_leaves_the_line_with_its_last_request() -> None:
+    engine = Engine(by_present_size())
+    engine.run("busy", 18)
+    one, other = engine.come("a", 4), engine.come("a", 5)
+    tier_manager = engine.program_scheduler.tier_manager
+    engine.finish(one, outcome=TurnFinishReason.ABORTED)
+    assert [name for _, name in tier_manager._line] == ["a"]
+    engine.finish(other, outcome=TurnFinishReason.ABORTED)
+    assert tier_manager._line == []
+    engine.come("a", 4)
+    engine.end("a")
+    assert tier_manager._line == []
+
+
+# -- time --------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_jumps_back_stops_nobody() -> None:
+    """Nothing happens any more, and by the clock the next question is an hour away."""
+    policy = by_present_size(exchange_reserve=1.0)
+    engine = Engine(policy, host=50)
+    engine.a_turn("a", 15)
+    engine.step()
+    request = engine.come("b", 10)
+    engine.step()
+    assert engine.parked(request)
+    engine.now -= 3600.0
+    engine.step()
+    assert not engine.parked(request), "a standstill that cannot be timed has lasted"
+    assert engine.tier("a") is HOST
+
+
+def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:
+    """A request cannot have been parked for longer than since before it came; its time begins anew."""
+    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
+    engine.run("a", 15)
+    early = engine.come("b", 10)
+    engine.spend(30.0)
+    engine.wait(-500.0)
+    late = engine.come("c", 10)
+    engine.spend(59.0)
+    assert engine.program_scheduler.refused == []
+    engine.wait(1.0)
+    assert engine.program_scheduler.refused == [early, late]
+
+
+def test_a_clock_that_jumps_far_ahead_breaks_nothing() -> None:
+    policy = by_present_size()
+    engine = Engine(policy, host=50, limits=SchedulerLimits(idle_program_s=math.inf))
+    engine.a_turn("a", 15)
+    engine.run("b", 4)
+    engine.come("c", 10)
+    for seconds in (1e12, -1e12, 1e300, -1e300):
+        engine.wait(seconds)
+        for each in (*policy.views[-1].on_device, *policy.views[-1].on_host, *policy.views[-1].waiting):
+            assert 0.0 <= each.idleness.at(engine.now) <= 1.0
+    counts = engine.program_scheduler.tier_manager.counts()
+    assert sum(counts.values()) == 3
+
+
+# -- failures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_in", ["moves", "waiting_key"])
+def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_once(fails_in: str) -> None:
+    policy = by_present_size()
+    engine = Engine(policy, host=50)
+    running = engine.run("a", 15)
+    early = engine.come("b", 10)
+    engine.step()
+    policy.fails_in = fails_in
+    engine.asked_again.clear()
+    late = engine.come("c", 10)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engine.step()
+    engine.step()  # the actions that were due before the failure come with the next event
+    requests = [running, early, late]
+    assert not any(engine.parked(each) for each in requests)
+    assert engine.asked_again == {"b", "c"}
+    assert engine.reasons("to_device").count("given_up") == 2
+    assert engine.program("b").status is engine.program("c").status is ProgramStatus.REASONING
+    placed, asked = len(engine.placed()), len(policy.views)
+    policy.fails_in = ""
+    after = engine.come("d", 100)
+    assert not engine.parked(after)
+    for request in [early, late, after]:
+        engine.admit(request)
+    engine.program_scheduler.preempted(after, engine.now)
+    engine.program_scheduler.cache_reset(engine.now)
+    for request in [*requests, after]:
+        engine.wait(TICK_S)
+        engine.finish(request)
+    engine.end("a")
+    engine.wait(TICK_S)
+    assert len(engine.placed()) == placed
+    assert len(policy.views) == asked
+    assert engine.tier("b") is DEVICE
+    assert engine.program_scheduler.refused == []
+    tier_manager = engine.program_scheduler.tier_manager
+    assert sum(tier_manager.counts().values()) == 0
+    assert [*tier_manager._line, *tier_manager._oldest] == [], "nothing is kept for nobody"
+
+
+def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50)
+    for name in ("a", "b", "c"):
+        request = engine.come(name, 5)
+        order(engine, policy, name, DEVICE)
+        engine.admit(request)
+        engine.finish(request)
+        order(engine, policy, name, HOST)
+    parked = [engine.come(name, 6) for name in ("a", "b", "c")]
+    policy.fails_in = "waiting_key"
+    engine.program_scheduler.cache_reset(engine.now)
+    assert not any(engine.parked(request) for request in parked)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        engine.step()
+
+
+def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+    request = engine.come("a", 5)
+    policy.answer = [TierMove(ProgramId("nobody"), DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)]
+    with pytest.raises(KeyError, match="nobody"):
+        engine.step()
+    assert not engine.parked(request)
+
+
+# -- kept out for too long ---------------------------------------------------------------------------------
+
+
+def test_who_is_parked_for_too_long_is_refused_once() -> None:
+    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
+    running = engine.run("a", 15)
+    early = engine.come("b", 10)
+    engine.now += 10.0
+    late = engine.come("c", 10)
+    given_up = engine.come("d", 10)
+    engine.finish(given_up, outcome=TurnFinishReason.ABORTED)
+    engine.spend(49.9)
+    assert engine.program_scheduler.refused == []
+    engine.spend(0.1)
+    assert engine.program_scheduler.refused == [early]
+    engine.spend(9.9)
+    assert engine.program_scheduler.refused == [early]
+    engine.spend(0.1)
+    assert engine.program_scheduler.refused == [early, late], "each once, the running one never"
+    engine.spend(1000.0)
+    assert engine.program_scheduler.refused == [early, late]
+    assert engine.counter("sojourn_gate_timeouts_total") == 2
+    assert engine.reasons("refuse") == ["placed", "placed"]
+    assert not engine.parked(running)
+
+
+def test_while_the_engine_stands_still_nobody_is_kept_out() -> None:
+    """A machine that was suspended for an hour must not refuse all that it finds when it goes on."""
+    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0, idle_program_s=math.inf))
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.spend(40.0)
+    engine.wait(3600.0)
+    assert engine.parked(request)
+    engine.spend(19.0)
+    assert engine.program_scheduler.refused == []
+    engine.spend(1.0)
+    assert engine.program_scheduler.refused == [request]
+
+
+def test_who_was_let_in_in_time_is_not_refused() -> None:
+    engine = Engine(by_present_size(), limits=SchedulerLimits(gate_timeout_s=60.0))
+    engine.run("a", 15)
+    waits = engine.come("b", 10)
+    engine.spend(30.0)
+    engine.end("a")
+    engine.step()
+    assert not engine.parked(waits), "though its engine has not begun it yet"
+    engine.spend(31.0)
+    assert engine.program_scheduler.refused == []
+
+
+def test_a_request_id_used_again_has_its_own_time() -> None:
+    """A client gives up, and asks again under the same id."""
+    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
+    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
+    engine.run("a", 15)
+    request = engine.come("b", 10)
+    engine.spend(50.0)
+    engine.finish(request, outcome=TurnFinishReason.ABORTED)
+    engine._requests -= 1
+    assert engine.come("b", 10) == request
+    engine.spend(15.0)
+    assert engine.program_scheduler.refused == []
+    engine.spend(45.0)
+    assert engine.program_scheduler.refused == [request]
+
+
+# -- the cache is cleared ------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> None:
+    policy = Watched()
+    engine = Engine(policy, host=50, disk=50)
+    for name, tier in (("host", HOST), ("disk", DISK), ("device", DEVICE)):
+        request = engine.come(name, 5)
+        order(engine, policy, name, DEVICE)
+        engine.admit(request)
+        engine.finish(request)
+        order(engine, policy, name, tier)
+    running = engine.come("running", 6)
+    order(engine, policy, "running", DEVICE)
+    engine.admit(running)
+    parked = engine.come("host", 7)
+    assert seen(policy.views[-1], "disk").context_blocks == 5
+    engine.program_scheduler.cache_reset(engine.now)
+    assert [engine.tier(name) for name in ("host", "disk", "device", "running")] == [
+        WAITING, WAITING, DEVICE, DEVICE,
+    ]  # fmt: skip
+    assert engine.parked(parked)
+    engine.step()
+    view = policy.views[-1]
+    assert [each.program_id for each in view.waiting] == ["host"]
+    shown = seen(view, "host")
+    assert (shown.context_blocks, shown.required_blocks, shown.returning) == (0, 7, True)
+    shown = seen(view, "device")
+    assert (shown.context_blocks, shown.turn_blocks) == (0, 2), "a turn adds 0.3 of 20 tokens, to nothing"
+    assert seen(view, "running").resident_blocks == 6
+    order(engine, policy, "host", DEVICE)
+    assert not engine.parked(parked)

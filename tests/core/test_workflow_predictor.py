@@ -1,0 +1,444 @@
+"""What the steward foresees of programs, and what hangs on it: scores, leases, prefetches, the ledger."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from sojourn import Aeg
+from sojourn.aeg import END, START
+from sojourn.events import AegReport, ProgramEnd, ToolStart, ToolStop
+from sojourn.ids import ProgramId
+from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.core.scheduler_state import Histories
+from sojourn_server.metrics.turn_ledger import LossCause
+from sojourn_server.policies.policy_protocols import DecisionReason
+from sojourn_server.policies.policy_views import AbandonedBranch
+from sojourn_server.programs.program_state import ProgramState
+from sojourn_server.programs.workflow_history import WorkflowHistory
+from virtual_engine import BASH, VirtualEngine
+
+PROMPT = list(range(1, 101))
+
+
+class Agents:
+    """Programs that take turns on one engine, each turn's prompt the one before and a little more."""
+
+    def __init__(self, policy: str = "saga-paper", **options: Any) -> None:
+        self.engine = VirtualEngine(policy, **options)
+        self.contexts: dict[str, list[int]] = {}
+        self.made = 0
+
+    def turn(self, name: str, text: str = BASH, **hint: Any) -> ProgramState:
+        """One turn; ``hint`` are fields of our part of the context."""
+        self.made += 1
+        before = self.contexts.get(name)
+        tokens = [*before, 7, 7, *(10_000 + self.made * 8 + n for n in range(8))] if before else PROMPT
+        self.contexts[name] = tokens
+        self.engine.turn(name, tokens, text, **({"sojourn": hint} if hint else {}))
+        return self.program(name)
+
+    def end(self, name: str) -> None:
+        self.engine.send(ProgramEnd(program_id=name, seq=-1))
+        del self.contexts[name]
+
+    def live(self, name: str, turns: int, **hint: Any) -> None:
+        for _ in range(turns):
+            self.turn(name, **hint)
+            self.engine.wait(1.0)
+        self.end(name)
+
+    def program(self, name: str) -> ProgramState:
+        program = self.engine.program_scheduler.table.get(ProgramId(name))
+        assert program is not None
+        return program
+
+    def score(self, name: str) -> tuple[float, ...]:
+        program_scheduler = self.engine.program_scheduler
+        return program_scheduler.owner_score(program_scheduler.owner_standing(ProgramId(name)))
+
+
+def test_without_hints_a_type_is_cold_until_thirty_of_it_have_ended() -> None:
+    agents = Agents()
+    for number in range(31):  # the first of them makes it a type
+        program = agents.turn(f"a{number}")
+        assert (program.tier, program.goes_on, program.p_reuse) == ("cold", None, None)
+        agents.engine.wait(1.0)
+        agents.turn(f"a{number}")
+        agents.end(f"a{number}")
+    first = agents.turn("late")
+    assert first.tier == "inferred"
+    assert first.goes_on == pytest.approx(1.0, abs=0.05)
+    agents.engine.wait(1.0)
+    second = agents.turn("late")
+    assert second.goes_on is not None
+    assert second.goes_on < 0.2, "all of its kind ended there"
+    assert second.p_reuse is not None
+    assert second.p_reuse <= second.goes_on
+
+
+def test_agents_whose_prompts_begin_alike_are_of_one_type_and_named_ones_of_theirs() -> None:
+    agents = Agents()
+    for number in range(31):
+        agents.live(f"a{number}", 2)
+    assert agents.turn("alike").tier == "inferred"
+    assert agents.turn("named", agent_type="other").tier == "cold"
+    agents.contexts["strange"] = list(range(5000, 5100))
+    assert agents.turn("strange").tier == "cold"
+
+
+def test_steps_left_are_believed_at_once_and_none_left_goes_first() -> None:
+    agents = Agents()
+    near, far = agents.turn("near", expected_steps_left=0.0), agents.turn("far", expected_steps_left=9.0)
+    assert (near.goes_on, near.tier) == (0.0, "hints")
+    assert far.goes_on == pytest.approx(0.9)
+    assert agents.score("near") < agents.score("far")
+    assert ProgramId("near") not in agents.engine.program_scheduler.leases
+
+
+def test_a_declared_graph_says_what_follows_its_node() -> None:
+    agents = Agents()
+    graph = Aeg(
+        {"plan": (), "act": ("bash",)},
+        [(START, "plan"), ("plan", "act", 1.0), ("act", "plan", 0.25), ("act", END, 0.75)],
+    )
+    agents.engine.turn("p", PROMPT)
+    agents.contexts["p"] = PROMPT
+    agents.engine.send(AegReport(program_id="p", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+    assert agents.turn("p", node="plan").goes_on == pytest.approx(1.0)
+    assert agents.turn("p", node="act").goes_on == pytest.approx(0.25)
+    for undeclared in ("nobody", END, "x" * 5000):
+        assert agents.turn("p", node=undeclared).tier == "cold"
+
+
+def test_who_lies_about_its_node_every_turn_is_not_believed_for_long() -> None:
+    random = Random(5)
+    agents = Agents()
+    graph = Aeg(("a", "b"), [("a", "b", 1.0), ("b", END, 1.0)])
+    tiers = []
+    for number in range(5):
+        name = f"p{number}"
+        agents.turn(name, agent_type="liar")
+        agents.engine.send(AegReport(program_id=name, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+        for _ in range(10):
+            tiers.append(agents.turn(name, agent_type="liar", node=random.choice("ab")).tier)
+            agents.engine.wait(1.0)
+        agents.end(name)
+    assert tiers[0] == "hints"
+    assert tiers[-20:] == ["cold"] * 20
+
+
+def test_a_request_in_the_engine_keeps_its_programs_blocks_from_going_first() -> None:
+    agents = Agents()
+    agents.turn("a", expected_steps_left=0.5)
+    agents.turn("b", expected_steps_left=20.0)
+    assert agents.score("a") < agents.score("b")
+    agents.engine.arrive("a", [*agents.contexts["a"], 7, 7, 1])
+    assert agents.score("a") > agents.score("b")
+
+
+def test_what_a_turn_left_behind_has_an_age_a_size_and_a_chance_of_its_own() -> None:
+    agents = Agents()
+    agents.turn("a", expected_steps_left=9.0)
+    agents.engine.wait(50.0)
+    agents.turn("a", expected_steps_left=9.0)
+    blocks, now = agents.program("a").cached_blocks, agents.engine.now
+
+    def left(reuse: float = 1.0, used_s: float = now, size: int = blocks) -> tuple[float, ...]:
+        program_scheduler = agents.engine.program_scheduler
+        return program_scheduler.owner_score(
+            program_scheduler.owner_standing(ProgramId("a"), AbandonedBranch(used_s, size)), reuse
+        )
+
+    assert left() == agents.score("a")
+    assert left(reuse=0.0) < left(reuse=0.5) < left(), "less likely to be used"
+    assert left(used_s=now - 50.0) < left(), "older"
+    assert left(size=blocks + 1) < left(), "larger"
+
+
+def test_scores_of_others_hold_until_the_scale_moves() -> None:
+    agents = Agents()
+    agents.turn("a", expected_steps_left=5.0)
+    agents.engine.wait(1.0)
+    agents.turn("a", expected_steps_left=5.0)
+    workflow_predictor = agents.engine.program_scheduler.workflow_predictor
+    program_scheduler = agents.engine.program_scheduler
+    before, score = workflow_predictor.scale_changes, agents.score("a")
+    standing = program_scheduler.owner_standing(ProgramId("a"))
+    for _ in range(20):
+        agents.turn("b", expected_steps_left=5.0)
+        agents.engine.wait(0.5)
+        if workflow_predictor.scale_changes == before:
+            assert agents.score("a") == score
+    agents.engine.wait(100.0)
+    agents.turn("b", expected_steps_left=5.0)
+    assert workflow_predictor.scale_changes > before
+    assert agents.score("a") != score
+    assert program_scheduler.owner_standing(ProgramId("a")) == standing
+    assert program_scheduler.owner_score(standing) == agents.score("a")
+
+
+def test_what_other_presets_keep_of_workflows_is_nothing() -> None:
+    agents = Agents("continuum")
+    for number in range(40):
+        agents.live(f"a{number}", 2, expected_steps_left=3.0)
+    workflows = agents.engine.program_scheduler.histories.workflows
+    assert workflows.transitions.kinds() == ()
+    assert agents.turn("late").tier is None
+
+
+def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
+    """The output shows no call; what is learned and what is asked for go by the same name."""
+    agents = Agents()
+    start = {"call_id": "c", "seq": -1, "tool": "browser"}
+    for number in range(32):
+        for _ in range(3):
+            program = agents.turn(f"a{number}", "no call")
+            agents.engine.send(ToolStart(program_id=f"a{number}", **start))
+            agents.engine.wait(1.0)
+        if number < 31:
+            agents.end(f"a{number}")
+    assert program.tier == "inferred"
+    assert program.goes_on is not None
+    assert program.goes_on < 0.2
+
+
+def test_an_id_that_is_used_again_is_a_new_program() -> None:
+    agents = Agents()
+    for _ in range(3):
+        agents.turn("p", expected_steps_left=5.0, node="n")
+        agents.engine.wait(1.0)
+    agents.end("p")
+    workflows = agents.engine.program_scheduler.histories.workflows
+    longest = workflows.gaps_s.value
+    agents.engine.wait(1000.0)
+    program = agents.turn("p")
+    assert workflows.gaps_s.value == longest, "the time since its end is no gap"
+    assert (program.turns, program.steps, program.node, program.tier) == (1, [], None, "cold")
+    agents.engine.wait(1.0)
+    agents.turn("p")
+    agents.end("p")
+    assert workflows.transitions.finished(program.prompt_type or "") == 1, (
+        "the first of its kind made the type"
+    )
+
+
+def test_programs_that_are_only_never_heard_of_again_have_ended_too() -> None:
+    """Request streams alone: no client ever says that a program ends."""
+    agents = Agents()
+    for number in range(40):
+        for _ in range(2):
+            agents.turn(f"a{number}")
+            agents.engine.wait(1.0)
+    for _ in range(10):
+        agents.engine.wait(2000.0)
+    assert agents.turn("b").tier == "inferred"
+    agents.engine.wait(1.0)
+    ends = agents.turn("b").goes_on
+    assert ends is not None
+    assert ends < 0.2
+
+
+def test_a_retry_after_an_abort_is_no_step() -> None:
+    agents = Agents()
+    agents.turn("p")
+    agents.engine.wait(1.0)
+    for _ in range(5):
+        request = agents.engine.arrive("p", [*agents.contexts["p"], 7, 7, 1])
+        agents.engine.admit(request)
+        agents.engine.finish(request, outcome=TurnFinishReason.ABORTED)
+        agents.engine.wait(0.1)
+    assert agents.program("p").steps == ["bash:pytest"]
+
+
+def test_a_node_of_an_earlier_turn_says_nothing_of_this_one() -> None:
+    agents = Agents()
+    graph = Aeg(("a",), [("a", END, 1.0)])
+    agents.turn("p")
+    agents.engine.send(AegReport(program_id="p", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+    assert agents.turn("p", node="a").goes_on == 0.0
+    assert agents.turn("p", agent_type="x").tier == "cold"
+
+
+def test_everything_that_changes_a_score_says_so() -> None:
+    agents = Agents()
+    workflow_predictor = agents.engine.program_scheduler.workflow_predictor
+
+    def scored() -> dict[str, tuple[float, ...]]:
+        return {name: agents.score(name) for name in agents.contexts}
+
+    random = Random(3)
+    for name in "abcdef":
+        agents.turn(name)
+    before, scale = scored(), workflow_predictor.scale_changes
+    workflow_predictor.changed.clear()
+    for _ in range(400):
+        name = random.choice("abcdef")
+        match random.randrange(6):
+            case 0:
+                agents.turn(name, expected_steps_left=random.choice((0.0, 3.0)))
+            case 1:
+                agents.engine.arrive(name, [*agents.contexts[name], 7, 7, random.randrange(9)])
+            case 2:
+                for request in list(agents.program(name).live_requests):
+                    agents.engine.finish(request, outcome=random.choice(list(TurnFinishReason)))
+            case 3:
+                tool(agents, name, 0.1)
+            case 4:
+                agents.engine.wait(random.choice((0.1, 1.0, 1900.0)))
+            case 5:
+                agents.engine.send(ProgramEnd(program_id=name, seq=-1))
+        now = scored()
+        if workflow_predictor.scale_changes == scale:
+            assert {ProgramId(n) for n in now if now[n] != before[n]} <= workflow_predictor.changed.keys()
+        before, scale = now, workflow_predictor.scale_changes
+        workflow_predictor.changed.clear()
+
+
+# -- leases -----------------------------------------------------------------------------
+
+
+def tool(agents: Agents, name: str, duration_s: float) -> None:
+    call = {"program_id": name, "call_id": "c", "seq": -1}
+    agents.engine.send(ToolStart(**call, tool="bash", tool_class="pytest"))
+    agents.engine.wait(duration_s)
+    agents.engine.send(ToolStop(**call, duration_s=duration_s))
+
+
+def test_a_lease_lasts_the_tools_95th_percentile() -> None:
+    agents = Agents()
+    for number in range(1, 21):
+        agents.turn("p", expected_steps_left=50.0)
+        tool(agents, "p", float(number))
+    agents.turn("p", expected_steps_left=50.0)
+    lease = agents.engine.program_scheduler.leases.get(ProgramId("p"))
+    assert lease is not None
+    assert (lease.ttl_s, lease.reason) == (19.0, DecisionReason.THIS_TOOL)
+
+
+def test_pressure_shortens_it() -> None:
+    ttls = []
+    for blocks in (1000, 30):
+        agents = Agents(blocks=blocks)
+        for number in range(1, 21):
+            agents.turn("p", expected_steps_left=50.0)
+            tool(agents, "p", float(number))
+        agents.contexts["p"] = PROMPT
+        agents.turn("p", expected_steps_left=50.0)
+        lease = agents.engine.program_scheduler.leases.get(ProgramId("p"))
+        assert lease is not None
+        ttls.append(lease.ttl_s)
+    assert ttls == [19.0, pytest.approx(19.0 / 2, abs=1e-9)]
+
+
+def test_a_cold_program_is_served_request_by_request() -> None:
+    agents = Agents()
+    for number in range(1, 21):
+        agents.turn("p")
+        tool(agents, "p", float(number))
+        assert len(agents.engine.program_scheduler.leases) == 0
+
+
+# -- prefetch ---------------------------------------------------------------------------
+
+
+def prefetches(agents: Agents) -> list[tuple[str, float]]:
+    decisions, _ = agents.engine.program_scheduler.decisions.since(0, 10_000)
+    return [(d.reason, d.numbers["blocks"]) for d in decisions if d.kind == "prefetch"]
+
+
+def with_history(turns: int = 3) -> Histories:
+    agents = Agents()
+    for number in range(40):
+        agents.live(f"a{number}", turns)
+    return agents.engine.program_scheduler.histories
+
+
+def test_a_prefix_is_asked_for_before_the_tool_may_end_and_said_to_be_nowhere() -> None:
+    agents = Agents(histories=with_history())
+    agents.turn("p")
+    assert prefetches(agents) == []
+    agents.engine.evict(agents.contexts["p"], keep=10)
+    agents.engine.wait(1.1)
+    assert prefetches(agents) == [("no_tier", 15.0)]
+    assert agents.engine.ask("drain_metrics")
+    agents.engine.wait(50.0)
+    assert len(prefetches(agents)) == 1, "told once"
+
+
+def test_a_prefix_that_is_still_there_is_left_there() -> None:
+    agents = Agents(histories=with_history())
+    agents.turn("p")
+    agents.engine.wait(1.1)
+    assert prefetches(agents) == [("in_place", 0.0)]
+
+
+def test_who_came_back_sooner_or_is_over_needs_no_prefetch() -> None:
+    agents = Agents(histories=with_history())
+    agents.turn("p")
+    agents.engine.wait(0.2)
+    agents.engine.arrive("p", [*agents.contexts["p"], 7, 7, 1])
+    agents.turn("q")
+    agents.end("q")
+    agents.turn("r")
+    agents.engine.program_scheduler.cache_reset(agents.engine.now)
+    agents.end("r")
+    agents.engine.wait(5.0)
+    assert prefetches(agents) == []
+
+
+def test_a_tool_that_takes_for_ever_leaves_no_plan_behind() -> None:
+    histories = with_history()
+    for _ in range(2000):
+        histories.tools.observe("bash:pytest", 1e300)
+    agents = Agents(histories=histories)
+    for number in range(500):
+        agents.turn(f"p{number}")
+        agents.end(f"p{number}")
+    assert agents.engine.program_scheduler.workflow_predictor._plans == []
+
+
+def test_plans_are_bounded_by_the_programs() -> None:
+    agents = Agents(histories=with_history())
+    for _ in range(1000):
+        agents.turn("p")
+    assert len(agents.engine.program_scheduler.workflow_predictor._plans) < 200
+
+
+def test_the_ablation_plans_none() -> None:
+    agents = Agents("saga-no-prefetch", histories=with_history())
+    agents.turn("p")
+    agents.engine.wait(50.0)
+    assert prefetches(agents) == []
+
+
+# -- seen -------------------------------------------------------------------------------
+
+
+def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() -> None:
+    agents = Agents()
+    agents.turn("p", expected_steps_left=1.0)
+    taker = agents.engine.arrive("q", PROMPT)
+    agents.engine.admit(taker)
+    program_scheduler = agents.engine.program_scheduler
+    score = agents.score("p")
+    for block in list(program_scheduler.contexts.get(ProgramId("p")) or ()):
+        program_scheduler.evicted(block, ProgramId("p"), taker, agents.engine.now, score)
+        agents.engine.cached.discard(block)
+    agents.turn("p", expected_steps_left=1.0)
+    shown = agents.engine.ask("program", program_id="p")
+    assert shown["tier"] == "hints"
+    assert shown["goes_on"] == pytest.approx(0.5)
+    first, second = shown["ledger"]
+    assert first["goes_on"] == pytest.approx(0.5)
+    assert second["evictor"] == "q"
+    assert second["evicted_score"] == [bool(score[0]), pytest.approx(score[1])]
+    assert second["tokens"]["lost"] == {LossCause.EVICTED.value: 100}
+
+
+def test_histories_outlive_the_engine() -> None:
+    known = WorkflowHistory.restore(json.loads(json.dumps(with_history().workflows.snapshot())))
+    agents = Agents(histories=Histories(workflows=known))
+    assert agents.turn("p").tier == "inferred"

@@ -1,0 +1,83 @@
+"""Our paths connector with a window in it: loaded by name in the processes of the engines under test."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+
+SPOIL = "SOJOURN_TEST_SPOIL"
+"""Names a file: while it is there, blocks that come from elsewhere are filled with something else."""
+
+
+class WatchedPaths(PathsConnector):
+    """Strict, and spoilt on demand."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.strict = True
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._worker is not None
+        blocks = self._worker._kv
+        scatter = blocks.scatter
+
+        def spoilt(layer: int, *arguments: Any, **options: Any) -> list[int]:
+            filled = scatter(layer, *arguments, **options)
+            if filled and Path(os.environ[SPOIL]).exists():
+                blocks._layers[layer][filled[0]] = 0
+            return filled
+
+        blocks.scatter = spoilt  # type: ignore[method-assign]
+
+
+def look(worker: Any) -> dict[str, Any]:
+    """Beside the model: what is open, and what was moved."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    traffic = connector._traffic
+    return {
+        "open": connector._worker.open_operations,
+        "clean": traffic.do(lambda now: traffic.core.is_clean),
+        "counts": dict(traffic.core.transfer_context.counts),
+        "worker": dict(connector._worker.counts),
+        "reading": traffic.do(lambda now: traffic.core.transfer_context.reads.in_flight),
+        "waiting": len(connector._worker._prompts),
+        "held": traffic.stats()["slots_used"],
+    }
+
+
+def hold_reads(worker: Any) -> None:
+    """From now on who reads from storage waits, until ``let_reads_go``."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._store
+    get_into, store.gate = store.get_into, threading.Event()
+
+    def held(*arguments: Any) -> None:
+        store.gate.wait(60.0)
+        get_into(*arguments)
+
+    store.get_into = held
+
+
+def let_reads_go(worker: Any) -> None:
+    """Who was held reads now."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._store
+    del store.get_into
+    store.gate.set()
+
+
+def end_leases(worker: Any) -> None:
+    """Buffers whose holders show no sign of life are given back, as if an hour had gone by."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    traffic = get_kv_transfer_group()._traffic
+    traffic.do(lambda now: traffic.core.transfer_context.expire(now + 3600.0))

@@ -1,0 +1,348 @@
+"""Prefill on one real engine, decode on another: what they say together is what one alone says.
+
+Each has a process for its scheduler and one for its worker. In float32, on a model so *loud* that each next
+token hangs on all tokens before it; a test fills blocks with something else, and sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from engine_tools import BLOCK_TOKENS, MOST_OFF, float32_engine, most_off, one_thread, said
+from instrumented_kv_connector import SPOIL, end_leases, hold_reads, let_reads_go, look
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MIB = 1 << 20
+FULL_TOKENS = 64
+OUTPUT_TOKENS = 70
+"""More than a Full Block, so that one of output is stored."""
+LENGTHS = (33, 64, 200, 700)
+PATIENCE_S = 60.0
+SHAPE: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": 129,
+}
+
+
+class Spoken(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    params: dict[str, Any] | None
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Made up, and spread over the vocabulary."""
+    return [10 + (7919 * seed * (at + 3) + 104_729 * at * at) % 4000 for at in range(count)]
+
+
+def sampling(max_tokens: int, params: dict[str, Any] | None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        extra_args={"kv_transfer_params": params} if params is not None else None,
+    )
+
+
+def say(llm: Any, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Spoken:
+    asked = sampling(max_tokens, params)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+    return Spoken(*said(output.outputs[0]), output.kv_transfer_params)
+
+
+def turns() -> dict[str, list[int]]:
+    """First turns, by name, and a later one that begins with what the longest has stored."""
+    return {str(count): words(count, count) for count in LENGTHS}
+
+
+def later(first: list[int], answer: list[int], seed: int) -> list[int]:
+    return [*first, *answer, *words(seed, 50)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Hashes that are the same in every engine, and one thread each."""
+    patch = pytest.MonkeyPatch()
+    spoil = tmp_path_factory.mktemp("spoil") / "now"
+    patch.setenv("PYTHONHASHSEED", "0")
+    patch.setenv(SPOIL, str(spoil))
+    patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    with one_thread(patch):
+        yield spoil
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def alone(loud_model: str) -> dict[str, Spoken]:
+    """What one engine says of all of it."""
+    with float32_engine(loud_model, **SHAPE) as llm:
+        spoken = {name: say(llm, prompt, OUTPUT_TOKENS) for name, prompt in turns().items()}
+        for seed in (1, 2, 3, 4):
+            prompt = later(turns()["700"], spoken["700"].tokens, seed)
+            spoken[f"later {seed}"] = say(llm, prompt, OUTPUT_TOKENS)
+    return spoken
+
+
+class Pair:
+    """A prefill engine and a decode engine with one store."""
+
+    def __init__(self, prefill: Any, decode: Any, folder: Path) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.folder = folder
+        self._transfers = 0
+
+    def say(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> Spoken:
+        return say(self.decode, prompt, OUTPUT_TOKENS, self.prefilled(prompt, share, peer))
+
+    def prefilled(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
+        """What the prefill engine answers, for the decode engine."""
+        first = say(self.prefill, prompt, 1, self.to_prefill(share, peer))
+        assert first.params is not None
+        assert first.params["do_remote_prefill"]
+        return first.params
+
+    def to_prefill(self, share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
+        self._transfers += 1
+        return {
+            "do_remote_decode": True,
+            "transfer": f"t{self._transfers}",
+            "peer": peer or f"unix:{self.folder / 'd.sock'}",
+            "decode_share": share,
+        }
+
+    @contextmanager
+    def leaving(self, llm: Any, prompt: list[int], params: dict[str, Any]) -> Iterator[None]:
+        """A client that asks, and leaves at the end of the block."""
+        llm.llm_engine.add_request("leaves", {"prompt_token_ids": prompt}, sampling(OUTPUT_TOKENS, params))
+        try:
+            yield
+        finally:
+            llm.llm_engine.abort_request(["leaves"])
+        assert not llm.llm_engine.has_unfinished_requests()
+
+    def until(self, llm: Any, so: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until an engine looks so."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not so(llm.collective_rpc(look)[0]):
+            assert time.monotonic() < deadline, self.looks()
+            time.sleep(0.01)
+
+    def forget(self) -> None:
+        """Nothing is on the devices any more. Blocks that somebody holds could not be forgotten."""
+        for llm in (self.prefill, self.decode):
+            assert llm.reset_prefix_cache()
+
+    def looks(self) -> list[dict[str, Any]]:
+        return [llm.collective_rpc(look)[0] for llm in (self.prefill, self.decode)]
+
+    def settled(self) -> list[dict[str, Any]]:
+        """Once nothing is open on either side, in scheduler, worker and traffic manager."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(each["clean"] and not each["open"] for each in self.looks()):
+            assert time.monotonic() < deadline, self.looks()
+            time.sleep(0.1)
+        self.forget()
+        return self.looks()
+
+    def computed_by_decode(self) -> float:
+        """Prompt tokens that the decode engine computed so far, by vLLM's own count."""
+        return sum(
+            metric.value
+            for metric in self.decode.get_metrics()
+            if metric.name == "vllm:prompt_tokens_by_source" and metric.labels["source"] == "local_compute"
+        )
+
+
+@pytest.fixture(scope="module")
+def pair(loud_model: str, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    from vllm.config import KVTransferConfig
+
+    folder = tmp_path_factory.mktemp("p")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    patch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+
+    def config(name: str) -> Any:
+        return KVTransferConfig(
+            kv_connector="WatchedPaths",
+            kv_connector_module_path="instrumented_kv_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "listen": f"unix:{folder / name}.sock" if name == "d" else "tcp:127.0.0.1:0",
+                "role": {"p": "prefill", "d": "decode"}[name],
+                "node": "n7",
+                "store": str(folder / "store"),
+                "store_name": name,
+                "store_bytes": 64 * MIB,
+                "buffer_bytes": 16 * MIB,
+                "patience_s": 4.0,
+                "keep_on_reset": True,  # to forget what is on the device
+            },
+        )
+
+    with (
+        float32_engine(loud_model, **SHAPE, kv_transfer_config=config("p")) as prefill,
+        float32_engine(
+            loud_model, **SHAPE, kv_transfer_config=config("d"), disable_log_stats=False
+        ) as decode,
+    ):
+        yield Pair(prefill, decode, folder)
+    patch.undo()
+
+
+def assert_same(here: Spoken, there: Spoken) -> None:
+    assert here.tokens == there.tokens
+    assert most_off(here.logprobs, there.logprobs) < MOST_OFF
+
+
+def test_cold_prompts(pair: Pair, alone: dict[str, Spoken]) -> None:
+    for name, prompt in turns().items():
+        before = pair.computed_by_decode()
+        assert_same(pair.say(prompt), alone[name])
+        assert pair.computed_by_decode() == before, "the decode engine has computed of the prompt"
+    looks = pair.settled()
+    assert looks[0]["counts"]["pushes_complete"] == len(LENGTHS)
+    assert looks[1]["counts"]["write_stored"] == sum(
+        (count + OUTPUT_TOKENS - 1) // FULL_TOKENS for count in LENGTHS
+    )
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.0, 1), (1.0, 2), (0.5, 3)])
+def test_prompts_that_are_stored(pair: Pair, alone: dict[str, Spoken], share: float, seed: int) -> None:
+    pair.settled()
+    before, computed = pair.looks(), pair.computed_by_decode()
+    prompt = later(turns()["700"], alone["700"].tokens, seed)
+    assert_same(pair.say(prompt, share), alone[f"later {seed}"])
+    assert pair.computed_by_decode() == computed
+    after = pair.settled()
+    read = [
+        now["counts"].get("blocks_read", 0) - then["counts"].get("blocks_read", 0)
+        for now, then in zip(after, before, strict=True)
+    ]
+    stored = (700 + OUTPUT_TOKENS - 1) // FULL_TOKENS
+    assert read == [stored - round(stored * share), round(stored * share)]
+
+
+def test_it_would_show(pair: Pair, alone: dict[str, Spoken], settings: Path) -> None:
+    """The negative control: blocks filled with something else give other logprobs, and other tokens."""
+    pair.forget()
+    settings.touch()
+    prompt = turns()["700"]
+    spoken = pair.say(prompt)
+    settings.unlink()
+    assert spoken.tokens != alone["700"].tokens
+    assert most_off(spoken.logprobs, alone["700"].logprobs) > 100 * MOST_OFF
+    pair.settled()
+
+
+@pytest.mark.parametrize(("share", "seed"), [(0.0, 1), (1.0, 2), (0.5, 3)])
+def test_clients_that_leave_while_their_context_is_read(
+    pair: Pair, alone: dict[str, Spoken], share: float, seed: int
+) -> None:
+    prompt = later(turns()["700"], alone["700"].tokens, seed)
+    pair.say(prompt)  # so that it is stored
+    pair.settled()
+    reader = pair.decode if share else pair.prefill
+    reader.collective_rpc(hold_reads)
+    try:
+        with pair.leaving(pair.prefill, prompt, pair.to_prefill(share)):
+            pair.until(reader, lambda seen: seen["reading"] > 0)
+    finally:
+        reader.collective_rpc(let_reads_go)
+    pair.settled()
+    assert_same(pair.say(prompt, share), alone[f"later {seed}"])
+
+
+def test_clients_that_leave_between_their_legs(pair: Pair, alone: dict[str, Spoken]) -> None:
+    """Nobody asks for what lies in the decode engine's buffers: their lease ends."""
+    pair.settled()
+    pair.prefilled(turns()["700"])
+    pair.until(pair.prefill, lambda seen: seen["clean"] and not seen["open"])
+    assert pair.looks()[1]["held"]
+    pair.decode.collective_rpc(end_leases)
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
+def test_clients_that_leave_while_the_decode_engine_waits_for_kv(
+    pair: Pair, alone: dict[str, Spoken]
+) -> None:
+    pair.settled()
+    told = pair.prefilled(turns()["700"], peer=f"unix:{pair.folder / 'nobody'}")
+    with pair.leaving(pair.decode, turns()["700"], told):
+        pair.until(pair.decode, lambda seen: seen["waiting"] > 0)
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
+def test_clients_that_leave_while_the_decode_engine_writes(pair: Pair, alone: dict[str, Spoken]) -> None:
+    pair.settled()
+    told = pair.prefilled(turns()["700"])
+    with pair.leaving(pair.decode, turns()["700"], told):
+        while not pair.decode.llm_engine.step():  # until the first token
+            pass
+    pair.settled()
+    assert_same(pair.say(turns()["700"]), alone["700"])
+
+
+def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]) -> None:
+    pair.settled()
+    for file in pair.folder.glob("store/*/*/*.kv"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    for share in (0.0, 1.0, 0.5):
+        prompt = later(turns()["700"], alone["700"].tokens, 4)
+        assert_same(pair.say(prompt, share), alone["later 4"])
+        pair.forget()
+    pair.settled()
+
+
+def test_a_decode_engine_that_is_not_there(pair: Pair, alone: dict[str, Spoken]) -> None:
+    pair.settled()
+    assert_same(pair.say(turns()["200"], 0.5, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
+    pair.settled()
+    assert BLOCK_TOKENS * 2 == FULL_TOKENS
+
+
+def test_what_they_tell_a_gateway_is_so(pair: Pair) -> None:
+    def told(of: str) -> list[dict[str, Any]]:
+        cores = [llm.llm_engine.engine_core for llm in (pair.prefill, pair.decode)]
+        return [json.loads(core.call_utility("sojourn_call", of, "{}"))["paths"] for core in cores]
+
+    pair.settled()
+    before = told("stats")
+    pair.say(words(5, 200))
+    pair.settled()
+    after = told("stats")
+    prefill, decode = told("capabilities")
+    assert [prefill["role"], decode["role"]] == ["prefill", "decode"]
+    assert prefill["node"] == decode["node"] == "n7"
+    assert prefill["block_tokens"] == decode["block_tokens"] == FULL_TOKENS
+    assert prefill["epoch"] != decode["epoch"]
+    assert decode["peer"] == f"unix:{pair.folder / 'd.sock'}"
+    scheme, host, port = prefill["peer"].split(":")
+    assert (scheme, host) == ("tcp", "127.0.0.1")
+    socket.create_connection((host, int(port)), PATIENCE_S).close()  # the real one
+    for role, outcome in ((0, "pushes_complete"), (1, "prompts_complete")):
+        assert after[role]["counts"][outcome] == before[role]["counts"].get(outcome, 0) + 1
+    moved = [now["links"]["compute network"]["moved_bytes"] for now in (before[0], after[0])]
+    taken = [now["received_bytes"] for now in (before[1], after[1])]
+    blocks = -(-200 // FULL_TOKENS)
+    assert moved[1] - moved[0] == taken[1] - taken[0] == blocks * prefill["block_bytes"]

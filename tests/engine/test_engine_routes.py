@@ -1,0 +1,328 @@
+"""The routes and the metrics of a real server, with one API server and with two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from engine_tools import SMALL_SERVER
+from prometheus_client.parser import text_string_to_metric_families
+from sojourn.aeg import Aeg
+from sojourn.wire import MAX_BATCH_BYTES
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.metrics.metric_catalog import METRIC_CATALOG
+from sojourn_server.vllm.compat import installed_vllm
+
+pytestmark = pytest.mark.engine
+
+KEY = "k-9d1f"
+GETS = ("capabilities", "programs", "programs/p", "graphs", "graphs/h", "stats", "decisions")
+POSTS = ("events", "programs/p/persist")
+SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
+ENGINE_ENV = {**SMALL_SERVER, "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-api-server", "two-api-servers"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    env = dict(ENGINE_ENV)
+    args = list(SMALL)
+    if request.param > 1:
+        args += ["--api-server-count", str(request.param)]
+        env["PYTHONPATH"] = str(vllm_metadata(tmp_path_factory.mktemp("metadata")))
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with EngineServer("tiny", api_key=KEY, serve_args=args, env=env, log_path=log) as server:
+        loaded = re.findall(r"\((\w+) pid=\d+\).*Loaded endpoint plugin sojourn", log.read_text())
+        assert len(set(loaded)) == request.param
+        yield server
+
+
+def vllm_metadata(directory: Path) -> Path:
+    """Metadata of the name ``vllm``: without it the CPU build has no ``vllm serve``, the only way to
+    several API servers."""
+    release = (installed_vllm() or "").split("+")[0]
+    version = f"{release}+cpu"  # where vLLM finds a version of this name, that is how it knows its platform
+    info = directory / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return directory
+
+
+def call(
+    server: EngineServer, method: str, path: str, *, key: str | None = KEY, **kwargs: Any
+) -> httpx.Response:
+    """One request on a connection of its own, so that the kernel may choose either API server."""
+    headers = {"authorization": f"Bearer {key}", **kwargs.pop("headers", {})} if key else {}
+    return httpx.request(method, server.url + path, headers=headers, timeout=30, trust_env=False, **kwargs)
+
+
+def report(server: EngineServer, *events: dict[str, Any], emitter: str = "e") -> list[str]:
+    response = call(
+        server, "POST", "/sojourn/v1/events", json={"v": 1, "emitter": emitter, "events": list(events)}
+    )
+    assert response.status_code == 200, response.text
+    return [outcome["outcome"] for outcome in response.json()["outcomes"]]
+
+
+def ask_model(server: EngineServer, program_id: str, prompt: str) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "vllm_xargs": {"agentic_context": json.dumps({"program_id": program_id})},
+    }
+    response = call(server, "POST", "/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+
+
+def metrics(server: EngineServer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = call(server, "GET", "/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("sojourn_") and not sample.name.endswith("_created")
+    }
+
+
+def total(server: EngineServer, name: str, **labels: str) -> float:
+    return sum(
+        value
+        for (found, at), value in metrics(server).items()
+        if found == name and labels.items() <= dict(at).items()
+    )
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+    """Metrics are polled once a second, so they may lag."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def test_every_route_asks_for_the_key(server: EngineServer) -> None:
+    for key in (None, "wrong", KEY + "x"):
+        for path in GETS:
+            assert call(server, "GET", f"/sojourn/v1/{path}", key=key).status_code == 401
+        for path in POSTS:
+            assert call(server, "POST", f"/sojourn/v1/{path}", key=key, json={}).status_code == 401
+
+
+def test_capabilities_say_what_runs(server: EngineServer) -> None:
+    document = call(server, "GET", "/sojourn/v1/capabilities").json()
+    assert document["name"] == "sojourn"
+    assert document["policy"] == "continuum"
+    assert document["wire"] == [1]
+    assert document["engines"] == 1
+    assert document["engine"]["vllm"].startswith("0.")
+
+
+def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServer) -> None:
+    programs, turns = 6, 3
+    before = metrics(server)
+    # Each call takes a connection of its own: with two API servers both get events, and both poll.
+    for p in range(programs):
+        program_id = f"routes-{p}/é"
+        seq = iter(range(100))
+        assert report(server, {"type": "program_start", "program_id": program_id, "seq": next(seq)}) == [
+            "applied"
+        ]
+        prompt = f"program {p} " + "word " * 150
+        for turn in range(turns):
+            prompt += f"turn {turn} " + "more " * 40
+            ask_model(server, program_id, prompt)
+            start = {
+                "type": "tool_start",
+                "program_id": program_id,
+                "seq": next(seq),
+                "call_id": "c",
+                "tool": "bash",
+            }
+            assert report(server, start) == ["applied"]
+            assert report(server, start) == ["duplicate"]
+            stop = {"type": "tool_stop", "program_id": program_id, "seq": next(seq), "call_id": "c"}
+            assert report(server, {**stop, "duration_s": 0.1}) == ["applied"]
+        end = {"type": "program_end", "program_id": program_id, "seq": next(seq)}
+        assert report(server, end) == ["applied"]
+
+    program = call(server, "GET", "/sojourn/v1/programs/routes-0%2F%C3%A9").json()
+    assert program["program_id"] == "routes-0/é"
+    assert program["status"] == "ended"
+    assert program["turns"] == turns
+    listed = call(server, "GET", "/sojourn/v1/programs?status=ended&limit=2").json()
+    assert (listed["shown"], listed["total"]) == (2, programs)
+    assert call(server, "GET", "/sojourn/v1/stats").json()["programs"]["ended"] == programs
+
+    assert (
+        not before or sum(v for (name, _), v in before.items() if name == "sojourn_program_turns_total") == 0
+    )
+    done = programs * turns
+    assert eventually(lambda: total(server, "sojourn_programs_finished_total", outcome="ok") == programs)
+    assert total(server, "sojourn_program_turns_total") == done
+    for kind, outcome, count in (
+        ("program_start", "applied", programs),
+        ("tool_start", "applied", done),
+        ("tool_start", "duplicate", done),
+        ("tool_stop", "applied", done),
+        ("program_end", "applied", programs),
+    ):
+        assert total(server, "sojourn_events_total", type=kind, outcome=outcome) == count
+    assert total(server, "sojourn_program_duration_seconds_count") == programs
+    assert total(server, "sojourn_program_duration_seconds_bucket", le="+Inf") == programs
+    assert total(server, "sojourn_tool_gap_seconds_count", tool="bash") == programs * (turns - 1)
+    assert total(server, "sojourn_metrics_dropped_total") == 0
+    assert eventually(lambda: total(server, "sojourn_programs", state="ended") == programs)
+    blocks = {
+        state: total(server, "sojourn_kv_blocks", state=state)
+        for state in ("running", "leased", "cached", "free")
+    }
+    assert sum(blocks.values()) == 255  # all but the engine's null block
+    time.sleep(2.5)  # counters stand still when nothing happens, however often they are polled
+    assert total(server, "sojourn_program_turns_total") == done
+
+
+def test_a_graph_is_kept_and_a_program_shows_it_and_its_tools(server: EngineServer) -> None:
+    aeg = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act"), ("act", "plan", 0.5)])
+    told = {"type": "aeg", "program_id": "graphed", "graph_hash": aeg.hash, "agent_type": "fixer"}
+    tool = {"type": "tool_start", "program_id": "graphed", "seq": 3, "call_id": "c", "tool": "bash"}
+    graph = msgspec.to_builtins(aeg.wire())
+    start = {"type": "program_start", "program_id": "graphed", "seq": 0, "tenant": "acme"}
+    outcomes = report(server, start, {**told, "seq": 1, "graph": graph}, {**told, "seq": 2}, tool)
+    assert outcomes == ["applied"] * 4
+    program = call(server, "GET", "/sojourn/v1/programs/graphed").json()
+    assert (program["graph_hash"], program["tenant"]) == (aeg.hash, "acme")
+    assert [(t["call_id"], t["tool"]) for t in program["tools"]] == [("c", "bash")]
+    found = call(server, "GET", f"/sojourn/v1/graphs/{aeg.hash}").json()
+    assert {node["id"] for node in found["nodes"]} == {"plan", "act"}
+    assert found["agent_types"] == ["fixer"]
+    assert call(server, "GET", "/sojourn/v1/graphs/unknown").status_code == 404
+
+
+def test_the_exposition_is_within_the_catalogue(server: EngineServer) -> None:
+    assert eventually(lambda: bool(metrics(server)))
+    text = call(server, "GET", "/metrics").text
+    families = {f.name: f for f in text_string_to_metric_families(text) if f.name.startswith("sojourn_")}
+    known = {name.removesuffix("_total"): spec for name, spec in METRIC_CATALOG.items()}
+    for name, family in families.items():
+        if name.endswith("_created"):
+            continue
+        for sample in family.samples:
+            assert set(sample.labels) - {"engine", "le"} == set(known[name].labels)
+            assert sample.labels["engine"] == "0"
+            assert "routes-" not in json.dumps(sample.labels)
+    series = [sample for family in families.values() for sample in family.samples]
+    keys = [(sample.name, tuple(sorted(sample.labels.items()))) for sample in series]
+    assert len(keys) == len(set(keys))
+    assert "vllm:num_requests_running" in text
+
+
+def test_decisions_can_be_walked(server: EngineServer) -> None:
+    ask_model(server, "walker", "word " * 100)
+    seen: list[int] = []
+    since = 0
+    while True:
+        page = call(server, "GET", f"/sojourn/v1/decisions?since={since}&limit=3").json()
+        seen += [decision["seq"] for decision in page["decisions"]]
+        if not page["decisions"]:
+            break
+        since = page["next"]
+    assert seen
+    assert seen == sorted(set(seen))
+    lines = call(server, "GET", "/sojourn/v1/decisions?format=ndjson&limit=2")
+    assert [json.loads(line)["seq"] for line in lines.text.splitlines()] == seen[:2]
+
+
+def test_bad_input_is_answered_and_harms_nothing(server: EngineServer) -> None:
+    post = lambda content: call(server, "POST", "/sojourn/v1/events", content=content)  # noqa: E731
+    assert post(b"{").status_code == 400
+    assert post(b'{"v":9,"emitter":"e","events":[]}').status_code == 400
+    assert post(b" " * (MAX_BATCH_BYTES + 1)).status_code == 413
+    assert post(iter([b" " * MAX_BATCH_BYTES, b" "])).status_code == 413
+    missing = call(server, "GET", "/sojourn/v1/programs/nobody")
+    assert missing.status_code == 404
+    assert "/sojourn/v1/programs" in missing.json()["error"]["next"]
+    assert call(server, "GET", "/sojourn/v1/programs?limit=0").status_code == 400
+    outcomes = report(
+        server,
+        {"type": "nonsense", "program_id": "bad", "seq": 0},
+        {"type": "tool_stop", "program_id": "bad-unknown", "seq": 0, "call_id": "c", "duration_s": 1},
+        {"type": "tool_stop", "program_id": "bad", "seq": 0, "call_id": "c", "duration_s": -1},
+        {"type": "aeg", "program_id": "bad", "seq": 1, "graph_hash": "h"},
+    )
+    assert outcomes == ["unsupported", "missing", "rejected", "missing"]
+    ask_model(server, "after-bad", "still here " * 20)
+
+
+def test_a_hung_engine_is_answered_for_and_loses_no_event(server: EngineServer) -> None:
+    batch = {"v": 1, "emitter": "e", "events": [{"type": "program_start", "program_id": "late", "seq": 0}]}
+    engine = engine_pid(server)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        response = call(server, "POST", "/sojourn/v1/events", json=batch)
+        assert response.status_code == 503
+        assert 4 < time.monotonic() - started < 15
+        assert int(response.headers["retry-after"]) > 0
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    repeated = call(server, "POST", "/sojourn/v1/events", json=batch)
+    assert repeated.json()["outcomes"][0]["outcome"] == "duplicate"
+
+
+def engine_pid(server: EngineServer) -> int:
+    """The engine core's process; the server is the leader of its group."""
+    shown = subprocess.run(
+        ["ps", "-eo", "pid=,pgid=,comm="], capture_output=True, text=True, check=True
+    ).stdout
+    for line in shown.splitlines():
+        pid, group, name = line.split(None, 2)
+        if int(group) == server.pid and name.startswith("VLLM::EngineCor"):
+            return int(pid)
+    raise AssertionError(f"no engine core in\n{shown}")
+
+
+def test_a_stock_scheduler_with_the_plugin_says_so(tmp_path: Path) -> None:
+    # Somebody sets VLLM_PLUGINS for plain vllm; `sojourn serve --policy stock` would not load us.
+    from sojourn_server.models import resolve_model
+
+    with PlainServer(resolve_model("tiny", progress=False), tmp_path / "log") as url:
+        response = httpx.get(f"{url}/sojourn/v1/capabilities", timeout=30, trust_env=False)
+        assert response.status_code == 501
+        assert "sojourn serve" in response.json()["error"]["next"]
+        time.sleep(2.5)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+class PlainServer(EngineServer):
+    """vLLM's own server with our plugin named and none of our flags."""
+
+    def __init__(self, model_path: str, log_path: Path) -> None:
+        super().__init__("tiny", env={**ENGINE_ENV, "VLLM_PLUGINS": "sojourn"}, log_path=log_path)
+        self._model_path = model_path
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        return self.url
+
+    def _command(self) -> list[str]:
+        return [
+            sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server",
+            "--model", self._model_path, "--host", "127.0.0.1", "--port", str(self.port),
+            "--served-model-name", "tiny", self._alias, "--enforce-eager", *SMALL,
+        ]  # fmt: skip

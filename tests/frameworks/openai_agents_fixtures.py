@@ -1,0 +1,124 @@
+"""Agents of the OpenAI Agents SDK for plays and tests, the tools they use, and what was told of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import sojourn
+from recorded_programs import RecordedProgram, problems, recorded_programs
+from sojourn.testing import FakeServer, ToolUse
+
+SUM = ToolUse("add", {"a": 2, "b": 3})
+
+
+class OpenAIAgents:
+    """Agents of one model, and their tools. Made inside the event loop that runs them."""
+
+    def __init__(self, base_url: str, model: str, *, responses: bool = False) -> None:
+        from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel, set_tracing_disabled
+        from openai import AsyncOpenAI
+
+        set_tracing_disabled(True)
+        self.client = AsyncOpenAI(base_url=base_url, api_key="none", timeout=30)
+        kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
+        self.model = kind(model, self.client)
+
+    def agent(self, name: str, *tools: Any, **fields: Any) -> Any:
+        """An agent."""
+        from agents import Agent
+
+        return Agent(
+            name=name, instructions=f"You are {name}.", model=self.model, tools=list(tools), **fields
+        )
+
+
+def add() -> Any:
+    """A tool."""
+    from agents import function_tool
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """The sum."""
+        return a + b
+
+    return add
+
+
+def fails(**options: Any) -> Any:
+    """A tool that raises."""
+    from agents import function_tool
+
+    @function_tool(**options)
+    def fails() -> str:
+        """Of no use."""
+        raise LookupError("nothing there")
+
+    return fails
+
+
+def waiting() -> tuple[Any, asyncio.Event]:
+    """A tool that never ends, and the news that it began."""
+    from agents import function_tool
+
+    begun = asyncio.Event()
+
+    @function_tool
+    async def wait() -> str:
+        """Wait."""
+        begun.set()
+        await asyncio.sleep(60)
+        return "over"
+
+    return wait, begun
+
+
+@asynccontextmanager
+async def agents_for(server: FakeServer, **options: Any) -> AsyncIterator[OpenAIAgents]:
+    """Agents of the fake server's model, with sojourn on."""
+    sojourn.init(server.url, probe_timeout_s=5)
+    factory = OpenAIAgents(server.base_url, "tiny", **options)
+    async with factory.client:
+        yield factory
+
+
+def recorded(server: FakeServer, *, ended: bool = True, in_order: bool = True) -> dict[str, RecordedProgram]:
+    """All programs, after checking what must hold for any.
+
+    Not ``in_order``: requests of one program at once may arrive in another order than that in which they took
+    its events along, and no request takes more than 64.
+    """
+    assert sojourn.flush(5), "events were lost or not sent within 5 s"
+    counts = sojourn.stats()
+    faults = ("internal_error", "attach_error", "resolver_error", "context_reset_failed")
+    assert not any(counts[name] for name in faults), f"faults of ours: {counts}"
+    programs = recorded_programs(server)
+    wrong = problems(server, programs, [])
+    wrong = [text for text in wrong if ended or "a start needs one end" not in text]
+    wrong = [text for text in wrong if in_order or "came before the news" not in text]
+    assert not wrong, "\n".join(["", *wrong])
+    return programs
+
+
+async def run(agent: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
+    """One run, read to its end."""
+    import agents
+
+    if not streamed:
+        return await agents.Runner.run(agent, given, **options)
+    result = agents.Runner.run_streamed(agent, given, **options)
+    async for _ in result.stream_events():
+        pass
+    return result
+
+
+def only(programs: dict[str, RecordedProgram]) -> RecordedProgram:
+    (program,) = programs.values()
+    return program
+
+
+def named(programs: dict[str, RecordedProgram], name: str) -> RecordedProgram:
+    (program,) = (each for each in programs.values() if each.start.name == name)
+    return program

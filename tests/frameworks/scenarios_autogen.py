@@ -1,0 +1,560 @@
+"""AutoGen 0.7: agents, every kind of team, agents as tools, code executors. Nothing here knows sojourn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from scenario_types import ProgramFact, Scenario, ToolFact
+from sojourn.testing import Reply, ToolUse
+from stream_pieces import StreamPiece
+
+ABSENT: dict[str, str] = {}
+NEEDS = ("autogen_agentchat", "autogen_ext", "openai")
+INFO: dict[str, Any] = {
+    "vision": False,
+    "function_calling": True,
+    "json_output": True,
+    "family": "unknown",
+    "structured_output": False,
+}
+
+Body = Callable[[Any], Awaitable[Any]]
+
+
+def scenario_runner(body: Body) -> Callable[[str, str], Any]:
+    """``body(model_client)`` in an event loop of its own."""
+
+    def play(base_url: str, model: str) -> Any:
+        from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+        async def run() -> Any:
+            llm = OpenAIChatCompletionClient(model=model, base_url=base_url, api_key="none", model_info=INFO)
+            try:
+                return await body(llm)
+            finally:
+                await llm.close()
+
+        return asyncio.run(run())
+
+    play.__name__ = body.__name__
+    return play
+
+
+def said(result: Any) -> list[tuple[str, str, str] | StreamPiece]:
+    """What a ``TaskResult`` or a list of messages holds, without ids and times."""
+    messages = getattr(result, "messages", result)
+    return [_told(each) for each in messages if hasattr(each, "source")]
+
+
+def _told(message: Any) -> tuple[str, str, str] | StreamPiece:
+    kind = type(message).__name__
+    if kind == "ModelClientStreamingChunkEvent":
+        return StreamPiece(message.source, message.content)
+    return kind, message.source, _text(message)
+
+
+def _text(message: Any) -> str:
+    content = message.content
+    if isinstance(content, list):
+        return " ".join(f"{each.name}:{getattr(each, 'content', '')}" for each in content)
+    return str(content)
+
+
+# ---- parts
+
+
+def agent(name: str, llm: Any, tools: Sequence[Any] = (), **options: Any) -> Any:
+    from autogen_agentchat.agents import AssistantAgent
+
+    return AssistantAgent(name, llm, tools=list(tools) or None, **options)
+
+
+def upper(text: str) -> str:
+    """In capitals; not async, so that AutoGen runs it in a thread."""
+    return text.upper()
+
+
+async def count(text: str) -> str:
+    """How long it is."""
+    await asyncio.sleep(0.002)
+    return str(len(text))
+
+
+async def broken(text: str) -> str:
+    """Never works."""
+    raise ValueError(f"no {text}")
+
+
+async def late(text: str) -> str:
+    """Takes too long."""
+    raise asyncio.TimeoutError
+
+
+# ---- plays
+
+
+async def round_robin(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    team = RoundRobinGroupChat([agent("alice", llm, [upper]), agent("bob", llm)], max_turns=3)
+    return said(await team.run(task="hi"))
+
+
+async def reflecting_agent(llm: Any) -> Any:
+    return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
+
+
+async def looping_agent(llm: Any) -> Any:
+    return said(await agent("alice", llm, [upper, count], max_tool_iterations=5).run(task="hi"))
+
+
+async def from_on_messages(llm: Any) -> Any:
+    """As code does that has no use for ``run``."""
+    from autogen_agentchat.messages import TextMessage
+    from autogen_core import CancellationToken
+
+    alice = agent("alice", llm, [count], reflect_on_tool_use=True)
+    response = await alice.on_messages([TextMessage(content="hi", source="user")], CancellationToken())
+    return said([*response.inner_messages, response.chat_message])
+
+
+async def streaming_agent(llm: Any) -> Any:
+    alice = agent("alice", llm, [count], reflect_on_tool_use=True, model_client_stream=True)
+    return said([each async for each in alice.run_stream(task="hi")])
+
+
+async def streaming_team(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    agents = [agent(name, llm, model_client_stream=True) for name in ("alice", "bob")]
+    team = RoundRobinGroupChat(agents, max_turns=2)
+    return said([each async for each in team.run_stream(task="hi")])
+
+
+async def stream_left_at_its_result(llm: Any) -> Any:
+    """The last item came, and the consumer does not come back."""
+    from autogen_agentchat.base import TaskResult
+
+    async for each in agent("alice", llm).run_stream(task="hi"):
+        if isinstance(each, TaskResult):
+            return said(each)
+    return None
+
+
+async def broken_off_stream(llm: Any) -> Any:
+    """Left at the first word of the answer."""
+    from autogen_agentchat.messages import ModelClientStreamingChunkEvent
+
+    stream = agent("alice", llm, model_client_stream=True).run_stream(task="hi")
+    async for each in stream:
+        if isinstance(each, ModelClientStreamingChunkEvent):
+            break
+    await stream.aclose()
+    return each.content.strip()[:1]  # how much is in the first piece is the network's
+
+
+async def broken_off_team(llm: Any) -> Any:
+    """AutoGen lets the team run on until it is idle."""
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    team = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2)
+    stream = team.run_stream(task="hi")
+    async for each in stream:
+        if each.source == "alice":
+            break
+    await stream.aclose()
+    return said([each])
+
+
+async def failing_tools(llm: Any) -> Any:
+    alice = agent("alice", llm, [broken, late, upper], reflect_on_tool_use=True)
+    return said(await alice.run(task="hi"))
+
+
+async def failing_agent(llm: Any) -> Any:
+    """AutoGen does not take a tool call where it asked for a text."""
+    return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
+
+
+async def failing_team(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    team = RoundRobinGroupChat([agent("alice", llm, [count], reflect_on_tool_use=True)], max_turns=2)
+    return said(await team.run(task="hi"))
+
+
+async def cancelled_in_a_tool(llm: Any) -> Any:
+    """By the task, not by a ``CancellationToken``: of that AutoGen 0.7 never recovers."""
+    started = asyncio.Event()
+
+    async def wait(text: str) -> str:
+        """For ever."""
+        started.set()
+        await asyncio.sleep(60)
+        return text
+
+    task = asyncio.create_task(agent("alice", llm, [wait]).run(task="hi"))
+    await started.wait()
+    task.cancel()
+    await task
+
+
+async def two_tools_at_once(llm: Any) -> Any:
+    return said(await agent("alice", llm, [upper, count], reflect_on_tool_use=True).run(task="hi"))
+
+
+async def two_branches_at_once(llm: Any) -> Any:
+    from autogen_agentchat.teams import DiGraphBuilder, GraphFlow
+
+    start, left, right, join = (agent(name, llm) for name in ("start", "left", "right", "join"))
+    graph = DiGraphBuilder()
+    for each in (start, left, right, join):
+        graph.add_node(each)
+    graph.add_edge(start, left).add_edge(start, right).add_edge(left, join).add_edge(right, join)
+    team = GraphFlow([start, left, right, join], graph=graph.build())
+    return sorted(said(await team.run(task="hi")))
+
+
+async def two_teams_at_once(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    teams = [
+        RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2, name=name)
+        for name in ("one", "two")
+    ]
+    return [said(each) for each in await asyncio.gather(*(team.run(task="hi") for team in teams))]
+
+
+async def agent_tool(llm: Any) -> Any:
+    from autogen_agentchat.tools import AgentTool
+
+    helper = AgentTool(agent("helper", llm, [count], description="helps", reflect_on_tool_use=True))
+    return said(await agent("boss", llm, [helper], reflect_on_tool_use=True).run(task="hi"))
+
+
+async def team_tool(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_agentchat.tools import TeamTool
+
+    team = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2)
+    tool = TeamTool(team, name="office", description="helps")
+    boss = agent("boss", llm, [tool], max_tool_iterations=2)
+    outer = RoundRobinGroupChat([boss], max_turns=1, name="outer")
+    return said(await outer.run(task="hi"))
+
+
+async def agent_in_a_plain_tool(llm: Any) -> Any:
+    """A function that is not async and runs an agent, in the thread that AutoGen puts it into."""
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    def research(text: str) -> str:
+        """Ask somebody else."""
+
+        async def ask() -> str:
+            client = OpenAIChatCompletionClient(**settings, api_key="none", model_info=INFO)
+            try:
+                return said(await agent("helper", client).run(task=text))[-1][-1]
+            finally:
+                await client.close()
+
+        return asyncio.run(ask())
+
+    settings = {"model": llm._raw_config["model"], "base_url": llm._raw_config["base_url"]}
+    return said(await agent("boss", llm, [research], reflect_on_tool_use=True).run(task="hi"))
+
+
+async def team_in_a_team(llm: Any) -> Any:
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    inner = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2, name="inner")
+    outer = RoundRobinGroupChat([inner, agent("alice", llm)], max_turns=2)
+    return said(await outer.run(task="hi"))
+
+
+async def society_of_mind(llm: Any) -> Any:
+    from autogen_agentchat.agents import SocietyOfMindAgent
+    from autogen_agentchat.teams import RoundRobinGroupChat
+
+    inner = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2)
+    outer = RoundRobinGroupChat([SocietyOfMindAgent("mind", inner, llm), agent("carol", llm)], max_turns=2)
+    return said(await outer.run(task="hi"))
+
+
+async def swarm(llm: Any) -> Any:
+    from autogen_agentchat.teams import Swarm
+
+    alice = agent("alice", llm, [count], handoffs=["bob"])
+    return said(await Swarm([alice, agent("bob", llm)], max_turns=3).run(task="hi"))
+
+
+async def graph_flow(llm: Any) -> Any:
+    """What ``check`` says decides where it goes on."""
+    from autogen_agentchat.teams import GraphFlow
+
+    agents, graph = graph_with_a_condition(llm)
+    return said(await GraphFlow(agents, graph=graph, max_turns=9).run(task="hi"))
+
+
+def graph_with_a_condition(llm: Any) -> tuple[list[Any], Any]:
+    """plan → work → check, and from there back to work or on to done."""
+    from autogen_agentchat.teams import DiGraphBuilder
+
+    plan, work, check, done = agents = [agent(name, llm) for name in ("plan", "work", "check", "done")]
+    graph = DiGraphBuilder()
+    for each in agents:
+        graph.add_node(each)
+    graph.add_edge(plan, work, activation_group="first")
+    graph.add_edge(work, check)
+    graph.add_edge(check, work, condition="again", activation_group="again")
+    graph.add_edge(check, done, condition=lambda message: "good" in message.to_model_text())
+    graph.set_entry_point(plan)
+    return agents, graph.build()
+
+
+async def selector(llm: Any) -> Any:
+    from autogen_agentchat.teams import SelectorGroupChat
+
+    agents = [agent(name, llm, description=name) for name in ("alice", "bob", "carol")]
+    return said(await SelectorGroupChat(agents, llm, max_turns=2).run(task="hi"))
+
+
+async def magentic_one(llm: Any) -> Any:
+    from autogen_agentchat.teams import MagenticOneGroupChat
+
+    return said(await MagenticOneGroupChat([agent("alice", llm), agent("bob", llm)], llm).run(task="hi"))
+
+
+def ledger(speaker: str, *, done: bool) -> str:
+    answers = {
+        "is_request_satisfied": done,
+        "is_progress_being_made": True,
+        "is_in_loop": False,
+        "instruction_or_question": "go on",
+        "next_speaker": speaker,
+    }
+    return json.dumps({name: {"reason": "so", "answer": answer} for name, answer in answers.items()})
+
+
+async def code_executor(llm: Any) -> Any:
+    """Real Python and a real shell, in a folder of their own."""
+    from autogen_agentchat.agents import CodeExecutorAgent
+    from autogen_agentchat.agents._code_executor_agent import ApprovalResponse
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_ext.code_executors.local import LocalCommandLineCodeExecutor
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # AutoGen warns of code that is run outside of a container
+        async with LocalCommandLineCodeExecutor(work_dir=folder, timeout=20) as executor:
+            computer = CodeExecutorAgent(
+                "computer",
+                executor,
+                approval_func=lambda request: ApprovalResponse(approved=True, reason="a test"),
+            )
+            team = RoundRobinGroupChat([agent("coder", llm), computer], max_turns=6)
+            return said(await team.run(task="hi"))
+
+
+# ---- the table
+
+
+def scene(
+    row: str, body: Body, script: Sequence[Reply], *programs: ProgramFact, raises: str | None = None
+) -> Scenario:
+    name = body.__name__
+    return Scenario("autogen", row, NEEDS, lambda: script, scenario_runner(body), programs, raises, name)
+
+
+UPPER, COUNT = ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})
+CODE = "```{}\n{}\n```"
+
+SCENARIOS = [
+    scene(
+        "sync",
+        round_robin,
+        [UPPER, "bob speaks", "alice speaks"],
+        ProgramFact("team", nodes=("alice", "bob", "alice"), tools=(ToolFact("upper"),)),
+    ),
+    scene(
+        "sync",
+        selector,
+        ["alice", "alice speaks", "I take carol.", "carol speaks"],
+        ProgramFact("team", nodes=(None, "alice", None, "carol")),
+    ),
+    scene(
+        "sync",
+        magentic_one,
+        ["facts", "plan", ledger("bob", done=False), "bob speaks", ledger("bob", done=True), "the answer"],
+        ProgramFact("team", nodes=(None, None, None, "bob", None, None)),
+    ),
+    scene(
+        "sync",
+        swarm,
+        [[COUNT, ToolUse("transfer_to_bob")], "bob speaks", "bob speaks again"],
+        ProgramFact(
+            "team",
+            nodes=("alice", "bob", "bob"),
+            tools=(ToolFact("count"), ToolFact("transfer_to_bob")),
+        ),
+    ),
+    scene(
+        "sync",
+        graph_flow,
+        ["the plan", "first try", "once again", "second try", "good", "bye"],
+        ProgramFact("team", nodes=("plan", "work", "check", "work", "check", "done")),
+    ),
+    scene(
+        "sync",
+        code_executor,
+        [
+            CODE.format("python", "print(6 * 7)"),
+            CODE.format("sh", "cd . && ls | head -1"),
+            CODE.format("python", "raise SystemExit(3)"),
+        ],
+        ProgramFact(
+            "team",
+            nodes=("coder", "coder", "coder"),
+            tools=(
+                ToolFact("code", "ok", "ls"),
+                ToolFact("code", "ok", "python"),
+                ToolFact("code", "nonzero", "python"),
+            ),
+        ),
+    ),
+    scene(
+        "async",
+        reflecting_agent,
+        [COUNT, "two letters"],
+        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
+    ),
+    scene(
+        "async",
+        looping_agent,
+        [UPPER, COUNT, UPPER, "done"],
+        ProgramFact(
+            "agent", nodes=("alice",) * 4, tools=(ToolFact("count"), ToolFact("upper"), ToolFact("upper"))
+        ),
+    ),
+    scene(
+        "async",
+        from_on_messages,
+        [COUNT, "two letters"],
+        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
+    ),
+    scene(
+        "stream",
+        streaming_agent,
+        [COUNT, "two letters it is"],
+        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
+    ),
+    scene("stream", streaming_team, ["one two", "three four"], ProgramFact("team", nodes=("alice", "bob"))),
+    scene("stream", stream_left_at_its_result, ["hello"], ProgramFact("agent", nodes=("alice",))),
+    scene(
+        "stream",
+        broken_off_stream,
+        ["one two three"],
+        ProgramFact("agent", status="cancelled", nodes=("alice",)),
+    ),
+    scene(
+        "stream",
+        broken_off_team,
+        ["one", "two"],
+        ProgramFact("team", status="cancelled", nodes=("alice", "bob")),
+    ),
+    scene(
+        "error",
+        failing_tools,
+        [[ToolUse("broken", {"text": "x"}), ToolUse("late", {"text": "x"}), ToolUse("nosuch"), UPPER], "oh"],
+        ProgramFact(
+            "agent",
+            nodes=("alice", "alice"),
+            tools=(
+                ToolFact("broken", "error"),
+                ToolFact("late", "timeout"),
+                ToolFact("nosuch", "error"),
+                ToolFact("upper"),
+            ),
+        ),
+    ),
+    scene(
+        "error",
+        failing_agent,
+        [COUNT, COUNT],
+        ProgramFact("agent", status="error", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
+        raises="RuntimeError",
+    ),
+    scene(
+        "error",
+        failing_team,
+        [COUNT, COUNT],
+        ProgramFact("team", status="error", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
+        raises="RuntimeError",
+    )._replace(only_fake="it answers with a tool call where the request forbids them"),
+    scene(
+        "cancel",
+        cancelled_in_a_tool,
+        [ToolUse("wait", {"text": "x"})],
+        ProgramFact("agent", status="cancelled", nodes=("alice",), tools=(ToolFact("wait", "cancelled"),)),
+        raises="CancelledError",
+    ),
+    scene(
+        "parallel",
+        two_tools_at_once,
+        [[UPPER, COUNT, COUNT], "done"],
+        ProgramFact(
+            "agent",
+            nodes=("alice", "alice"),
+            tools=(ToolFact("count"), ToolFact("count"), ToolFact("upper")),
+        ),
+    ),
+    scene(
+        "parallel",
+        two_branches_at_once,
+        ["same"] * 4,
+        ProgramFact("team", nodes=("start", "left", "right", "join")),
+    ),
+    scene(
+        "parallel",
+        two_teams_at_once,
+        ["same"] * 4,
+        ProgramFact("one", nodes=("alice", "bob")),
+        ProgramFact("two", nodes=("alice", "bob")),
+    ),
+    scene(
+        "sub_agent",
+        agent_tool,
+        [ToolUse("helper", {"task": "help"}), COUNT, "helped", "done"],
+        ProgramFact("boss", nodes=("boss", "boss"), tools=(ToolFact("helper"),)),
+        ProgramFact("helper", parent="boss", nodes=("helper", "helper"), tools=(ToolFact("count"),)),
+    ),
+    scene(
+        "sub_agent",
+        team_tool,
+        [ToolUse("office", {"task": "help"}), "alice speaks", "bob speaks", "done"],
+        ProgramFact("outer", nodes=("boss", "boss"), tools=(ToolFact("office"),)),
+        ProgramFact("office", parent="outer", nodes=("alice", "bob")),
+    ),
+    scene(
+        "sub_agent",
+        agent_in_a_plain_tool,
+        [ToolUse("research", {"text": "what"}), "that", "done"],
+        ProgramFact("boss", nodes=("boss", "boss"), tools=(ToolFact("research"),)),
+        ProgramFact("helper", parent="boss", nodes=("helper",)),
+    ),
+    scene(
+        "sub_agent",
+        team_in_a_team,
+        ["one", "two", "three"],
+        ProgramFact("outer", nodes=("inner/alice", "inner/bob", "alice")),
+    ),
+    scene(
+        "sub_agent",
+        society_of_mind,
+        ["one", "two", "summed up", "three"],
+        ProgramFact("outer", nodes=("mind/alice", "mind/bob", "mind", "carol")),
+    ),
+]

@@ -1,0 +1,151 @@
+"""mini-swe-agent with real bash."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from scenario_types import ProgramFact, Scenario, ToolFact
+from sojourn.testing import ToolUse
+
+# Read by mini and litellm when they are imported: else they print, ask for a setup and download a price list.
+for name, value in {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}.items():
+    os.environ.setdefault(name, value)
+
+ABSENT = {
+    "async": "mini-swe-agent 2.x is synchronous from end to end",
+    "stream": "its models only read whole answers",
+    "sub_agent": "its agents cannot call agents; nesting by hand is what scenarios_openai shows",
+}
+
+
+def agent(base_url: str, model: str, *, provider: str = "openai", responses: bool = False) -> Any:
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
+    from minisweagent.models.litellm_response_model import LitellmResponseModel
+
+    settings = {"api_base": base_url, "api_key": "none"}
+    return DefaultAgent(
+        (LitellmResponseModel if responses else LitellmModel)(
+            model_name=f"{provider}/{model}", model_kwargs=settings
+        ),
+        LocalEnvironment(timeout=1),
+        system_template="You are an agent.",
+        instance_template="Do {{task}}.",
+    )
+
+
+def outputs(agent: Any, result: dict[str, Any]) -> Any:
+    """How it ended, and what its commands printed."""
+    recorded = [message.get("content") or message.get("output") for message in agent.messages[2:]]
+    return (
+        result["exit_status"],
+        result["submission"],
+        [text for text in recorded if "returncode" in str(text)],
+    )
+
+
+def run(base_url: str, model: str, **options: Any) -> Any:
+    made = agent(base_url, model, **options)
+    return outputs(made, made.run("it"))
+
+
+def run_on_hosted_vllm(base_url: str, model: str) -> Any:
+    return run(base_url, model, provider="hosted_vllm")
+
+
+def run_with_responses(base_url: str, model: str) -> Any:
+    return run(base_url, model, responses=True)
+
+
+class EnvironmentBroke(Exception):
+    """What a command of ``broken_environment`` ends in."""
+
+
+def broken_environment(base_url: str, model: str, error: type[BaseException] = EnvironmentBroke) -> Any:
+    made = agent(base_url, model)
+
+    def execute(*_: Any, **__: Any) -> Any:
+        raise error
+
+    made.env.execute = execute
+    return made.run("it")
+
+
+def interrupted(base_url: str, model: str) -> Any:
+    """Ctrl-C while its command runs."""
+    return broken_environment(base_url, model, KeyboardInterrupt)
+
+
+def two_at_once(base_url: str, model: str) -> Any:
+    """As ``mini-extra swebench`` runs its instances."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda _: run(base_url, model), range(2)))
+
+
+def bash(command: str) -> ToolUse:
+    return ToolUse("bash", {"command": command})
+
+
+def scenario(row: str, play: Any, script: list[Any], programs: Any, **more: Any) -> Scenario:
+    needs = ("minisweagent",)
+    return Scenario("mini_swe_agent", row, needs, lambda: list(script), play, tuple(programs), **more)
+
+
+SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
+WORK = [bash("echo hi"), [bash("false"), bash("sleep 3")], SUBMIT]
+WORKED = (
+    ProgramFact(
+        "agent",
+        nodes=(None,) * 3,
+        tools=(
+            ToolFact("bash", "ok", "echo"),
+            ToolFact("bash", "ok", "echo"),
+            ToolFact("bash", "nonzero", "false"),
+            ToolFact("bash", "timeout", "sleep"),
+        ),
+    ),
+)
+SCENARIOS = [
+    scenario("sync", run, WORK, WORKED),
+    scenario("sync", run_on_hosted_vllm, WORK, WORKED, name="hosted_vllm"),
+    scenario("sync", run_with_responses, WORK, WORKED, name="responses"),
+    scenario(
+        "error",
+        broken_environment,
+        [bash("echo hi")],
+        [ProgramFact("agent", "error", nodes=(None,), tools=(ToolFact("bash", "error", "echo"),))],
+        raises="EnvironmentBroke",
+    ),
+    scenario(
+        "cancel",
+        interrupted,
+        [bash("echo hi")],
+        [ProgramFact("agent", "cancelled", nodes=(None,), tools=(ToolFact("bash", "cancelled", "echo"),))],
+        raises="KeyboardInterrupt",
+    ),
+    scenario(
+        "parallel",
+        run,
+        [[bash("echo one"), bash("echo two")], SUBMIT],
+        [ProgramFact("agent", nodes=(None, None), tools=(ToolFact("bash", "ok", "echo"),) * 3)],
+        name="calls, run one after the other",
+    ),
+    scenario(
+        "parallel",
+        two_at_once,
+        [SUBMIT, SUBMIT],
+        [
+            ProgramFact(key, nodes=(None,), tools=(ToolFact("bash", "ok", "echo"),))
+            for key in ("first", "second")
+        ],
+        name="instances in threads",
+    ),
+]

@@ -1,0 +1,348 @@
+"""Ways into the OpenAI Agents SDK: the user's own hooks and runners come first, faults of ours stay ours."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sojourn
+from openai_agents_fixtures import SUM, OpenAIAgents, add, agents_for, fails, only, recorded, run
+from recorded_programs import recorded_programs
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.testing import FakeServer, ToolUse
+
+agents = pytest.importorskip("agents")
+adapter = import_module("sojourn_integrations.openai_agents")
+belonging = import_module("sojourn_integrations.openai_agents.run_programs")
+seeing = import_module("sojourn_integrations.openai_agents.run_hooks")
+
+pytestmark = pytest.mark.timeout(60)
+Runner = agents.Runner
+
+
+# ---- the user's own hooks and runners
+
+
+def recording(log: list[Any]) -> Any:
+    class Mine(agents.RunHooks):  # type: ignore[misc, name-defined]
+        flavour = "own"
+
+        async def on_agent_start(self, context: Any, agent: Any) -> None:
+            log.append(("agent_start", agent.name))
+
+        async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
+            log.append(("agent_end", agent.name, output))
+
+        async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
+            log.append(("handoff", from_agent.name, to_agent.name))
+
+        async def on_tool_start(self, context: Any, agent: Any, tool: Any) -> None:
+            log.append(("tool_start", context.tool_call_id, tool.name))
+
+        async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
+            log.append(("tool_end", context.tool_call_id, tool.name, result))
+
+        async def on_llm_start(self, context: Any, agent: Any, prompt: Any, items: Any) -> None:
+            log.append(("llm_start", agent.name, prompt, len(items)))
+
+        async def on_llm_end(self, context: Any, agent: Any, response: Any) -> None:
+            log.append(("llm_end", agent.name))
+
+    return Mine()
+
+
+async def test_the_users_hooks_see_what_they_saw_without_us() -> None:
+    async def play(instrumented: bool) -> list[Any]:
+        log: list[Any] = []
+        use = [ToolUse("transfer_to_expert", {}, "h1"), SUM._replace(id="s1"), "5"]
+        with FakeServer(use) as server:
+            if instrumented:
+                sojourn.init(server.url, probe_timeout_s=5)
+            factory = OpenAIAgents(server.base_url, "tiny")
+            async with factory.client:
+                desk = factory.agent("desk", handoffs=[factory.agent("expert", add())])
+                await Runner.run(desk, "Go.", hooks=recording(log))
+            if instrumented:
+                assert only(recorded(server)).nodes == ("desk", "expert", "expert")
+        return log
+
+    plain = await play(instrumented=False)
+    assert await play(instrumented=True) == plain
+    assert ("handoff", "desk", "expert") in plain
+
+
+@pytest.mark.parametrize("method", ["on_agent_start", "on_llm_start", "on_tool_start", "on_tool_end"])
+async def test_what_the_users_hooks_raise_passes_unchanged(server: FakeServer, method: str) -> None:
+    class OurError(BaseException):
+        pass
+
+    async def raising(*args: Any, **kwargs: Any) -> None:
+        raise OurError(method)
+
+    server.script = [SUM, "5"]
+    hooks = recording([])
+    setattr(hooks, method, raising)
+    async with agents_for(server) as factory:
+        with pytest.raises(OurError, match=method):
+            await Runner.run(factory.agent("clerk", add()), "Go.", hooks=hooks)
+        await asyncio.sleep(0)
+        program = only(recorded(server))
+    assert program.status == "error"
+    assert len(program.tool_starts) == len(program.tool_stops)
+
+
+async def test_wrong_hooks_are_complained_of_as_without_us(server: FakeServer) -> None:
+    async with agents_for(server) as factory:
+        with pytest.raises(TypeError, match="agent-scoped hooks"):
+            await Runner.run(factory.agent("clerk"), "Go.", hooks=agents.AgentHooks())
+    assert only(recorded(server)).status == "error"
+
+
+def test_the_hooks_pass_for_the_users_own() -> None:
+    hooks = adapter.Hooks(recording([]))
+    assert isinstance(hooks, agents.RunHooks.__origin__ if hasattr(agents.RunHooks, "__origin__") else object)
+    assert hooks.flavour == "own"
+    assert not hasattr(hooks, "nothing_of_the_kind")
+
+
+async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer) -> None:
+    run = import_module("agents.run")
+    before = run.get_default_agent_runner()
+    calls = []
+
+    class Mine(run.AgentRunner):  # type: ignore[misc, name-defined]
+        colour = "blue"
+
+        async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+            calls.append(starting_agent.name)
+            return await super().run(starting_agent, input, **kwargs)
+
+    mine = Mine()
+    run.set_default_agent_runner(mine)
+    try:
+        async with agents_for(server) as factory:
+            assert run.get_default_agent_runner().colour == "blue"
+            await Runner.run(factory.agent("clerk"), "Go.")
+            assert calls == ["clerk"]
+            assert only(recorded(server)).nodes == ("clerk",)
+            sojourn.uninstrument("openai_agents")
+            assert run.get_default_agent_runner() is mine
+    finally:
+        run.set_default_agent_runner(before)
+
+
+async def test_a_runner_above_ours_stays_and_nothing_is_told_twice(server: FakeServer) -> None:
+    run = import_module("agents.run")
+    before = run.get_default_agent_runner()
+    async with agents_for(server) as factory:
+        ours = run.get_default_agent_runner()
+
+        class Above(run.AgentRunner):  # type: ignore[misc, name-defined]
+            async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+                return await ours.run(starting_agent, input, **kwargs)
+
+        above = Above()
+        run.set_default_agent_runner(above)
+        try:
+            adapter.patch()  # ours above theirs above ours
+            await Runner.run(factory.agent("clerk"), "Go.")
+            assert only(recorded(server)).nodes == ("clerk",)
+            sojourn.uninstrument("openai_agents")
+            assert run.get_default_agent_runner() is above
+            await Runner.run(factory.agent("clerk"), "Go.")
+            assert sojourn.flush(5)
+            names = [each.start.name for each in recorded_programs(server).values()]
+            assert names == ["clerk", None], "the second run's request is nobody's"
+        finally:
+            run.set_default_agent_runner(before)
+
+
+def test_uninstrumenting_puts_the_very_same_things_back(server: FakeServer) -> None:
+    run, tracing = import_module("agents.run"), import_module("agents.util._error_tracing")
+    runner, attach = run.get_default_agent_runner(), tracing.attach_error_to_current_span
+    sojourn.init(server.url, probe_timeout_s=5)
+    assert "openai_agents" in sojourn.stats().instrumented
+    assert run.get_default_agent_runner() is not runner
+    assert isinstance(run.get_default_agent_runner(), run.AgentRunner)
+    sojourn.uninstrument()
+    assert run.get_default_agent_runner() is runner
+    assert tracing.attach_error_to_current_span is attach
+
+
+# ---- without the patch
+
+
+async def test_one_wrapped_agent_is_told_of_and_no_other(server: FakeServer) -> None:
+    server.script = [ToolUse("ask", {"input": "go"}), "so", "done", "alone"]
+    async with agents_for(server) as factory:
+        sojourn.uninstrument("openai_agents")
+        ask = factory.agent("expert").as_tool(tool_name="ask", tool_description="Asks.")
+        desk = sojourn.wrap(factory.agent("desk", ask))
+        await Runner.run(desk, "Go.")
+        await Runner.run(factory.agent("stranger"), "Go.")
+    programs = recorded_programs(server)
+    assert sojourn.flush(5)
+    starts = {each.start.name for each in recorded_programs(server).values()}
+    assert {"desk", "expert"} <= starts
+    assert "stranger" not in starts
+    assert len(programs) >= 2
+
+
+async def test_a_runner_of_ones_own(server: FakeServer) -> None:
+    server.script = [SUM, "5", SUM, "5"]
+    async with agents_for(server) as factory:
+        sojourn.uninstrument("openai_agents")
+        runner = adapter.SojournRunner()
+        await runner.run(factory.agent("clerk", add()), "Go.")
+        theirs = import_module("agents.run").AgentRunner()
+        wrapped = sojourn.wrap(theirs)
+        assert sojourn.wrap(wrapped) is wrapped
+        await wrapped.run(factory.agent("clerk", add()), "Go.")
+    programs = recorded(server)
+    assert [each.nodes for each in programs.values()] == [("clerk", "clerk")] * 2
+
+
+async def test_hooks_of_ones_own_in_a_program_of_ones_own(server: FakeServer) -> None:
+    server.script = [ToolUse("transfer_to_expert"), [SUM, ToolUse("fails")], "5"]
+    log: list[Any] = []
+    async with agents_for(server) as factory:
+        sojourn.uninstrument("openai_agents")
+        desk = factory.agent("desk", handoffs=[factory.agent("expert", add(), fails())])
+        with sojourn.program("mine"):
+            await Runner.run(desk, "Go.", hooks=adapter.Hooks(recording(log)))
+    mine = only(recorded(server))
+    assert mine.nodes == ("desk", "expert", "expert")
+    assert [tool.tool for tool in mine.tools] == ["add", "fails"]
+    assert ("handoff", "desk", "expert") in log
+
+
+async def test_hooks_of_ones_own_and_the_patch_tell_once(server: FakeServer) -> None:
+    server.script = [SUM, "5"]
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", add()), "Go.", hooks=adapter.Hooks())
+    assert [tool.tool for tool in only(recorded(server)).tools] == ["add"]
+
+
+# ---- faults
+
+
+BREAKING: dict[str, tuple[Any, str]] = {
+    "begin": (belonging, "graph_of"),
+    "end": (belonging, "_keep_interrupted"),
+    "node": (seeing.Run, "enter_node"),
+    "tool": (seeing, "ToolCall"),
+    "timeout": (seeing, "_timed_out"),
+    "stop": (seeing.Call, "stop"),
+    "enter": (seeing.Run, "enter"),
+    "status": (adapter, "_stream_status"),
+    "hooks": (adapter, "_kinds"),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("what", BREAKING)
+async def test_a_fault_of_ours_never_gets_out(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, what: str, streamed: bool
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("ours")
+
+    server.script = [[SUM, ToolUse("fails")], "5"]
+    async with agents_for(server) as factory:
+        owner, name = BREAKING[what]
+        monkeypatch.setattr(owner, name, broken)
+        clerk = factory.agent("clerk", add(), fails())
+        result = await run(clerk, "Go.", streamed=streamed)
+        assert result.final_output.strip() == "5"
+        assert sojourn.current_program() is None
+        await asyncio.sleep(0.01)  # 0.6.0 lets the reader go before the loop's task is done
+        counted = sojourn.stats()["internal_error"]
+        monkeypatch.undo()
+    assert counted > 0 or (what == "status" and not streamed)
+
+
+def test_an_unfamiliar_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = import_module("agents.run")
+    runner = run.get_default_agent_runner()
+    monkeypatch.delattr(run, "set_default_agent_runner")
+    assert adapter.patch() is False
+    assert run.get_default_agent_runner() is runner
+
+
+FOREIGN = """
+import logging, sys
+records = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        records.append(record.getMessage())
+logging.getLogger("sojourn").addHandler(Handler())
+import sojourn
+sojourn.init("http://127.0.0.1:9", dialect="sojourn")
+import agents
+assert agents.MINE
+stats = sojourn.stats()
+print(stats.instrumented, stats["attach_error"], records)
+"""
+
+
+def test_a_package_of_the_users_own_named_agents_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "__init__.py").write_text("MINE = True\n")
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert "openai_agents" not in done.stdout
+    assert done.stdout.strip().endswith("0 []"), done.stdout
+
+
+def test_importing_the_adapter_does_not_import_the_framework() -> None:
+    code = "import sys, sojourn_integrations.openai_agents; print('agents' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_every_start_has_its_end_at_exit(server: FakeServer, tmp_path: Path) -> None:
+    """A conversation in memory ends with the process at the latest."""
+    code = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
+        "import sojourn, agents; from openai_agents_fixtures import OpenAIAgents\n"
+        "sojourn.init(sys.argv[1], probe_timeout_s=5)\n"
+        "talk = agents.SQLiteSession('c1')\n"
+        "factory = OpenAIAgents(sys.argv[1] + '/v1', 'tiny')\n"
+        "asyncio.run(agents.Runner.run(factory.agent('clerk'), 'Go.', session=talk))\n"
+    )
+    here = str(Path(__file__).parent)
+    subprocess.run(
+        [sys.executable, "-c", code, server.url, here],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=tmp_path,
+    )
+    events = server.program_events()
+    assert [type(event) for event in events if isinstance(event, (ProgramStart, ProgramEnd))] == [
+        ProgramStart,
+        ProgramEnd,
+    ]
+    assert not [event for event in events if isinstance(event, ToolStart)]
+
+
+async def test_a_task_that_lives_long_keeps_none_of_its_calls(server: FakeServer) -> None:
+    """Shells and computers are used in the task of the run itself, which may be a worker's."""
+    sojourn.init(server.url, probe_timeout_s=5)
+    hooks = adapter.Hooks()
+    task = asyncio.current_task()
+    before = len(task._callbacks or ())
+    for _ in range(3):
+        await hooks.on_tool_start(SimpleNamespace(), None, SimpleNamespace(name="shell"))
+        await hooks.on_tool_end(SimpleNamespace(), None, SimpleNamespace(name="shell"), "text")
+    assert len(task._callbacks or ()) == before

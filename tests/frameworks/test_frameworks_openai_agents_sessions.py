@@ -1,0 +1,295 @@
+"""Programs of the OpenAI Agents SDK that outlive one run: sessions and approvals."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sojourn
+from openai_agents_fixtures import agents_for, fails, named, only, recorded, run
+from sojourn.events import ProgramStart
+from sojourn.program import Program
+from sojourn.testing import FakeServer, ToolUse
+from sojourn_integrations.openai_agents import run_programs as programs
+from sojourn_integrations.openai_agents.program_cache import ProgramCache
+
+agents = pytest.importorskip("agents")
+
+pytestmark = pytest.mark.timeout(60)
+HAS_APPROVALS = hasattr(agents, "RunState")
+Runner = agents.Runner
+
+
+# ---- sessions
+
+
+def beating() -> bool:
+    return sojourn.runtime.session().heartbeats.promised
+
+
+async def still_beating() -> bool:
+    """After a session was let go of. The thread that read it has it for a moment more than its answer."""
+    deadline_s = time.monotonic() + 5
+    while beating() and time.monotonic() < deadline_s:
+        gc.collect()
+        await asyncio.sleep(0.01)
+    return beating()
+
+
+async def test_a_conversation_is_one_program_until_its_session_is_gone(server: FakeServer) -> None:
+    async with agents_for(server) as factory:
+        conversation = agents.SQLiteSession("c1")
+        clerk = factory.agent("clerk")
+        await Runner.run(clerk, "Hello.", session=conversation)
+        await Runner.run(factory.agent("other"), "Not part of it.")
+        await run(clerk, "Go on.", streamed=True, session=conversation)
+        before = named(recorded(server, ended=False), "clerk")
+        assert (before.ends, before.nodes) == ([], ("clerk", "clerk"))
+        assert len(before.requests[-1].body["messages"]) > len(before.requests[0].body["messages"])
+        conversation.close()
+        del conversation
+        assert not await still_beating()
+        assert named(recorded(server), "clerk").status == "ok"
+
+
+async def test_a_stored_conversation_goes_on_with_the_next_session_object(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    def open_it() -> Any:
+        return agents.SQLiteSession("someone@example.com", tmp_path / "talks.db")
+
+    async with agents_for(server) as factory:
+        clerk = factory.agent("clerk")
+        for _ in range(2):
+            conversation = open_it()
+            await Runner.run(clerk, "Hello.", session=conversation)
+            assert beating()
+            conversation.close()
+            del conversation
+            assert not await still_beating(), "nobody holds it: its lease may run out"
+        first = only(recorded(server, ended=False))
+        assert (first.ends, first.nodes) == ([], ("clerk", "clerk"))
+        assert "example" not in first.start.program_id
+        sojourn.shutdown()
+        sojourn.init(server.url, probe_timeout_s=5)
+        conversation = open_it()
+        await Runner.run(clerk, "Once more.", session=conversation)
+        conversation.close()
+    assert sojourn.flush(5)
+    starts = [event for event in server.program_events() if isinstance(event, ProgramStart)]
+    assert [event.program_id for event in starts] == [first.start.program_id] * 2
+
+
+async def test_a_failed_run_does_not_end_its_conversation(server: FakeServer) -> None:
+    server.script = [ToolUse("fails"), "better"]
+    async with agents_for(server) as factory:
+        conversation = agents.SQLiteSession("c1")
+        with pytest.raises(agents.UserError):
+            await Runner.run(
+                factory.agent("clerk", fails(failure_error_function=None)), "Go.", session=conversation
+            )
+        await conversation.clear_session()
+        await Runner.run(factory.agent("clerk"), "Again.", session=conversation)
+        assert only(recorded(server, ended=False)).nodes == ("clerk", "clerk")
+        sojourn.uninstrument("openai_agents")
+        assert only(recorded(server)).status == "ok"
+        conversation.close()
+
+
+# ---- approvals
+
+
+def guarded_tool() -> Any:
+    @agents.function_tool(needs_approval=True)
+    def erase() -> str:
+        """Erases."""
+        return "erased"
+
+    return erase
+
+
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+@pytest.mark.parametrize("via_json", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: bool, streamed: bool) -> None:
+    server.script = [ToolUse("erase"), "done"]
+    async with agents_for(server) as factory:
+        clerk = factory.agent("clerk", guarded_tool())
+
+        first = await run(clerk, "Go.", streamed=streamed)
+        waiting_told = only(recorded(server, ended=False))
+        assert (waiting_told.ends, waiting_told.tools) == ([], ())
+        state = first.to_state()
+        if via_json:
+            state = await agents.RunState.from_string(clerk, state.to_string())
+        for item in state.get_interruptions():
+            state.approve(item)
+        assert (await run(clerk, state, streamed=streamed)).final_output.strip() == "done"
+    program = only(recorded(server))
+    assert (program.status, program.nodes) == ("ok", ("clerk", "clerk"))
+    assert [tool.tool for tool in program.tools] == ["erase"]
+
+
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+@pytest.mark.parametrize("approve", [True, False])
+async def test_an_approval_inside_an_agent_used_as_a_tool(server: FakeServer, approve: bool) -> None:
+    server.script = [ToolUse("ask", {"input": "go"}), ToolUse("erase"), "so", "done"]
+    async with agents_for(server) as factory:
+        expert = factory.agent("expert", guarded_tool())
+        desk = factory.agent("desk", expert.as_tool(tool_name="ask", tool_description="Asks."))
+        state = (await Runner.run(desk, "Go.")).to_state()
+        for item in state.get_interruptions():
+            state.approve(item) if approve else state.reject(item)
+        result = await Runner.run(desk, state)
+        assert not result.interruptions
+    programs = recorded(server)
+    assert len(programs) == 2
+    assert named(programs, "expert").start.parent_program_id == named(programs, "desk").start.program_id
+    assert {each.status for each in programs.values()} == {"ok"}
+
+
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+async def test_a_run_nobody_resumes_ends_cancelled(server: FakeServer) -> None:
+    server.script = [ToolUse("erase")]
+    async with agents_for(server) as factory:
+        await Runner.run(factory.agent("clerk", guarded_tool()), "Go.")
+        sojourn.uninstrument("openai_agents")
+    assert only(recorded(server)).status == "cancelled"
+
+
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+@pytest.mark.parametrize("same_words", [True, False])
+async def test_two_runs_that_wait_for_calls_of_one_id(server: FakeServer, same_words: bool) -> None:
+    """Not every model makes its ids unique: some count the calls of a conversation."""
+    server.script = [ToolUse("erase", id="functions.erase:0")] * 2 + ["done"] * 2
+    async with agents_for(server) as factory:
+        clerk = factory.agent("clerk", guarded_tool())
+        runs = [await Runner.run(clerk, "Go." if same_words else f"Erase {name}.") for name in "ab"]
+        for first in runs:
+            state = first.to_state()
+            for item in state.get_interruptions():
+                state.approve(item)
+            await Runner.run(clerk, state)
+    asked, resumed = (
+        [request.context.program_id for request in requests]
+        for requests in (server.requests[:2], server.requests[2:])
+    )
+    # Nothing tells two runs of the same words apart; but none of their programs may stay open for ever.
+    assert asked == resumed or same_words
+    assert {each.status for each in recorded(server).values()} <= {"ok", "cancelled"}
+
+
+# ---- what is kept
+
+
+class Holder:
+    """Stands for a session object."""
+
+
+def open_programs(count: int) -> list[Program]:
+    return [sojourn.program(f"p{number}").make().start() for number in range(count)]
+
+
+def test_the_last_of_several_holders_lets_go(server: FakeServer) -> None:
+    sojourn.init(server.url, probe_timeout_s=5)
+    kept = ProgramCache()
+    (program,) = open_programs(1)
+    kept.keep("a", program)
+    one, two = Holder(), Holder()
+    for holder in (one, two, one):
+        kept.add_holder("a", holder, ends=True)
+    del one
+    gc.collect()
+    assert kept.find("a") is program
+    kept.note("a", "error")
+    del two, holder
+    gc.collect()
+    assert not program.is_open
+    assert kept.find("a") is None
+    assert only(recorded(server)).status == "error"
+
+
+def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_integrations.openai_agents.program_cache.MAX_CACHED_PROGRAMS", 3)
+    sojourn.init(server.url, probe_timeout_s=5)
+    kept = ProgramCache()
+    programs = open_programs(5)
+    for number, program in enumerate(programs):
+        kept.keep(number, program)
+        kept.find(0)  # which is therefore not the least recently used one
+    assert [program.is_open for program in programs] == [True, False, False, True, True]
+    kept.clear()
+    assert len(kept) == 0
+    assert {each.status for each in recorded(server).values()} == {"ok"}
+
+
+def test_one_kept_in_anothers_place_ends_it(server: FakeServer) -> None:
+    sojourn.init(server.url, probe_timeout_s=5)
+    kept = ProgramCache()
+    first, second = open_programs(2)
+    kept.keep("a", first)
+    kept.keep("a", first)
+    assert first.is_open
+    kept.keep("a", second)
+    assert (first.is_open, kept.find("a")) == (False, second)
+    kept.clear()
+    assert len(recorded(server)) == 2
+
+
+def test_a_new_session_of_sojourn_knows_none_of_the_old_ones_programs(server: FakeServer) -> None:
+    sojourn.init(server.url, probe_timeout_s=5)
+    kept = ProgramCache()
+    (program,) = open_programs(1)
+    kept.keep("a", program)
+    sojourn.shutdown()
+    sojourn.init(server.url, probe_timeout_s=5)
+    assert kept.find("a") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_begins_anew() -> None:
+    code = (
+        "import os, sojourn\n"
+        "from sojourn_integrations.openai_agents.program_cache import ProgramCache\n"
+        "kept = ProgramCache()\n"
+        "program = sojourn.program('a').make().start()\n"
+        "kept.keep('a', program)\n"
+        "kept._lock.acquire()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    os._exit(0 if kept.find('a') is None else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "assert kept.find('a') is program\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+# ---- ids
+
+
+def test_a_files_conversation_has_another_id_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of different machines often share their path, session names and even network address."""
+
+    def id_of() -> str:
+        return programs._identity(SimpleNamespace(session_id="1", db_path="talks.db")).program_id
+
+    here = id_of()
+    assert id_of() == here
+    monkeypatch.setattr(programs, "_machine", lambda: b"another")
+    assert id_of() != here
+
+
+def test_containers_of_one_network_address_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = programs._machine.__wrapped__
+    here = machine()
+    assert machine() == here
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert machine() != here

@@ -1,0 +1,144 @@
+"""A gateway over fake engines, both with real connections, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+from fake_engine import FakeEngine
+from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
+from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing.routing_limits import RoutingLimits
+from starlette.applications import Starlette
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class World:
+    """What a test holds of it."""
+
+    gateway: Gateway
+    url: str
+    http: aiohttp.ClientSession
+
+    async def chat(
+        self, program: str | None = None, key: str | None = None, text: str = "hi", **more: Any
+    ) -> aiohttp.ClientResponse:
+        """A chat completion; its body has been read unless it is a stream."""
+        headers = {"Content-Type": "application/json"}
+        if program is not None:
+            headers["X-Session-ID"] = program
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
+        answer = await self.http.post(
+            f"{self.url}/v1/chat/completions", data=json.dumps(body), headers=headers
+        )
+        if not body.get("stream"):
+            await answer.read()
+        return answer
+
+    async def events(self, *events: dict[str, Any], key: str | None = None, emitter: str = "e") -> list[Any]:
+        """Report events; their outcomes."""
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        batch = {"v": 1, "emitter": emitter, "events": list(events)}
+        async with self.http.post(f"{self.url}/sojourn/v1/events", json=batch, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            return list((await answer.json())["outcomes"])
+
+    async def get(self, path: str, key: str | None = None) -> Any:
+        """The JSON of a GET."""
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        async with self.http.get(self.url + path, headers=headers) as answer:
+            return await answer.json()
+
+    async def home(self, program: str) -> str | None:
+        """Where a program is at home."""
+        for place in await self.gateway.routing_backend.programs():
+            if place.program_id == program:
+                return place.replica
+        return None
+
+
+@asynccontextmanager
+async def world(
+    fakes: list[FakeEngine],
+    *,
+    preset: str = 'routing = "session-affinity"',
+    tenants: dict[str, str] | None = None,
+    poll_s: float = 0.05,
+    limits: RoutingLimits | None = None,
+    state: Path | None = None,
+    **options: Any,
+) -> AsyncIterator[World]:
+    """A gateway that knows all of them."""
+    parsed = parse_cluster_preset(preset, source="test")
+    chosen = GatewayOptions(
+        **{"policy": parsed.name, "reads_prefixes": parsed.routing.reads_prefixes, **options}
+    )
+    gateway, app = build_gateway(
+        [fake.url for fake in fakes],
+        parsed,
+        TenantKeys(tenants),
+        chosen,
+        limits=limits,
+        poll_s=poll_s,
+        state=state,
+    )
+    async with served(gateway, app) as made:
+
+        async def all_known() -> bool:
+            return len(await gateway.routing_backend.replicas()) >= len(fakes)
+
+        await until(all_known)
+        yield made
+
+
+@asynccontextmanager
+async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
+    """A gateway that listens."""
+    bound = socket.socket(proto=socket.IPPROTO_TCP)
+    bound.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="error", ws="none", loop="asyncio", timeout_graceful_shutdown=1)
+    )
+    task = asyncio.ensure_future(server._serve(sockets=[bound]))
+    await until(lambda: server.started)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+            yield World(gateway, url, http)
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:
+    """Wait for a condition, a function or a coroutine function; fails after a minute."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline_s
+    while True:
+        held = holds()
+        if asyncio.iscoroutine(held):
+            held = await held
+        if held:
+            return
+        assert loop.time() < end, "waited for a minute"
+        await asyncio.sleep(0.01)
+
+
+async def lines(answer: aiohttp.ClientResponse) -> list[str]:
+    """Data of a stream's events."""
+    text = (await answer.content.read()).decode()
+    return [line[6:] for line in text.splitlines() if line.startswith("data: ")]

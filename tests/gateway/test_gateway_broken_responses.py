@@ -1,0 +1,222 @@
+"""What engines answer other than an answer, and what clients do not wait for, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, lines, until, world
+from sojourn_server.gateway.http import proxy_request
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.routing import routing_events
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+
+class Deadly(FakeEngine):
+    """Dies of a request that says so."""
+
+    died_of_it = False
+
+    async def _generate(self, request: Request) -> Response:
+        if b"poison" in await request.body():
+            self.died_of_it = True
+            asyncio.ensure_future(self.kill())  # noqa: RUF006
+            await asyncio.sleep(3600)
+        return await super()._generate(request)
+
+
+async def test_a_request_that_kills_engines_kills_two() -> None:
+    fakes: list[Any] = [Deadly() for _ in range(4)]
+    for fake in fakes:
+        await fake.start()
+    try:
+        async with world(fakes, preset='routing = "random"', poll_s=3600) as it:
+            await asyncio.gather(*(it.chat(text="warm") for _ in range(24)))
+            assert (await it.chat(text="poison")).status == 502
+            assert sum(fake.died_of_it for fake in fakes) == 2
+    finally:
+        for fake in fakes:
+            if not fake.died_of_it:
+                await fake.kill()
+
+
+class Refusing(FakeEngine):
+    """Answers with an error."""
+
+    status = 200
+
+    async def _generate(self, request: Request) -> Response:
+        if self.status != 200:
+            return JSONResponse({"error": {"message": "no", "code": self.status}}, self.status)
+        return await super()._generate(request)
+
+
+async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
+    fake = Refusing()
+    await fake.start()
+    async with world([fake]) as it:
+        for status in (400, 401, 500):
+            fake.status = status
+            assert (await it.chat("p")).status == status
+            await until(lambda: not it.gateway.routing_backend.core.requests.by_id)  # type: ignore[attr-defined]
+            assert await it.home("p") is None
+        fake.status = 200
+        await it.chat("p")
+        assert await it.home("p") == fake.name
+    await fake.kill()
+
+
+async def test_a_client_that_leaves_before_its_first_answer_leaves_no_program_at_home() -> None:
+    async with engines(1) as [fake], world([fake]) as it:
+        fake.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: fake.requests)
+        assert await it.home("p") == fake.name
+        asking.cancel()
+        await until(lambda: fake.gave_up)
+
+        async def is_gone() -> bool:
+            return await it.home("p") is None
+
+        await until(is_gone)
+
+
+async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
+    hint: dict[str, Any] = {"program_id": "p", "sojourn": {"v": 1, "final": True}}
+    last: dict[str, Any] = {"vllm_xargs": {"agentic_context": json.dumps(hint)}}
+    async with engines(1) as [fake], world([fake]) as it:
+        await it.chat("p")
+        fake.cut_after = 2
+        told = await lines(await it.chat(stream=True, **last))
+        assert "replica_lost" in told[-2]
+        await until(lambda: not it.gateway.routing_backend.core.requests.by_id)  # type: ignore[attr-defined]
+        assert [one.program_id for one in await it.gateway.routing_backend.programs()] == ["p"]
+        fake.cut_after = None
+        await lines(await it.chat(stream=True, **last))
+
+        async def is_over() -> bool:
+            return not await it.gateway.routing_backend.programs()
+
+        await until(is_over)
+
+
+class Limited(FakeEngine):
+    """Refuses a part of what it tells."""
+
+    refuses: int | None = None
+
+    async def _metrics(self, request: Request) -> Response:
+        if self.refuses is not None:
+            self.looked_at += 1
+            return Response(status_code=self.refuses)
+        return await super()._metrics(request)
+
+
+async def test_a_part_that_is_refused_once_makes_no_other_engine_of_one_that_is_known() -> None:
+    fake = Limited()
+    await fake.start()
+    async with world([fake], poll_s=0.01) as it:
+        await it.chat("p")
+        [before] = await it.gateway.routing_backend.replicas()
+        for status in (429, 404, 401):
+            fake.refuses, looked_at = status, fake.looked_at
+            await until(lambda before=looked_at: fake.looked_at > before + 1)  # type: ignore[misc]
+            [now] = await it.gateway.routing_backend.replicas()
+            assert (now.instance, now.capacity_tokens) == (before.instance, before.capacity_tokens)
+        assert await it.home("p") == fake.name
+    await fake.kill()
+
+
+class Stalling(FakeEngine):
+    """Streams one event, and the others when it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+
+    async def _stream(self, request: Request) -> AsyncIterator[bytes]:
+        yield b'data: {"number": 0}\n\n'
+        await self.goes_on.wait()
+        yield b'data: {"number": 1}\n\n'
+        yield b"data: [DONE]\n\n"
+
+
+class Client:
+    """An ASGI client whose engine is taken for dead when ``when`` is sent to it; it takes that when
+    ``takes`` is set."""
+
+    def __init__(self, it: World, replica_id: str, when: str) -> None:
+        self.takes = asyncio.Event()
+        self.told = b""
+        self.blocks = asyncio.Event()
+        self._it, self._replica_id, self._when = it, replica_id, when
+        self._body: list[dict[str, Any]] = [
+            {"type": "http.request", "body": json.dumps({"messages": [], "stream": True}).encode()}
+        ]
+
+    async def run(self) -> None:
+        scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST"}
+        await self._it.gateway.generation.route(ClientApi.CHAT)(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body:
+            await asyncio.sleep(3600)
+        return self._body.pop()
+
+    async def _send(self, message: Any) -> None:
+        self.told += message.get("body", b"")
+        if message["type"] == self._when:
+            self._when = ""
+            self._it.gateway.routing_backend.tell(routing_events.ReplicaGone(self._replica_id, "1.0"))
+            self.blocks.set()
+            await self.takes.wait()
+
+
+async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
+    fake = Stalling()
+    await fake.start()
+    async with world([fake], poll_s=3600) as it:
+        client = Client(it, fake.name, "http.response.start")
+        client.takes.set()
+        await asyncio.wait_for(client.run(), 30.0)
+        assert b"replica_lost" in client.told
+    fake.goes_on.set()
+    await fake.kill()
+
+
+async def test_a_client_that_is_slow_to_take_is_no_engine_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = Stalling()
+    await fake.start()
+    async with world([fake], poll_s=3600) as it:
+        looks = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def call_later(delay_s: float, call: Any, *args: Any, **more: Any) -> Any:
+            if getattr(call, "__name__", "") == "look_again":
+                looks.set()
+            return later(delay_s, call, *args, **more)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.0)
+        client = Client(it, fake.name, "http.response.body")
+        running = asyncio.ensure_future(client.run())
+        await client.blocks.wait()
+        await asyncio.wait_for(looks.wait(), 30.0)
+        monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 60.0)
+        fake.goes_on.set()
+        client.takes.set()
+        await running
+        assert b'"number": 1' in client.told
+        assert b"replica_lost" not in client.told
+    await fake.kill()

@@ -1,0 +1,229 @@
+"""What a gateway says of all its engines at once, where one of them is silent or talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, engines
+from fake_pair_engine import core_of, pairs
+from gateway_harness import until, world
+from sojourn_server.cli import doctor
+from sojourn_server.gateway.http import engine_queries
+from starlette.requests import Request
+from starlette.responses import Response
+
+PATH = "/sojourn/v1/capabilities"
+
+
+class Odd(FakeEngine):
+    """Told to, it answers in its own way when asked what it speaks, or not at all."""
+
+    says: bytes | None = None
+    status = 200
+    mute = False
+
+    async def _capabilities(self, request: Request) -> Response:
+        if self.mute:
+            await asyncio.sleep(3600)
+        if self.says is not None:
+            return Response(self.says, self.status, media_type="application/json")
+        return await super()._capabilities(request)
+
+
+async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_queries, "STRAGGLER_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.mute = True
+            told = await it.get(PATH)
+            assert (told["name"], told["engines"], told["gateway"]) == ("sojourn", 1, True)
+            assert told["silent"] == [odd.url]
+            assert (await it.get("/sojourn/v1/stats"))["silent"] == [], "of numbers each engine's are wanted"
+    finally:
+        await odd.kill()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [b"\xff", b'"\xff"', b'{"a":' * 5000, b"[]", b"{}", b'{"ok": true}', b'{"name": "other", "engines": 4}'],
+)
+async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.says = says
+            told = await it.get(PATH)
+            assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])
+    finally:
+        await odd.kill()
+
+
+async def test_an_engine_without_the_plugin_is_not_silent() -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.says, odd.status = b'{"detail": "Not Found"}', 404
+            told = await it.get(PATH)
+            assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
+    finally:
+        await odd.kill()
+
+
+async def test_an_engine_whose_count_is_none_counts_as_one() -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.says = b'{"name": "sojourn", "wire": [1], "engines": null}'
+            assert (await it.get(PATH))["engines"] == 2
+    finally:
+        await odd.kill()
+
+
+async def test_without_an_engine_with_sojourn_there_is_no_answer() -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with world([odd]) as it:
+            odd.says = b"{}"
+            async with it.http.get(it.url + PATH) as answer:
+                assert answer.status == 503
+    finally:
+        await odd.kill()
+
+
+# -- sojourn doctor ---------------------------------------------------------------
+
+
+async def examined(url: str, key: str | None = None) -> dict[str, doctor.Check]:
+    """What the doctor reports of a gateway, by name."""
+
+    def ask() -> dict[str, doctor.Check]:
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+            return {check.name: check for check in doctor.server_checks(client)}
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_the_doctor_knows_a_gateway() -> None:
+    async with engines(2) as fakes, world(fakes, policy="saga") as it:
+        checks = await examined(it.url)
+        assert list(checks)[:2] == ["server", "gateway"]
+        assert checks["gateway"].ok is True
+        assert checks["gateway"].detail == (
+            "policy saga, 2 of 2 replicas up; its replicas answer the following checks"
+        )
+        assert checks["plugin"].ok is checks["events"].ok is checks["models"].ok is True
+        await fakes[0].kill()
+        await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
+        check = (await examined(it.url))["gateway"]
+        assert check.ok is False
+        assert f"1 of 2 replicas up; no answer from: {fakes[0].url}; " in check.detail
+        assert "logs" in check.next_step
+        await fakes[1].kill()
+        await until(lambda: it.gateway.replicas.get(fakes[1].name) is None)
+        checks = await examined(it.url)
+        assert list(checks) == ["server", "gateway"]
+        assert "policy saga, 0 of 2 replicas up" in checks["gateway"].detail
+
+
+async def test_the_doctor_knows_a_gateway_for_pairs() -> None:
+    async with pairs(1, 2, read_side="split") as (it, [prefill], decode):
+        checks = await examined(it.url)
+        assert not [name for name, check in checks.items() if check.ok is False and name != "cached tokens"]
+        assert checks["gateway"].detail.startswith("policy dualpath, 3 of 3 replicas up")
+        nodes = sorted(engine.at_node for engine in (prefill, *decode))
+        told = f"1 prefill, 2 decode; nodes {', '.join(nodes)}; read side split"
+        assert checks["pairs"].detail == told
+        tiers = checks["tiers"]
+        assert tiers.ok is True
+        assert "engines of pairs store and read KV" in tiers.detail
+        assert "computed again" not in tiers.detail
+
+
+async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        decode.paths = {"block_bytes": 8192}
+        await until(lambda: decode.name not in core_of(it).engines)
+        checks = await examined(it.url)
+        assert checks["server"].ok is True
+        assert [name for name in checks][:3] == ["server", "gateway", "pairs"]
+        assert "1 of 2 replicas up" in checks["gateway"].detail
+        pairs_check = checks["pairs"]
+        assert pairs_check.ok is False
+        assert pairs_check.detail.startswith("1 prefill, 0 decode; ")
+        assert f"{decode.url} is rejected: its Full Blocks are of 8,192 bytes" in pairs_check.detail
+        assert "--prefill" in pairs_check.next_step
+
+
+async def test_the_doctor_names_rejected_engines_beside_working_pairs() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].tells_paths = False
+        await until(lambda: decode[0].name not in core_of(it).engines)
+        check = (await examined(it.url))["pairs"]
+        assert check.ok is False
+        assert check.detail.startswith("1 prefill, 1 decode; ")
+        assert f"{decode[0].url} is rejected: it reports no KV paths" in check.detail
+
+
+async def test_the_doctor_reports_what_is_left_when_a_role_has_died() -> None:
+    async with pairs(1, 1) as (it, [prefill], _):
+        await prefill.kill()
+        await until(lambda: prefill.name not in core_of(it).engines)
+        checks = await examined(it.url)
+        assert checks["pairs"].ok is checks["gateway"].ok is False
+        assert checks["pairs"].detail.startswith("0 prefill, 1 decode")
+        assert prefill.url in checks["gateway"].detail
+
+
+async def test_the_doctor_knows_an_admin_by_what_its_key_does_not_do() -> None:
+    async with engines(1) as fakes, world(fakes, tenants={"secret": "a"}, admin_key="root") as it:
+        check = (await examined(it.url, "root"))["cached tokens"]
+        assert check.ok is None
+        assert "admin key" in check.detail
+        assert "tenant's key" in check.next_step
+        # Of a tenant's it is looked at; these engines do not report them.
+        assert (await examined(it.url, "secret"))["cached tokens"].detail == "not reported"
+
+
+async def test_the_doctor_names_replicas_without_the_plugin() -> None:
+    odd = Odd()
+    await odd.start()
+    try:
+        async with engines(1) as fakes, world([odd, *fakes]) as it:
+            odd.says, odd.status = b"{}", 404
+            checks = await examined(it.url)
+            assert checks["plugin"].ok is True
+            check = checks["plugin of each replica"]
+            assert check.ok is False
+            assert odd.url in check.detail
+            assert "sojourn serve" in check.next_step
+            odd.status = 200
+            check = (await examined(it.url))["answer of each replica"]
+            assert check.ok is False
+            assert odd.url in check.detail
+            assert "logs" in check.next_step
+    finally:
+        await odd.kill()
+
+
+async def test_the_doctor_without_a_key_says_that_it_is_a_gateway() -> None:
+    async with engines(1) as fakes, world(fakes, tenants={"secret": "a"}) as it:
+        checks = await examined(it.url)
+        assert checks["gateway"].ok is None
+        assert "401" in checks["gateway"].detail
+        assert checks["API key"].ok is False
+        assert (await examined(it.url, "secret"))["gateway"].ok is True
+
+
+async def test_an_engine_is_no_gateway() -> None:
+    async with engines(1) as (fake,):
+        assert "gateway" not in await examined(fake.url)

@@ -1,0 +1,414 @@
+"""Parts of the HTTP gateway by themselves: what is read of requests, answers, engines and tenants' files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.gateway.http.cancel_scope import CancelScope
+from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
+from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
+from sojourn_server.gateway.http.gateway_request_state import ClientDisconnected, GatewayRequestState
+from sojourn_server.gateway.http.generation_request import (
+    InvalidGenerationRequest,
+    parse_generation_request,
+    without_identity,
+)
+from sojourn_server.gateway.http.prompt_size_estimator import PromptSizeEstimator
+from sojourn_server.gateway.http.proxy_headers import client_response_headers, engine_request_headers
+from sojourn_server.gateway.http.replica_addresses import (
+    InvalidReplicaAddress,
+    ReplicaAddresses,
+    parse_engine_url,
+    rank_addresses,
+)
+from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
+from sojourn_server.gateway.http.routing_backend import LocalRoutingBackend
+from sojourn_server.gateway.http.tenant_keys import (
+    DEFAULT_TENANT,
+    TenantKeys,
+    TenantKeysError,
+    load_tenant_keys,
+)
+from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
+from sojourn_server.policies.fairness.fair_share import FcfsSharing
+from sojourn_server.policies.routing.routing_policies import SessionAffinityRouting
+from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+# -- requests ---------------------------------------------------------------------
+
+
+def test_only_what_is_needed_is_read_of_a_request() -> None:
+    context = {
+        "program_id": "p",
+        "parent_program_id": "q",
+        "deadline_seconds": 5.0,
+        "expected_output_length": 9,
+        "sojourn": {"agent_type": "coder", "final": True, "tenant": "somebody else"},
+    }
+    body = {"messages": [], "max_tokens": 100, "vllm_xargs": {"agentic_context": json.dumps(context), "x": 1}}
+    question = parse_generation_request(ClientApi.CHAT, json.dumps(body).encode(), "header")
+    assert (question.program_id, question.parent_id, question.agent_type) == ("p", "q", "coder")
+    assert question.output_tokens == 9
+    assert question.is_last
+    assert not question.stream
+    stripped = json.loads(without_identity(json.dumps(body).encode()))
+    assert stripped == {**body, "vllm_xargs": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ([1, 2, 3], 3),
+        ([[1, 2], [3]], 3),
+        (list(range(1000)), 1000),
+        ("a text", None),
+        (["one", "two"], None),
+        ([], 0),
+    ],
+)
+def test_token_ids_are_counted(prompt: Any, tokens: int | None) -> None:
+    body = json.dumps({"prompt": prompt}).encode()
+    assert parse_generation_request(ClientApi.COMPLETIONS, body, None).prompt_tokens == tokens
+
+
+def test_a_hint_that_cannot_be_read_leaves_the_header() -> None:
+    body = json.dumps({"vllm_xargs": {"agentic_context": "{"}}).encode()
+    assert parse_generation_request(ClientApi.CHAT, body, "header").program_id == "header"
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
+    try:
+        question = parse_generation_request(ClientApi.CHAT, body, None)
+    except InvalidGenerationRequest:
+        return
+    assert question.prompt_bytes >= 0
+    assert question.prefix() == ()
+
+
+def test_a_longer_prompt_begins_with_the_hashes_of_the_shorter() -> None:
+    messages = [{"role": "user", "content": "x" * 3000}]
+    short = parse_generation_request(
+        ClientApi.CHAT, json.dumps({"messages": messages}).encode(), None
+    ).prefix()
+    messages.append({"role": "assistant", "content": "y" * 3000})
+    long = parse_generation_request(
+        ClientApi.CHAT, json.dumps({"messages": messages}).encode(), None
+    ).prefix()
+    assert len(short) == 2
+    assert long[: len(short)] == short
+    other = parse_generation_request(
+        ClientApi.CHAT, json.dumps({"messages": messages[1:]}).encode(), None
+    ).prefix()
+    assert other[0] != short[0]
+
+
+def test_sizes_are_learned_by_model() -> None:
+    sizes = PromptSizeEstimator()
+    body = json.dumps({"model": "a", "prompt": "x" * 3998}).encode()
+    question = parse_generation_request(ClientApi.COMPLETIONS, body, None)
+    assert sizes.tokens(question) == 1000
+    for _ in range(100):
+        sizes.told(question, 2000)
+    assert sizes.tokens(question) == 2000
+    other = parse_generation_request(ClientApi.COMPLETIONS, body.replace(b'"a"', b'"b"'), None)
+    assert sizes.tokens(other) == 1000
+    sizes.told(other, 10**9)
+    assert sizes.tokens(other) <= 4000, "no answer makes it worse than a token a byte"
+    small = parse_generation_request(ClientApi.COMPLETIONS, b'{"model": "c", "prompt": "hi"}', None)
+    sizes.told(small, 100)
+    assert sizes.tokens(small) == 1, "those were the template's"
+    ids = parse_generation_request(ClientApi.COMPLETIONS, b'{"model": "a", "prompt": [1, 2]}', None)
+    assert sizes.tokens(ids) == 2
+
+
+# -- answers ----------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from([b"data: x\n\n", b"event: e\ndata: {}\n\n", b"data: \xc3\xbc\r\n\r\n"])),
+    st.data(),
+)
+def test_a_stream_cut_anywhere_comes_through_in_whole_events(
+    events: list[bytes], data: st.DataObject
+) -> None:
+    text = b"".join(events)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    through = SseEventBuffer()
+    passed = b""
+    for chunk in chunks:
+        passed += through.through(chunk)
+        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n"))
+    assert passed + through.rest() == text
+
+
+def test_an_event_without_end_is_not_held_for_ever() -> None:
+    through = SseEventBuffer()
+    assert through.through(b"x" * (2 << 20)) == b"x" * (2 << 20)
+
+
+def test_token_counts_are_read_from_an_answer() -> None:
+    meter = ResponseMeter(stream=False)
+    meter.saw(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
+    assert (meter.prompt_tokens, meter.output_tokens, meter.response_id) == (7, 3, "resp_1")
+    stream = ResponseMeter(stream=True)
+    for _ in range(5):
+        stream.saw(b'data: {"choices": []}\n\n')
+    stream.saw(b"data: [DONE]\n\n")
+    assert (stream.prompt_tokens, stream.output_tokens) == (None, 5)
+    stream.saw(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
+    assert (stream.prompt_tokens, stream.output_tokens) == (9, 20)
+
+
+@pytest.mark.parametrize("api", ClientApi)
+def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
+    body = json.loads(error_body(api, 429, "too_many_waiting", "later"))
+    assert body["error"]["message"] == "later"
+    assert (body.get("type") == "error") is (api is ClientApi.MESSAGES)
+    event = error_event(api, "replica_lost", "gone")
+    assert event.endswith(b"\n\n")
+    data = [line[6:] for line in event.decode().splitlines() if line.startswith("data: ")]
+    assert "gone" in json.dumps(json.loads(data[0]))
+
+
+# -- headers ----------------------------------------------------------------------
+
+
+def test_headers_of_the_connection_stay_on_it() -> None:
+    raw = [(b"connection", b"close, x-a"), (b"x-a", b"1"), (b"x-b", b"2"), (b"authorization", b"Bearer c")]
+    passed = engine_request_headers(raw, key=None, rank=3, session=None)
+    assert "x-a" not in passed
+    assert passed["x-b"] == "2"
+    assert passed["Authorization"] == "Bearer c"
+    assert passed["X-data-parallel-rank"] == "3"
+    answered = client_response_headers([(b"Transfer-Encoding", b"chunked"), (b"X-Request-Id", b"r")], "a:1")
+    assert answered == [(b"x-request-id", b"r"), (b"x-sojourn-replica", b"a:1")]
+
+
+# -- engines ----------------------------------------------------------------------
+
+CACHE = 'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="{blocks}"}} 1.0\n'
+
+
+def test_an_engine_with_ranks_is_several_replicas() -> None:
+    metrics = "process_start_time_seconds 1.5e9\n" + "".join(
+        CACHE.format(rank=r, blocks=101) for r in range(4)
+    )
+    found = describe_engine({"engines": 4}, metrics, {"data": [{"id": "m", "max_model_len": 2048}]}, 0)
+    assert found.ranks == 4
+    assert found.capacity_tokens == 1600
+    assert found.max_context_tokens == 2048
+    assert found.instance == "1500000000"
+    assert [a.replica_id for a in rank_addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
+    assert [a.rank for a in rank_addresses("http://h:1", 1)] == [None]
+    replicas = ReplicaAddresses()
+    for address in rank_addresses("http://h:1", 4) + rank_addresses("http://h:2", 1):
+        replicas.add(address)
+    assert [a.url for a in replicas.engines()] == ["http://h:1", "http://h:2"]
+
+
+def test_plain_vllm_reports_its_size_and_other_servers_do_not() -> None:
+    assert describe_engine({}, CACHE.format(rank=0, blocks=11), {}, 0).capacity_tokens == 160
+    stranger = describe_engine({}, "", {}, 2)
+    assert stranger.capacity_tokens == DEFAULT_CAPACITY_TOKENS
+    assert stranger.instance == "life 2"
+    assert not stranger.speaks_sojourn
+
+
+def test_an_engine_with_sojourn_reports_its_tiers() -> None:
+    engine = {"block_size": 32, "num_blocks": 11, "max_num_seqs": 8}
+    tiers = {"on": True, "host": {"blocks": 5, "bytes": 1}, "disk": {"blocks": 9, "bytes": 1, "shared": True}}
+    found = describe_engine({"name": "sojourn", "engine": engine, "tiers": tiers}, "", {}, 0)
+    assert (found.capacity_tokens, found.host_tokens, found.max_running) == (320, 160, 8)
+    assert found.shares_disk
+    off = describe_engine({"name": "sojourn", "engine": engine, "tiers": {**tiers, "on": False}}, "", {}, 0)
+    assert (off.host_tokens, off.shares_disk) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("localhost:8000", "not an engine's address"),
+        ("ftp://h", "not an engine's address"),
+        ("http://h:99999", "not an engine's address"),
+        ("http://h/v1", "without a path"),
+        ("http://u:p@h", "has a user"),
+    ],
+)
+def test_bad_addresses_say_what_was_expected(text: str, told: str) -> None:
+    with pytest.raises(InvalidReplicaAddress, match=told):
+        parse_engine_url(text)
+    assert parse_engine_url(" http://h:8000/ ") == "http://h:8000"
+
+
+# -- tenants ----------------------------------------------------------------------
+
+
+def test_a_file_of_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants]\na = ["k1", "env:K2"]\nb = "k3"\n')
+    tenants = load_tenant_keys(file, {"K2": "k2"})
+    assert tenants.names == ("a", "b")
+    assert [tenants.of(f"Bearer {key}") for key in ("k1", "k2", "k3", "k4")] == ["a", "a", "b", None]
+    assert tenants.of("bearer k1") == "a"
+    assert tenants.of("Basic k1") is None
+    assert tenants.of(None) is None
+    assert tenants.of(None, "k3") == "b"
+    assert TenantKeys().of(None) == DEFAULT_TENANT
+    assert not TenantKeys().checks
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tenants = ", "not TOML"),
+        ("x = 1", "no tenants"),
+        ("[tenants]\na = [1]", "not a list of texts"),
+        ("[tenants]\na = []", "not a list of texts"),
+        ('[tenants]\na = [""]', "empty"),
+        ('[tenants]\na = ["env:NOT_THERE"]', "has no NOT_THERE"),
+        ('[tenants]\na = ["same"]\nb = ["same"]', "a and b have the same key"),
+    ],
+)
+def test_bad_files_of_tenants_say_what_was_wrong_and_no_key(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(text)
+    with pytest.raises(TenantKeysError, match=told) as caught:
+        load_tenant_keys(file, {})
+    assert "same'" not in str(caught.value)
+    with pytest.raises(TenantKeysError, match="No such file"):
+        load_tenant_keys(tmp_path / "none.toml")
+
+
+# -- documents --------------------------------------------------------------------
+
+
+def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
+    page = (DOCS / "gateway.md").read_text("utf-8")
+    table = page.partition("<!-- cluster presets -->")[2].partition("<!-- /cluster presets -->")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+    assert {row[0]: row[2] for row in rows} == {
+        name: load_cluster_preset(name).engine for name in cluster_preset_names()
+    }
+
+
+# -- the log ----------------------------------------------------------------------
+
+
+def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(SessionAffinityRouting):
+        def route(self, view: Any, replicas: Any, now: float) -> Any:
+            raise RuntimeError(f"lost its way at {view.request_id}")
+
+    now = [100.0]
+    policies: list[Any] = [Fails(), NoStealing(), FcfsSharing()]
+    core = AffinityCore(*policies, RoutingLimits())
+    routing_backend = LocalRoutingBackend(core, lambda: now[0])
+    routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
+    with caplog.at_level("ERROR"):
+        for number in range(5):
+            routing_backend.open(routing_events.RequestReceived(f"r{number}", "t", 10))
+        assert [one.message for one in caplog.records] == [
+            "the policy that routes failed at 1 question, the last time with "
+            "RuntimeError: lost its way at r0; please report this"
+        ]
+        now[0] += 11
+        routing_backend.tell(routing_events.Tick())
+    assert "failed at 4 questions" in caplog.records[-1].message
+    assert "at r4" in caplog.records[-1].message
+    assert len(caplog.records) == 2
+
+
+# -- a block that can be left -----------------------------------------------------
+
+
+async def test_a_block_is_left_where_it_waits_and_its_task_goes_on() -> None:
+    leave = CancelScope()
+    asyncio.get_running_loop().call_later(0.01, leave.now)
+    with leave:
+        await asyncio.Event().wait()
+        raise AssertionError("never comes here")
+    assert leave.left
+    await asyncio.sleep(0)  # a cancellation that was left behind would end the task here
+
+
+async def test_a_block_that_ended_by_itself_is_not_left() -> None:
+    with CancelScope() as leave:
+        leave.after(60.0)
+        leave.now()
+    leave.now()
+    await asyncio.sleep(0.01)
+    assert not leave.left
+
+
+async def test_a_scope_left_from_within_ends_at_its_next_wait() -> None:
+    with CancelScope() as leave:
+        leave.now()
+        leave.now()
+        await asyncio.sleep(0)
+        await asyncio.sleep(60)
+    assert leave.left
+    await asyncio.sleep(0)
+
+
+async def test_an_error_of_the_block_is_passed_on() -> None:
+    async def work() -> None:
+        with CancelScope() as leave:
+            leave.now()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise KeyError("its own")
+
+    with pytest.raises(KeyError):
+        await work()
+    await asyncio.sleep(0)
+
+
+async def test_a_cancelled_task_ends_whether_or_not_the_scope_is_left() -> None:
+    async def work() -> None:
+        with CancelScope() as leave:
+            leave.after(0.0)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+                raise
+        raise AssertionError("the cancellation of another was swallowed")
+
+    task = asyncio.ensure_future(work())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
+    request_state = GatewayRequestState("r0")
+
+    async def answer() -> str:
+        await asyncio.sleep(0.01)
+        return "answer"
+
+    assert await request_state.run_unless_decided(answer()) == "answer"
+    asyncio.get_running_loop().call_later(0.01, request_state.take, routing_events.RecallRequest("r0", "a"))
+    assert await request_state.run_unless_decided(asyncio.sleep(60, "too late")) is None
+    assert await request_state.run_unless_decided(answer()) is None  # there is news still
+    assert isinstance(await request_state.next(), routing_events.RecallRequest)
+    request_state.mark_client_disconnected()
+    assert await request_state.run_unless_decided(answer()) is None
+    with pytest.raises(ClientDisconnected):
+        await request_state.next()

@@ -1,0 +1,103 @@
+"""What a gateway tells of itself: who waits, whose word an answer is, who was refused and why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_engine import engines
+from fake_pair_engine import pair_engines
+from gateway_harness import World, until, world
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys, TenantKeysError
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+
+KEYS = {"key-a": "a", "key-b": "b"}
+
+
+async def metric(it: World, series: str) -> float:
+    async with it.http.get(f"{it.url}/metrics") as answer:
+        page = await answer.text()
+    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(series))
+
+
+async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> None:
+    async with engines(1) as fakes, world(fakes, admin_key="root") as it:
+        drain = f"{it.url}/sojourn/v1/replicas/{fakes[0].name}"
+        root = {"Authorization": "Bearer root"}
+        await (await it.http.post(f"{drain}/drain", headers=root)).read()
+        assert "every replica is drained or gone: requests wait" in caplog.text
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: it.gateway.metrics.waiting)
+        assert await metric(it, "sojourn_gateway_waiting") == 1
+        assert (await it.get("/health"))["waiting"] == 1
+        await (await it.http.post(f"{drain}/stay", headers=root)).read()
+        assert (await asking).status == 200
+        assert await metric(it, "sojourn_gateway_waiting") == 0
+        await fakes[0].kill()
+        await until(lambda: "no engine is left, requests wait for one" in caplog.text)
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: it.gateway.metrics.waiting)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: not it.gateway.metrics.waiting)
+
+
+async def test_an_engine_of_a_pair_that_is_named_as_any_other_is_warned_of(caplog: Any) -> None:
+    async with pair_engines(0, 1) as (_, [decode]), engines(1) as fakes, world([decode, *fakes]) as it:
+        [warned] = [line for line in caplog.messages if "engine of a pair" in line]
+        assert warned.startswith(f"{decode.url} is a decode engine of a pair")
+        assert "--prefill and --decode" in warned
+        assert (await it.chat()).status == 200
+
+
+@pytest.mark.parametrize("status", ["acting", "bogus"])
+async def test_programs_are_not_chosen_by_what_only_engines_know(status: str) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        error = (await it.get(f"/sojourn/v1/programs?status={status}"))["error"]
+        assert error["message"].startswith(f"status is '{status}'")
+        assert "/sojourn/v1/programs/ID" in error["next"]
+
+
+async def test_decisions_are_of_one_replica_and_name_it() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        error = (await it.get("/sojourn/v1/decisions"))["error"]
+        assert all(fake.name in error["next"] for fake in fakes)
+        url = f"{it.url}/sojourn/v1/decisions?replica={fakes[1].name}"
+        async with it.http.get(url) as answer:
+            assert answer.headers["X-Sojourn-Replica"] == fakes[1].name
+            assert answer.content_type == "application/json"
+        lines = "application/x-ndjson"
+        async with it.http.get(f"{url}&format=ndjson") as answer:
+            assert answer.content_type == lines
+        async with it.http.get(url, headers={"Accept": lines}) as answer:
+            assert answer.content_type == lines
+    async with (
+        engines(1) as fakes,
+        world(fakes) as it,
+        it.http.get(f"{it.url}/sojourn/v1/decisions") as answer,
+    ):
+        assert answer.headers["X-Sojourn-Replica"] == fakes[0].name
+
+
+async def test_a_key_that_is_not_known_has_one_code_and_counts() -> None:
+    async with world([], tenants=KEYS) as it:
+        series = 'sojourn_gateway_refused_total{code="invalid_api_key"}'
+        assert await metric(it, series) == 0
+        assert (await (await it.chat("p")).json())["error"]["code"] == "invalid_api_key"
+        assert (await it.get("/v1/models", "wrong"))["error"]["code"] == "invalid_api_key"
+        await it.get("/sojourn/v1/programs")
+        assert await metric(it, series) == 3
+        headers = {"Authorization": "Bearer key-a", "Content-Type": "application/json"}
+        async with it.http.post(f"{it.url}/v1/chat/completions", data=b"[]", headers=headers) as answer:
+            assert answer.status == 400
+        assert await metric(it, 'sojourn_gateway_refused_total{code="bad_request"}') >= 1
+
+
+def test_the_admin_key_is_no_tenants() -> None:
+    preset = parse_cluster_preset('routing = "random"', source="test")
+    options = GatewayOptions(policy="x", admin_key="key-b")
+    with pytest.raises(TenantKeysError, match="the admin key is b's too"):
+        build_gateway([], preset, TenantKeys(KEYS), options)

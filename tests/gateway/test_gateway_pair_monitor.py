@@ -1,0 +1,415 @@
+"""What a gateway of pairs learns of engines by asking them, and whom it sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
+from gateway_harness import World, until
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.pair_capabilities import (
+    DEFAULT_BLOCK_S,
+    InvalidPairEngine,
+    LinkStats,
+    parse_link_stats,
+    parse_pair_capabilities,
+)
+from sojourn_server.gateway.http.pair_description import incompatibility, nic_queue_event
+from sojourn_server.gateway.http.pair_monitor import PairMonitor
+from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.routing.routing_events import NicQueueReported, PairRole
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+PATHS: dict[str, Any] = {
+    "role": "decode",
+    "peer": "tcp:10.0.0.2:7000",
+    "node": "n2",
+    "epoch": "e",
+    "block_s": 0.01,
+    "block_bytes": 4096,
+    "block_tokens": 64,
+}
+
+
+def known(it: World) -> set[str]:
+    return {*core_of(it).engines}
+
+
+async def refused(it: World) -> dict[str, str]:
+    return (await it.get("/sojourn/v1/replicas")).get("refused", {})  # type: ignore[no-any-return]
+
+
+# -- whom it sends nothing ---------------------------------------------------------------
+
+
+def wrong_role(engine: PairEngine) -> None:
+    engine.role = PairRole.PREFILL
+
+
+def no_paths(engine: PairEngine) -> None:
+    engine.tells_paths = False
+
+
+def other_blocks(engine: PairEngine) -> None:
+    engine.paths = {"block_bytes": 8192}
+
+
+def other_kv(engine: PairEngine) -> None:
+    engine.paths = {"kv": "another"}
+
+
+def other_model(engine: PairEngine) -> None:
+    engine.model = "large"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (wrong_role, "is a prefill engine; expected a decode engine"),
+        (no_paths, "expected an engine started with --role"),
+        (other_blocks, "8,192 bytes and 64 tokens; expected 4,096 and 64"),
+        (other_model, "serves 'large'; expected 'tiny'"),
+        (other_kv, "its KV is of another kind than the others'"),
+    ],
+)
+async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
+    spoil: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with pair_engines(1, 2) as (prefill, decode):
+        odd, good = decode
+        spoil(odd)
+        async with gateway_of(prefill, decode, taken=2) as it:
+            assert "pairs: 1 of 1 prefill and 1 of 2 decode engines are here" in caplog.text
+            looked = odd.looked_at
+            for _ in range(3):
+                assert (await it.chat()).status == 200
+            await until(lambda: odd.looked_at >= looked + 2)  # a look is for many polls
+            assert not odd.requests
+            assert len(good.requests) == 3
+            assert [*await refused(it)] == [odd.url]
+            assert told in (await refused(it))[odd.url]
+            assert caplog.text.count(f"{odd.url} is sent nothing") == 1
+            # Started as it should be, it is one of them.
+            odd.role, odd.tells_paths, odd.model, odd.paths = PairRole.DECODE, True, "tiny", {}
+            await odd.kill()
+            await odd.restart()
+            await until(lambda: odd.name in known(it))
+            assert await refused(it) == {}
+
+
+async def test_an_engine_that_is_no_longer_what_it_was_is_sent_nothing_more() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].tells_paths = False
+        await until(lambda: decode[0].name not in known(it))
+        assert decode[0].url in await refused(it)
+        for _ in range(2):
+            assert (await it.chat()).status == 200
+        assert not decode[0].requests
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+async def test_what_most_have_is_what_counts(odd: int) -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        engines = [*prefill, *decode]
+        engines[odd].paths = {"block_bytes": 8192}
+        async with gateway_of(prefill, decode, taken=2) as it:
+            assert [*await refused(it)] == [engines[odd].url]
+
+
+async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out() -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        for engine in (prefill[0], decode[0]):
+            await engine.kill()
+        decode[1].paths = {"block_bytes": 8192}
+        async with gateway_of(prefill, decode, taken=1) as it:
+            assert known(it) == {decode[1].name}
+            for engine in (decode[0], prefill[0]):
+                await engine.restart()
+            await until(lambda: known(it) == {prefill[0].name, decode[0].name})
+            assert [*await refused(it)] == [decode[1].url]
+            # From now on others are none, be they as many as they will.
+            await prefill[0].kill()
+            await until(lambda: known(it) == {decode[0].name})
+            prefill[0].paths = {"block_bytes": 8192}
+            await prefill[0].restart()
+            watch = it.gateway.monitor
+            assert isinstance(watch, PairMonitor)
+            await until(lambda: prefill[0].url in watch.refused())
+            assert known(it) == {decode[0].name}
+
+
+async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:
+    async with pairs(1, 1) as (it, prefill, decode):
+        for engine in (*prefill, *decode):
+            await engine.kill()
+        await until(lambda: not known(it))
+        for engine in (*prefill, *decode):
+            engine.model = "large"
+            await engine.restart()
+        await until(lambda: len(known(it)) == 2)
+        assert (await it.chat()).status == 200
+
+
+async def test_engines_with_ranks_are_not_for_pairs() -> None:
+    async with pair_engines(1, 1) as (prefill, [decode]):
+        decode._capabilities = _with_ranks(decode)  # type: ignore[method-assign]
+        await decode.kill()
+        await decode.start()
+        async with gateway_of(prefill, [decode], taken=1) as it:
+            assert "data-parallel ranks" in (await refused(it))[decode.url]
+
+
+def _with_ranks(engine: PairEngine) -> Any:
+    plain = engine._capabilities
+
+    async def answer(request: Any) -> Any:
+        import json
+
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({**json.loads(bytes((await plain(request)).body)), "engines": 2})
+
+    return answer
+
+
+# -- what becomes of engines --------------------------------------------------------------
+
+
+async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
+    late = FakeEngine()
+    await late.start()
+    await late.kill()
+    engine = PairEngine(PairRole.DECODE)
+    engine.port = late.port
+    async with pair_engines(1, 0) as (prefill, _), gateway_of(prefill, [engine], taken=1) as it:
+        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [engine.url]
+        assert (await it.chat()).status == 503
+        await engine.start()
+        await until(lambda: engine.name in known(it))
+        assert (await it.chat()).status == 200
+        await engine.kill()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_log_names_the_effect_of_a_lost_engine(role: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with pairs(2, 2) as (it, prefill, decode):
+        first, second = prefill if role == "prefill" else decode
+        both = "pairs: 2 of 2 prefill and 2 of 2 decode engines are here"
+        assert caplog.text.count(both) == 1
+        await first.kill()
+        await until(lambda: first.name not in known(it))
+        assert f"{first.url} is gone (its connections are refused" in caplog.text
+        assert f"; other {role} engines go on" in caplog.text
+        counts = "1 of 2 prefill and 2 of 2" if role == "prefill" else "2 of 2 prefill and 1 of 2"
+        assert caplog.text.count(f"pairs: {counts} decode engines are here") == 1
+        await second.kill()
+        await until(lambda: second.name not in known(it))
+        assert f"no {role} engine is left, requests are refused until one comes" in caplog.text
+        assert "its programs go on elsewhere" not in caplog.text
+        caplog.clear()
+        for engine in (first, second):
+            await engine.restart()
+        await until(lambda: len(known(it)) == 4)
+        await until(lambda: both in caplog.text)
+
+
+async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        before = core_of(it).engines[decode.name].seen
+        await decode.kill()
+        await decode.restart()
+        await until(
+            lambda: decode.name in known(it) and core_of(it).engines[decode.name].seen.epoch == decode.epoch
+        )
+        assert core_of(it).engines[decode.name].seen.instance != before.instance
+
+
+async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
+    async with pairs(1, 1) as (it, _, decode):
+        engine = core_of(it).engines[decode[0].name]
+        assert engine.seen.max_running == 64
+        [view] = core_of(it).pairs.decode.views()
+        assert view.most_requests == 64
+
+
+async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        before = core_of(it).engines[decode.name].seen
+        decode.epoch = "e2"
+        await until(lambda: core_of(it).engines[decode.name].seen.epoch == "e2")
+        assert core_of(it).engines[decode.name].seen.instance != before.instance
+
+
+async def test_an_engine_that_is_slow_but_alive_is_doubted_and_kept() -> None:
+    async with pair_engines(1, 2) as (prefill, decode):
+        slow, other = decode
+        async with gateway_of(prefill, decode, limits=RoutingLimits(lease_s=0.3)) as it:
+            slow.silent = True
+            await until(lambda: core_of(it).engines[slow.name].suspect)
+            for _ in range(2):
+                assert (await it.chat()).status == 200
+            assert (len(slow.requests), len(other.requests)) == (0, 2)
+            assert slow.name in known(it)
+
+
+async def test_an_engine_that_reports_that_it_is_unhealthy_is_given_up() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        decode[0].healthy = False
+        await until(lambda: decode[0].name not in known(it))
+        decode[0].healthy = True
+        await until(lambda: decode[0].name in known(it))
+
+
+async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        decode.capabilities_fail = decode.no_metrics = True
+        looked = decode.looked_at
+        await until(lambda: decode.looked_at >= looked + 2)
+        assert decode.name in known(it)
+        assert await refused(it) == {}
+        assert (await it.chat()).status == 200
+
+
+# -- links --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def on_nodes(*nodes: str) -> AsyncIterator[tuple[World, list[PairEngine], PairEngine]]:
+    """Decode engines at these nodes, and one prefill engine elsewhere."""
+    async with pair_engines(1, len(nodes)) as ([prefill], decode):
+        for engine, node in zip(decode, nodes, strict=True):
+            engine.node = node
+        async with gateway_of([prefill], decode) as it:
+            yield it, decode, prefill
+
+
+def queue_s(it: World, engine: PairEngine) -> float:
+    """What the books have waiting for the NIC of its node."""
+    core = core_of(it)
+    now: float = asyncio.get_running_loop().time()  # the decider's clock
+    return float(core.pairs.queues.queue_s(core._nodes[engine.at_node], now))
+
+
+async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:
+    async with on_nodes("a", "a", "b") as (it, decode, prefill):
+        decode[0].queued_s, decode[1].queued_s = 40.0, 60.0
+        await until(lambda: 95.0 < queue_s(it, decode[0]) <= 100.0)
+        assert queue_s(it, decode[2]) <= 0.0
+        assert queue_s(it, prefill) <= 0.0
+        await decode[1].kill()
+        await until(lambda: 35.0 < queue_s(it, decode[0]) <= 40.0)
+
+
+@pytest.mark.parametrize(("busy", "share"), [("prefill", 1.0), ("decode", 0.0)])
+async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, share: float) -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        assert (await it.chat("p", text="x" * 4000)).status == 200
+        engine = prefill if busy == "prefill" else decode
+        engine.queued_s = 50.0
+        await until(lambda: queue_s(it, engine) > 40.0)
+        assert (await it.chat("p", text="x" * 4000)).status == 200
+        assert prefill.requests[1]["kv_transfer_params"]["decode_share"] == share
+
+
+# -- what is told -------------------------------------------------------------------------
+
+
+def test_an_engines_report_is_parsed() -> None:
+    told = parse_pair_capabilities({"paths": PATHS, "name": "vllm"})
+    assert (told.role, told.peer, told.node, told.epoch) == (PairRole.DECODE, "tcp:10.0.0.2:7000", "n2", "e")
+    assert (told.block_s, told.block_bytes, told.block_tokens) == (0.01, 4096, 64)
+
+
+@pytest.mark.parametrize("block_s", [0.0, None, math.inf, math.nan, -1.0, "fast", True])
+def test_a_speed_that_is_not_known_is_the_same_for_all(block_s: object) -> None:
+    assert parse_pair_capabilities({"paths": {**PATHS, "block_s": block_s}}).block_s == DEFAULT_BLOCK_S
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "both"},
+        {"role": None},
+        {"role": ["prefill"]},
+        {"peer": ""},
+        {"peer": 7},
+        {"node": " "},
+        {"epoch": None},
+        {"epoch": "x" * 5000},
+        {"block_bytes": 0},
+        {"block_bytes": True},
+        {"block_tokens": "64"},
+    ],
+)
+def test_invalid_pair_reports_are_named(wrong: dict[str, object]) -> None:
+    [name] = wrong
+    with pytest.raises(InvalidPairEngine, match=f"{name}.*expected"):
+        parse_pair_capabilities({"paths": {**PATHS, **wrong}})
+
+
+@pytest.mark.parametrize("capabilities", [{}, {"paths": None}, {"paths": []}, {"paths": "x"}])
+def test_an_engine_without_paths_is_in_no_pair(capabilities: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPairEngine, match="--role"):
+        parse_pair_capabilities(capabilities)
+
+
+LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
+
+
+@pytest.mark.parametrize(("kv", "ours", "alike"), [("a", "a", True), ("a", "b", False), ("", "b", True),
+                                                   ("a", "", True)])  # fmt: skip
+def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: bool) -> None:
+    why = incompatibility(("tiny", 4096, 64, kv), ("tiny", 4096, 64, ours))
+    assert (why == "") is alike
+    assert alike or "expected engines that are started alike" in why
+    assert alike or "--block-size" in why
+    assert parse_pair_capabilities({"paths": {**PATHS, "kv": kv}}).kv == kv
+
+
+def test_links_are_read() -> None:
+    assert parse_link_stats({"paths": {"links": {"storage read": LINK}}}) == {
+        "storage read": LinkStats(4096, 0.5, 7)
+    }
+    odd = {"storage read": {**LINK, "queued_bytes": None, "moved_bytes": -1}}
+    assert parse_link_stats({"paths": {"links": odd}}) == {"storage read": LinkStats(0, 0.5, 0)}
+    unknown = {"storage read": {**LINK, "queued_s": None}}
+    assert parse_link_stats({"paths": {"links": unknown}}) == {"storage read": LinkStats(4096, None, 7)}
+
+
+def test_an_unknown_queue_is_not_reported_as_a_short_one() -> None:
+    links = [{"storage read": LinkStats(0, 2.0, 0)}, {"storage read": LinkStats(4096, None, 0)}]
+    assert nic_queue_event("n", links[:1]) == NicQueueReported("n", 2.0)
+    assert nic_queue_event("n", links) is None
+    assert nic_queue_event("n", [{}]) is None
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {},
+        {"paths": None},
+        {"paths": {"links": []}},
+        {"paths": {"links": {"storage read": 3}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": "soon"}}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": math.inf}}}},
+        {"paths": {"links": {"storage read": {**LINK, "queued_s": -0.1}}}},
+        {"paths": {"links": {f"link {number}": LINK for number in range(1000)}}},
+    ],
+)
+def test_links_that_cannot_be_read_are_not_believed(stats: dict[str, Any]) -> None:
+    assert parse_link_stats(stats) is None
+
+
+def test_a_gateway_is_not_built_without_engines_of_both_roles() -> None:
+    with pytest.raises(ValueError, match="expected addresses of prefill engines and of decode engines"):
+        build_prefill_decode_gateway(["http://p:1"], [], TenantKeys(), GatewayOptions(policy="x"))

@@ -1,0 +1,521 @@
+"""Requests on two legs, over HTTP: what reaches the prefill engine, the decode engine, and the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from fake_pair_engine import core_of, gateway_of, pair_engines, pairs
+from gateway_harness import World, lines, until
+from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
+from sojourn_server.routing import pair_core
+from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+ADMIN = "admin"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(stream: bool) -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        answer = await it.chat("p", max_tokens=50, stream=stream, seed=3)
+        assert answer.status == 200
+        assert answer.headers["X-Sojourn-Replica"] == decode.name
+        if stream:
+            assert (await lines(answer))[-1] == "[DONE]"
+        [first], [second] = prefill.requests, decode.requests
+        transfer = first.pop("kv_transfer_params")
+        assert transfer == {
+            "do_remote_decode": True,
+            "transfer": transfer["transfer"],
+            "peer": decode.peer,
+            "decode_share": 0.0,
+            "epoch": "e1",
+        }
+        assert (first["max_completion_tokens"], first["stream"], first["seed"]) == (1, False, 3)
+        told = second.pop("kv_transfer_params")
+        expected = {"do_remote_prefill": True, "transfer": transfer["transfer"], "epoch": "e1"}
+        assert told == {**expected, "at": prefill.name}
+        assert (second["max_tokens"], second.get("stream", False)) == (50, stream)
+        assert "x-session-id" not in prefill.headers[0]
+        assert decode.headers[0]["x-session-id"] == "p"
+        await until(lambda: not core_of(it).flights)
+
+
+async def test_a_clients_transfer_parameters_reach_no_engine() -> None:
+    forged = {"do_remote_prefill": True, "transfer": "another's", "context": "another's"}
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        assert (await it.chat(kv_transfer_params=forged, ec_transfer_params=forged)).status == 200
+        for body in (*prefill.bodies, *decode.bodies):
+            assert b"another's" not in body
+
+
+@pytest.mark.parametrize(
+    "more", [{"n": 2}, {"use_beam_search": True, "n": 3}, {"prompt_logprobs": 1}], ids=["n", "beam", "prompt"]
+)
+async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more: dict[str, Any]) -> None:
+    forged = {"do_remote_prefill": True, "transfer": "another's", "context": "another's"}
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        decode.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, **more))
+        await until(lambda: decode.requests)
+        [view] = core_of(it).pairs.prefill.views()
+        assert view.tokens == 0
+        decode.hold.set()
+        assert (await asking).status == 200
+        assert prefill.requests == []
+        [sent] = decode.requests
+        assert "kv_transfer_params" not in sent
+        assert {key: sent[key] for key in ("max_tokens", *more)} == {"max_tokens": 7, **more}
+        await until(lambda: not core_of(it).flights)
+
+
+async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        decode.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat())
+        await until(lambda: decode.requests)
+        [view] = core_of(it).pairs.prefill.views()
+        assert view.tokens == 0
+        assert core_of(it).flights
+        decode.hold.set()
+        assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("read_side", [*READ_SIDE_POLICIES])
+async def test_what_was_stored_of_a_program_is_read_by_the_side_that_the_operator_chose(
+    read_side: str,
+) -> None:
+    async with pairs(1, 1, read_side=read_side) as (it, [prefill], [decode]):
+        prefill.prompt_tokens = decode.prompt_tokens = 1000
+        for _ in range(4):
+            assert (await it.chat("p", text="x" * 4000)).status == 200
+        shares = [one["kv_transfer_params"]["decode_share"] for one in prefill.requests]
+        assert shares[0] == 0.0
+        possible = {"shorter": {0.0, 1.0}, "prefill": {0.0}, "split": {share / 32 for share in range(33)}}
+        assert all(any(abs(one - share) < 0.5 for share in possible[read_side]) for one in shares)
+        assert (read_side == "prefill") <= (set(shares) == {0.0})
+        if read_side == "split":
+            assert any(0.0 < share < 1.0 for share in shares)
+
+
+# -- faults ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    [
+        *((role, how) for role in ("prefill", "decode") for how in ("gone", "no answer", "500")),
+        ("decode", "error event"),
+    ],
+)
+async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, how: str) -> None:
+    async with pairs(2, 2) as (it, prefill, decode):
+        victim = (prefill if lost == "prefill" else decode)[0]
+        stream = how == "error event"
+        if how == "gone":
+            await victim.kill()
+        elif how == "500":
+            victim.refuses = 500
+        elif stream:
+            victim.first_event = 'data: {"error": {"message": "KV load failed", "code": 500}}\n\n'
+        else:
+            # An idle connection that breaks is taken for one that the engine had closed before.
+            victim.break_before_first_byte = 4
+        answers = await asyncio.gather(*(it.chat(f"p{number}", stream=stream) for number in range(4)))
+        assert [answer.status for answer in answers] == [200] * 4
+        if stream:
+            for answer in answers:
+                assert [json.loads(line).get("number") for line in (await lines(answer))[:-1]] == [*range(5)]
+        await until(lambda: not core_of(it).flights)
+        if how == "gone":
+            await until(lambda: victim.name not in core_of(it).engines)
+        else:
+            assert core_of(it).counts.replayed
+
+
+async def test_a_prefill_engine_that_dies_in_its_leg_is_replaced() -> None:
+    async with pairs(2, 1) as (it, prefill, [decode]):
+        for engine in prefill:
+            engine.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: any(engine.requests for engine in prefill))
+        victim, other = sorted(prefill, key=lambda engine: not engine.requests)
+        assert other.hold is not None
+        other.hold.set()
+        await victim.kill()
+        assert (await asking).status == 200
+        assert len(decode.requests) == 1
+        assert decode.requests[0]["kv_transfer_params"]["at"] == other.name
+        names = [one.requests[0]["kv_transfer_params"]["transfer"] for one in prefill]
+        assert names[0] != names[1], "an engine takes a transfer's name once"
+
+
+async def test_a_prefill_engine_that_dies_after_its_stage_fails_no_request() -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        decode.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: decode.requests)
+        await prefill.kill()
+        await until(lambda: prefill.name not in core_of(it).engines)
+        decode.hold.set()
+        assert (await asking).status == 200
+        assert len(decode.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_engine_that_dies_before_its_first_byte_is_replaced(stream: bool) -> None:
+    async with pairs(1, 2) as (it, [prefill], decode):
+        for engine in decode:
+            engine.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p", stream=stream))
+        await until(lambda: any(engine.requests for engine in decode))
+        victim, other = sorted(decode, key=lambda engine: not engine.requests)
+        assert other.hold is not None
+        other.hold.set()
+        await victim.kill()
+        answer = await asking
+        assert answer.headers["X-Sojourn-Replica"] == other.name
+        if stream:
+            told = [json.loads(line) for line in (await lines(answer))[:-1]]
+            assert told == [{"number": number, "at": other.name} for number in range(5)]
+        peers = [one["kv_transfer_params"]["peer"] for one in prefill.requests]
+        assert peers == [victim.peer, other.peer], "its KV goes to whoever writes the answer"
+
+
+async def test_a_decode_engine_that_dies_after_its_first_byte_ends_the_answer_with_an_error() -> None:
+    async with pairs(1, 2) as (it, _, decode):
+        for engine in decode:
+            engine.cut_after = 2
+        answer = await it.chat("p", stream=True)
+        told = await lines(answer)
+        assert [json.loads(line)["number"] for line in told[:2]] == [0, 1]
+        assert json.loads(told[2])["error"]["type"] == "replica_lost"
+        assert told[3:] == ["[DONE]"]
+        assert sum(len(engine.requests) for engine in decode) == 1
+        await until(lambda: not core_of(it).flights)
+
+
+async def test_a_life_that_is_over_costs_a_prompt_and_no_request() -> None:
+    async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
+        decode.epoch = "e2"  # its traffic manager began anew, and nobody has looked since
+        assert (await it.chat("p")).status == 200
+        assert [one["kv_transfer_params"]["epoch"] for one in prefill.requests] == ["e1"]
+        assert (len(decode.requests), decode.computed) == (1, 1)
+        assert decode.requests[0]["kv_transfer_params"]["epoch"] == "e1", "by which it can tell"
+
+
+async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        prefill.refuses = 400
+        answer = await it.chat("p")
+        assert (answer.status, (await answer.json())["error"]["code"]) == (400, 400)
+        assert not decode.requests
+        await until(lambda: not core_of(it).flights)
+        assert not core_of(it).programs, "nothing of it is stored"
+
+
+async def test_an_engine_that_reports_no_kv_has_failed() -> None:
+    async with pairs(2, 1) as (it, prefill, [decode]):
+        prefill[0].says_nothing = True
+        answers = [await it.chat(f"p{number}") for number in range(4)]
+        assert [answer.status for answer in answers] == [200] * 4
+        assert prefill[0].requests, "it was tried"
+        assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {prefill[1].name}
+
+
+async def test_a_request_that_fails_everywhere_is_refused_after_some_pairs() -> None:
+    async with pairs(3, 2) as (it, prefill, decode):
+        for engine in prefill:
+            engine.says_nothing = True
+        answer = await it.chat()
+        assert (answer.status, (await answer.json())["error"]["code"]) == (502, "replicas_failed")
+        assert "Retry-After" in answer.headers
+        most = RoutingLimits().most_failures_computing
+        assert sum(len(engine.requests) for engine in prefill) == most
+        assert not any(engine.requests for engine in decode)
+
+
+@pytest.mark.parametrize("leg", ["first", "second"])
+async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        engine = prefill if leg == "first" else decode
+        engine.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: engine.requests)
+        asking.cancel()
+        await until(lambda: not core_of(it).flights)
+        await until(lambda: engine.gave_up == 1)
+        assert bool(decode.requests) is (leg == "second")
+        assert not core_of(it).programs, "it never had an answer"
+
+
+async def test_a_decode_engine_that_begins_anew_in_the_first_leg_is_not_waited_for() -> None:
+    async with pairs(1, 2) as (it, [prefill], decode):
+        prefill.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat())
+        await until(lambda: prefill.requests)
+        peer = prefill.requests[0]["kv_transfer_params"]["peer"]
+        victim = next(one for one in decode if one.peer == peer)
+        await victim.kill()
+        await until(lambda: len(prefill.requests) == 2)
+        prefill.hold.set()
+        answer = await asking
+        assert answer.status == 200
+        assert answer.headers["X-Sojourn-Replica"] != victim.name
+
+
+# -- what an operator does and sees -----------------------------------------------------
+
+
+async def say(it: World, name: str, what: str) -> Any:
+    url = f"{it.url}/sojourn/v1/replicas/{name}/{what}"
+    async with it.http.post(url, headers={"Authorization": f"Bearer {ADMIN}"}) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role: str) -> None:
+    async with pairs(2, 2, admin_key=ADMIN) as (it, prefill, decode):
+        engines = prefill if role == "prefill" else decode
+        for engine in engines:
+            engine.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: any(engine.requests for engine in engines))
+        victim, other = sorted(engines, key=lambda engine: not engine.requests)
+        assert (await say(it, victim.name, "drain"))["in_flight"] == 1
+        for engine in engines:
+            assert engine.hold is not None
+            engine.hold.set()
+        assert (await asking).status == 200
+        for number in range(3):
+            assert (await it.chat(f"p{number}")).status == 200
+        assert (len(victim.requests), len(other.requests)) == (1, 3)
+        await say(it, other.name, "drain")
+        refused = await it.chat("p")
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        assert f"no {role} engine" in (await refused.json())["error"]["message"]
+        await say(it, victim.name, "stay")
+        assert (await it.chat("p")).status == 200
+
+
+async def test_requests_wait_while_all_engines_are_busy_up_to_the_limit() -> None:
+    async with pair_engines(1, 1) as (prefill, decode):
+        decode[0].blocks = 21  # 320 tokens of KV
+        limits = RoutingLimits(most_waiting=1)
+        async with gateway_of(prefill, decode, limits=limits) as it:
+            decode[0].hold = asyncio.Event()
+            first, second = (asyncio.ensure_future(it.chat(name, max_tokens=300)) for name in "ab")
+            await until(lambda: core_of(it).waiting == 1 and decode[0].requests)
+            full = await it.chat("c")
+            assert (full.status, full.headers["Retry-After"]) == (429, "5")
+            decode[0].hold.set()
+            assert {(await first).status, (await second).status} == {200}
+            assert len(decode[0].requests) == 2
+
+
+async def test_a_request_that_waited_as_long_as_allowed_is_rejected() -> None:
+    async with pair_engines(1, 1) as (prefill, decode):
+        decode[0].blocks = 21
+        async with gateway_of(prefill, decode, limits=RoutingLimits(wait_s=0.3)) as it:
+            decode[0].hold = asyncio.Event()
+            first = asyncio.ensure_future(it.chat("a", max_tokens=300))
+            await until(lambda: decode[0].requests)
+            late = await it.chat("b", max_tokens=300)
+            assert (late.status, late.headers["Retry-After"]) == (503, "10")
+            decode[0].hold.set()
+            assert (await first).status == 200
+
+
+async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        await decode.kill()
+        await until(lambda: decode.name not in core_of(it).engines)
+        refused = await it.chat("p")
+        assert refused.status == 503
+        assert "Retry-After" in refused.headers
+        assert not prefill.requests
+        await decode.restart()
+        await until(lambda: decode.name in core_of(it).engines)
+        assert (await it.chat("p")).status == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_accepted_requests_do_not_wait_long_after_the_last_engine_of_a_role_died(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_core, "ROLE_MISSING_TIMEOUT_S", 0.3)
+    # It is the request that finds out: nobody looks for long.
+    async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
+        await (prefill if role == "prefill" else decode).kill()
+        began_s = time.monotonic()
+        refused = await it.chat("p")
+        assert time.monotonic() - began_s < RoutingLimits().wait_s / 10
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        assert f"no {role} engine" in (await refused.json())["error"]["message"]
+        assert not core_of(it).flights
+
+
+@pytest.mark.parametrize(("role", "how"), [("prefill", "gone"), ("decode", "gone"), ("decode", "refused"),
+                                           ("prefill", "drained"), ("decode", "suspect")])  # fmt: skip
+async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> None:
+    limits = RoutingLimits(lease_s=0.3)
+    async with pairs(1, 1, admin_key=ADMIN, limits=limits) as (it, [prefill], [decode]):
+        engine = prefill if role == "prefill" else decode
+        if how == "gone":
+            await engine.kill()
+        elif how == "refused":
+            engine.tells_paths = False
+        elif how == "suspect":
+            engine.silent = True
+        else:
+            await say(it, engine.name, "drain")
+        counts = {"prefill": 1, "decode": 1, role: 0}
+
+        async def told() -> bool:
+            async with it.http.get(f"{it.url}/health") as answer:
+                document = await answer.json()
+                assert answer.status == (200 if document["prefill"] and document["decode"] else 503)
+                return {name: document[name] for name in counts} == counts
+
+        await until(told)
+        if how != "suspect":
+            assert (await it.chat()).status == 503
+
+
+async def test_what_has_no_first_leg_takes_a_place_in_a_pair_all_the_same() -> None:
+    async with pairs(1, 1) as (it, [prefill], [decode]):
+        assert (await it.chat("p", n=2)).status == 200
+        assert not prefill.requests
+        await prefill.kill()
+        await until(lambda: prefill.name not in core_of(it).engines)
+        assert (await it.chat("p", n=2)).status == 503
+        assert len(decode.requests) == 1
+
+
+async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> None:
+    async with pairs(1, 2) as (it, [prefill], decode):
+        prefill.queued_s = 2.5
+        one = core_of(it).engines
+
+        async def told() -> bool:
+            shown = (await it.get("/sojourn/v1/replicas"))["replicas"]
+            return any(of["links"].get("storage read", {}).get("queued_s") == 2.5 for of in shown)
+
+        await until(told)
+        shown = {of["replica"]: of for of in (await it.get("/sojourn/v1/replicas"))["replicas"]}
+        assert {name: of["role"] for name, of in shown.items()} == {
+            prefill.name: "prefill",
+            **dict.fromkeys((engine.name for engine in decode), "decode"),
+        }
+        assert shown[prefill.name]["node"] == prefill.at_node
+        assert [of["health"] for of in shown.values()] == ["up"] * 3
+        page = await (await it.http.get(f"{it.url}/metrics")).text()
+        role = f'node="{prefill.at_node}",replica="{prefill.name}",role="prefill"'
+        assert f"sojourn_gateway_replica_role{{{role}}} 1.0" in page
+        queue = f'sojourn_gateway_link_queued_seconds{{link="storage read",replica="{prefill.name}"}} 2.5'
+        assert queue in page
+        assert 'sojourn_gateway_requests_total{reason="pair"} 0.0' in page
+        await prefill.kill()
+        await until(lambda: prefill.name not in one)
+        page = await (await it.http.get(f"{it.url}/metrics")).text()
+        assert prefill.name not in page
+        assert decode[0].name in page
+
+
+async def test_questions_about_all_engines_are_answered() -> None:
+    async with pairs(1, 2) as (it, [prefill], decode):
+        told = await it.get("/sojourn/v1/capabilities")
+        assert (told["engines"], told["gateway"], told["cluster_policy"]) == (3, True, "dualpath")
+        assert told["pairs"] == {"decode": 2, "prefill": 1}
+        assert "paths" not in told
+        stats = await it.get("/sojourn/v1/stats")
+        assert stats["engines"].keys() == {engine.url for engine in (prefill, *decode)}
+        assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
+        assert (await it.get("/health")) == {
+            "replicas": 3,
+            "up": 3,
+            "waiting": 0,
+            "prefill": 1,
+            "decode": 2,
+        }
+        outcomes = await it.events(
+            {"type": "tool_start", "program_id": "p", "call_id": "c", "tool": "bash", "seq": 1}
+        )
+        assert [one["outcome"] for one in outcomes] == ["deferred"]
+
+
+async def test_programs_are_shown_with_what_is_stored_of_them() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        for _ in range(2):
+            await it.chat("p")
+        decode.hold = asyncio.Event()
+        asking = asyncio.ensure_future(it.chat("q"))
+        await until(lambda: len(decode.requests) == 3)
+        shown = await it.get("/sojourn/v1/programs")
+        assert [one["program_id"] for one in shown["programs"]] == ["q", "p"]
+        new, old = shown["programs"]
+        assert (new["turns"], new["in_flight"], new["context_tokens"], new["replica"]) == (0, 1, 0, None)
+        assert (old["turns"], old["in_flight"]) == (2, 0)
+        assert old["context_tokens"] == 105  # as the engine counted it, not as it was guessed
+        told = await it.get("/sojourn/v1/programs/p")
+        assert told["turns"] == 2
+        assert told["replica"] is None
+        assert told["engine"]["status"] == "acting"  # of the decode engine: only that knows programs
+        assert (await it.get("/sojourn/v1/programs/q"))["engine"] is None
+        decode.hold.set()
+        assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_context_is_as_long_as_an_engine_counted(stream: bool) -> None:
+    async with pairs(1, 1) as (it, _, _):
+        answer = await it.chat("p", text="x" * 4000, stream=stream)
+        if stream:
+            await lines(answer)  # no usage in it: the prefill engine has counted the prompt
+        await until(lambda: not core_of(it).flights)
+        [shown] = (await it.get("/sojourn/v1/programs"))["programs"]
+        assert shown["context_tokens"] == shown["size_tokens"] == 105
+
+
+async def test_programs_of_two_tenants_are_two_whatever_they_are_called() -> None:
+    async with pairs(1, 1, tenants={"ka": "a", "kb": "b"}) as (it, _, [decode]):
+        for key in ("ka", "ka", "kb"):
+            assert (await it.chat("p", key=key)).status == 200
+        names = [one["x-session-id"] for one in decode.headers]
+        assert names[0] == names[1] != names[2]
+        for key, turns in (("ka", 2), ("kb", 1)):
+            [shown] = (await it.get("/sojourn/v1/programs", key=key))["programs"]
+            assert (shown["program_id"], shown["turns"]) == ("p", turns)
+
+
+async def test_a_conversation_of_which_an_engine_has_the_beginning_is_refused() -> None:
+    async with pairs(1, 1) as (it, [prefill], _):
+        body = {"model": "tiny", "input": "hi", "previous_response_id": "resp_abc"}
+        async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
+            assert answer.status == 400
+            assert "previous_response_id" in (await answer.json())["error"]["message"]
+        assert not prefill.requests
+        async with it.http.post(f"{it.url}/v1/responses", json={"model": "tiny", "input": "hi"}) as answer:
+            assert answer.status == 200
+        assert prefill.requests[0]["store"] is False
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "read_side"),
+    [([], ["http://d:1"], "shorter"), (["http://d:1"], ["http://d:1"], "split"), (["a"], ["b"], "left")],
+)
+def test_what_makes_no_gateway_of_pairs_is_refused(
+    prefill: list[str], decode: list[str], read_side: str
+) -> None:
+    from sojourn_server.gateway.http.gateway_app import GatewayOptions
+    from sojourn_server.gateway.http.tenant_keys import TenantKeys
+
+    with pytest.raises(ValueError, match="expected"):
+        build_prefill_decode_gateway(
+            prefill, decode, TenantKeys(), GatewayOptions(policy="x"), read_side=read_side
+        )

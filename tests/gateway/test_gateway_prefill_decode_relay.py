@@ -1,0 +1,205 @@
+"""What goes to the prefill engine and to the decode engine of one request."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.engine_client import EngineAnswer, is_engine_failure
+from sojourn_server.gateway.http.generation_request import InvalidGenerationRequest, parse_generation_request
+from sojourn_server.gateway.http.prefill_decode_relay import (
+    _ANSWER_FIELDS,
+    decode_body,
+    decode_only_body,
+    parse_transfer_params,
+    prefill_body,
+)
+
+CONTEXT = json.dumps({"program_id": "p", "sojourn": {"events": []}})
+
+
+def asked(**more: Any) -> bytes:
+    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("api", "given_length", "set_length"),
+    [
+        (ClientApi.CHAT, {"max_tokens": 500}, {"max_completion_tokens": 1}),
+        (ClientApi.CHAT, {"max_completion_tokens": 500}, {"max_completion_tokens": 1}),
+        (ClientApi.COMPLETIONS, {"max_tokens": 500}, {"max_tokens": 1}),
+        (ClientApi.RESPONSES, {"max_output_tokens": 500}, {"max_output_tokens": 1, "store": False}),
+        (ClientApi.MESSAGES, {"max_tokens": 500}, {"max_tokens": 1}),
+        (ClientApi.MESSAGES, {}, {"max_tokens": 1}),
+    ],
+)
+def test_the_prefill_engine_computes_the_prompt_and_one_token(
+    api: ClientApi, given_length: dict[str, int], set_length: dict[str, object]
+) -> None:
+    body = asked(
+        **given_length, stream=True, stream_options={"include_usage": True}, n=3, min_tokens=9, seed=7,
+        vllm_xargs={"agentic_context": CONTEXT, "x": 1},
+        kv_transfer_params={"peer": "somebody else's"},
+    )  # fmt: skip
+    assert json.loads(prefill_body(api, body, "t1", "tcp:d:1", 0.25)) == {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": False,
+        "seed": 7,
+        "vllm_xargs": {"x": 1},
+        **set_length,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "transfer": "t1",
+            "peer": "tcp:d:1",
+            "decode_share": 0.25,
+        },
+    }
+
+
+def test_what_it_answers_goes_to_the_decode_engine_with_the_clients_own_body() -> None:
+    told = {"do_remote_prefill": True, "transfer": "t1", "nested": {"a": [1, 2]}}
+    answer = json.dumps({"id": "x", "choices": [], "kv_transfer_params": told}).encode()
+    assert parse_transfer_params(answer) == told
+    body = asked(stream=True, max_tokens=500)
+    assert json.loads(decode_body(body, told)) == {**json.loads(body), "kv_transfer_params": told}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": 3}',
+        b'{"kv_transfer_params": {"transfer": "t1"}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": 1}}',
+        b"{}",
+        b"\xff",
+    ],
+)
+def test_an_engine_that_reports_no_kv_is_no_prefill_engine(answer: bytes) -> None:
+    assert parse_transfer_params(answer) is None
+
+
+def test_a_clients_transfer_parameters_are_removed() -> None:
+    forged = {"do_remote_prefill": True, "transfer": "another's"}
+    body = asked(kv_transfer_params=forged, ec_transfer_params=forged)
+    told = {"transfer": "mine"}
+    assert json.loads(decode_body(body, told)) == {**json.loads(asked()), "kv_transfer_params": told}
+    assert b"another's" not in prefill_body(ClientApi.CHAT, body, "t1", "tcp:d:1", 0.25)
+
+
+def test_the_known_epoch_of_the_decode_engine_is_sent() -> None:
+    sent = json.loads(prefill_body(ClientApi.CHAT, asked(), "t1", "tcp:d:1", 0.25, "e1"))
+    assert sent["kv_transfer_params"]["epoch"] == "e1"
+
+
+def test_a_prefill_engine_answers_at_once_and_keeps_no_answer() -> None:
+    body = json.dumps({"model": "tiny", "input": "hi", "background": True, "store": True}).encode()
+    sent = json.loads(prefill_body(ClientApi.RESPONSES, body, "t1", "tcp:d:1", 0.25))
+    assert "background" not in sent
+    assert sent["store"] is False
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=8),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner)
+        ),
+        max_size=6,
+    )
+)
+def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
+    lengths = {"max_tokens", "max_completion_tokens", "min_tokens"}
+    changed = {"kv_transfer_params", "vllm_xargs", "model", "messages", "stream", *_ANSWER_FIELDS} | lengths
+    kept = {key: value for key, value in more.items() if key not in changed}
+    body = asked(**kept)
+    try:
+        parse_generation_request(ClientApi.CHAT, body, None)
+    except InvalidGenerationRequest:
+        reject()
+    for sent in (
+        prefill_body(ClientApi.CHAT, body, "t", "tcp:d:1", 0.0),
+        decode_body(body, {"transfer": "t"}),
+    ):
+        document = json.loads(sent)
+        assert {key: document[key] for key in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (ClientApi.CHAT, {"n": 2}),
+        (ClientApi.CHAT, {"n": "2"}),
+        (ClientApi.CHAT, {"use_beam_search": True}),
+        (ClientApi.CHAT, {"prompt_logprobs": 0}),
+        (ClientApi.CHAT, {"echo": True}),
+        (ClientApi.COMPLETIONS, {"best_of": 3}),
+        (ClientApi.COMPLETIONS, {"echo": True, "logprobs": 0}),
+        (ClientApi.COMPLETIONS, {"prompt": ["a", "b"]}),
+        (ClientApi.COMPLETIONS, {"prompt": [[1, 2], [3]]}),
+        (ClientApi.COMPLETIONS, {"prompt_embeds": "AAAA"}),
+    ],
+)
+def test_what_has_no_one_context_goes_whole(api: ClientApi, more: dict[str, Any]) -> None:
+    body = asked(**more, kv_transfer_params={"peer": "x"}, ec_transfer_params={"x": 1})
+    sent = decode_only_body(api, body)
+    assert sent is not None
+    assert json.loads(sent) == json.loads(asked(**more))
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (ClientApi.CHAT, {}),
+        (ClientApi.CHAT, {"n": 1, "best_of": None, "use_beam_search": False, "prompt_logprobs": None}),
+        (ClientApi.CHAT, {"echo": False}),
+        (ClientApi.CHAT, {"logprobs": True, "top_logprobs": 3}),
+        (ClientApi.COMPLETIONS, {"prompt": "a"}),
+        (ClientApi.COMPLETIONS, {"prompt": ["a"]}),
+        (ClientApi.COMPLETIONS, {"prompt": [1, 2, 3]}),
+        (ClientApi.COMPLETIONS, {"prompt": [[1, 2, 3]], "prompt_embeds": None}),
+        (ClientApi.COMPLETIONS, {"prompt": []}),
+        (ClientApi.RESPONSES, {"n": 2}),
+        (ClientApi.MESSAGES, {"n": 2}),
+    ],
+)
+def test_what_has_one_context_goes_on_two_legs(api: ClientApi, more: dict[str, Any]) -> None:
+    assert decode_only_body(api, asked(**more)) is None
+
+
+def answered(status: int, first: bytes = b"{}", is_stream: bool = False) -> EngineAnswer:
+    return EngineAnswer(SimpleNamespace(status=status), first, is_stream)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_an_engine_that_reports_its_failure_has_failed(status: int) -> None:
+    assert is_engine_failure(answered(status))
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 409, 429, 501])
+def test_what_is_wrong_with_a_request_is_no_failure(status: int) -> None:
+    assert not is_engine_failure(answered(status))
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (b'data: {"error": {"message": "x", "code": 500}}\n\n', True),
+        (b'data: {"error": {"message": "x", "code": "server_error"}}\n\n', True),
+        (b'event: error\ndata: {"type": "error", "error": {"type": "api_error"}}\n\n', True),
+        (b'data: {"error": {"message": "x", "code": 400}}\n\n', False),
+        (b'data: {"choices": [{"delta": {"content": "error 500"}}]}\n\n', False),
+        (b"", False),
+    ],
+)
+def test_a_stream_may_begin_with_a_failure(first: bytes, expected: bool) -> None:
+    assert is_engine_failure(answered(200, first, is_stream=True)) is expected

@@ -1,0 +1,227 @@
+"""Two tenants may call their programs the same: engines hear of two programs, and each tenant of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, until, world
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_CONTEXT_BYTES
+from sojourn_server.gateway.http import residency_tracker
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.generation_request import parse_generation_request
+from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
+
+IN_TURN = 'routing = "round-robin"'
+TENANTS = {"ka": "alice", "kb": "bob"}
+KEYS = {"alice": "ka", "bob": "kb"}
+TOOL = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
+
+
+def hint(program: str, *events: dict[str, Any], **more: Any) -> dict[str, Any]:
+    own = {"v": 1, "emitter": "em", "events": list(events)}
+    context = {"program_id": program, "sojourn": own, **more}
+    return {"vllm_xargs": {"agentic_context": json.dumps(context, separators=(",", ":")), "other": 1}}
+
+
+def told(fake: FakeEngine) -> dict[str, Any]:
+    """The hint of an engine's last request."""
+    read: dict[str, Any] = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
+    return read
+
+
+async def homes(it: World, fakes: list[FakeEngine]) -> dict[str, FakeEngine]:
+    """Both tenants' programs of the same id, at different engines."""
+    found = {}
+    for tenant, key in KEYS.items():
+        name = (await it.chat("p", key=key)).headers["X-Sojourn-Replica"]
+        found[tenant] = next(fake for fake in fakes if fake.name == name)
+    assert found["alice"] is not found["bob"]
+    return found
+
+
+# -- names ------------------------------------------------------------------------
+
+TEXTS = st.text(min_size=1, max_size=120)
+
+
+@given(tenants=st.sets(TEXTS, min_size=2, max_size=4), ids=st.sets(TEXTS, min_size=1, max_size=4))
+def test_no_two_programs_have_the_same_name_and_each_is_an_id(tenants: set[str], ids: set[str]) -> None:
+    names = ProgramIdMapper(sorted(tenants))
+    keys = [(tenant, one) for tenant in tenants for one in ids]
+    found = [names.of(*key) for key in keys]
+    assert len({*found}) == len(keys)
+    for key, name in zip(keys, found, strict=True):
+        assert 0 < len(name.encode()) <= MAX_ID_BYTES
+        name.split("/")[0].encode("ascii")
+        read = names.key(name)
+        assert read == key or (read is not None and read[0] == key[0] and read[1].startswith("#"))
+
+
+def test_names_can_be_read() -> None:
+    names = ProgramIdMapper(["research", "a/b", "a"])
+    assert names.of("research", "agent-1") == "research/agent-1"
+    assert names.of("a", "b/c") == "a/b/c"
+    assert names.of("a/b", "c") == "a%2Fb/c"
+    assert names.key("research/agent/1") == ("research", "agent/1")
+    for nobodys in ("agent-1", "stranger/agent-1", "research/", ""):
+        assert names.key(nobodys) is None
+
+
+def test_what_is_too_long_is_cut_and_stays_its_tenants() -> None:
+    names = ProgramIdMapper(["a" * 300, "b"])
+    ids = ["x" * MAX_ID_BYTES, "x" * (MAX_ID_BYTES - 1) + "y"]
+    found = {names.of(tenant, one) for tenant in ("a" * 300, "b") for one in ids}
+    assert len(found) == 4
+    assert all(len(name) <= MAX_ID_BYTES for name in found)
+    for bad in ("", "x" * (MAX_ID_BYTES + 1)):
+        assert names.of("b", bad) == bad, "an engine refuses it, as it would have"
+
+
+def test_of_one_tenant_alone_nothing_is_changed() -> None:
+    names = ProgramIdMapper(["default"])
+    assert names.of("default", "p") == "p"
+    assert names.key("p") == ("default", "p")
+    event = msgspec.Raw(b'{"program_id" : "p"}')
+    assert names.event("default", event) is event
+    body = json.dumps(hint("p", TOOL)).encode()
+    assert names.request("default", body, parse_generation_request(ClientApi.CHAT, body, None)) == (
+        body,
+        True,
+    )
+
+
+@pytest.mark.parametrize("event", [b'"text"', b"{", b'{"program_id": 3}', b"[]", b"{}"])
+def test_what_is_no_event_stays_what_it_is(event: bytes) -> None:
+    named = ProgramIdMapper(["a", "b"]).event("a", msgspec.Raw(event))
+    assert bytes(named).replace(b" ", b"") == event.replace(b" ", b"")
+
+
+# -- requests ---------------------------------------------------------------------
+
+
+async def test_both_have_a_home_of_their_own() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
+        of = await homes(it, fakes)
+        for tenant, key in KEYS.items():
+            assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
+            assert it.gateway.routing_backend.home(tenant, "p") == of[tenant].name
+            shown = (await it.get("/sojourn/v1/programs", key))["programs"]
+            assert [(one["program_id"], one["tenant"]) for one in shown] == [("p", tenant)]
+            about = await it.get("/sojourn/v1/programs/p", key)
+            assert (about["replica"], about["engine"]["program_id"]) == (of[tenant].name, "p")
+
+
+async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
+    more = {"parent_program_id": "q", "root_program_id": "r", "step_id": "p", "request_id": "p"}
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        child = {"type": "program_start", "program_id": "p", "seq": 0, "parent_program_id": "q"}
+        sent = hint("p", child, {**TOOL, "call_id": "p"}, **more)
+        await it.chat("s", key="kb", temperature=0.5, **sent)
+        assert fakes[0].requests[-1]["temperature"] == 0.5
+        assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
+        named = {"program_id": "bob/p", "parent_program_id": "bob/q"}
+        assert told(fakes[0]) == {
+            **json.loads(sent["vllm_xargs"]["agentic_context"]),
+            **named,
+            "root_program_id": "bob/r",
+            "sojourn": {
+                "v": 1,
+                "emitter": "em",
+                "events": [{**child, **named}, {**TOOL, "program_id": "bob/p", "call_id": "p"}],
+            },
+        }
+        assert fakes[0].headers[-1]["x-session-id"] == "bob/s"
+
+
+@pytest.mark.parametrize("bad", ["{", json.dumps({"program_id": ""}), 7])
+async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        more = {"vllm_xargs": {"agentic_context": bad, "other": 1}}
+        assert (await it.chat("p", key="ka", **more)).status == 200
+        assert fakes[0].requests[-1]["vllm_xargs"] == {"other": 1}
+        assert fakes[0].headers[-1]["x-session-id"] == "alice/p"
+
+
+async def test_a_header_that_is_no_id_makes_none() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        await it.chat("x" * (MAX_ID_BYTES + 1), key="ka")
+        assert fakes[0].headers[-1]["x-session-id"] == "x" * (MAX_ID_BYTES + 1)
+        assert await it.gateway.routing_backend.programs() == []
+
+
+async def test_events_that_have_no_room_beside_longer_ids_go_their_own_way() -> None:
+    events = [{**TOOL, "seq": seq, "call_id": f"c{seq}"} for seq in range(1, 195)]
+    sent = hint("p", *events)
+    text = sent["vllm_xargs"]["agentic_context"]
+    assert len(text) <= MAX_CONTEXT_BYTES < len(text.replace('"p"', '"alice/p"'))
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        for _ in range(2):
+            assert (await it.chat(key="ka", **sent)).status == 200
+            assert "events" not in told(fakes[0])["sojourn"] or told(fakes[0])["sojourn"]["events"] == []
+            assert told(fakes[0])["program_id"] == "alice/p"
+        await until(lambda: len(fakes[0].of("alice/p")) >= len(events))
+
+
+# -- events and moves -------------------------------------------------------------
+
+
+async def test_events_find_the_program_of_their_sender() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
+        of = await homes(it, fakes)
+        for tenant, key in KEYS.items():
+            outcomes = await it.events(TOOL, key=key, emitter="the same")
+            assert outcomes == [{"outcome": "applied", "program_id": "p", "seq": 1}]
+            assert of[tenant].of(f"{tenant}/p") == ["tool_start"]
+        assert sum(len(fake.events) for fake in fakes) == 2
+        await it.events({"type": "program_end", "program_id": "p", "seq": 2}, key="kb")
+        assert of["bob"].of("bob/p") == ["tool_start", "program_end"]
+        assert it.gateway.routing_backend.home("bob", "p") is None
+        assert it.gateway.routing_backend.home("alice", "p") == of["alice"].name
+
+
+async def test_each_program_moves_with_its_kv_and_events() -> None:
+    options = {"preset": IN_TURN, "tenants": TENANTS, "admin_key": "root"}
+    async with engines(2, shared_disk=True) as fakes, world(fakes, **options) as it:
+        of = await homes(it, fakes)
+        await it.events(TOOL, key="ka")
+        await it.events({**TOOL, "call_id": "d"}, key="kb")
+        headers = {"Authorization": "Bearer root"}
+        url = f"{it.url}/sojourn/v1/replicas/{of['alice'].name}/drain"
+        async with it.http.post(url, headers=headers) as answer:
+            assert answer.status == 200
+        assert (await it.chat("p", key="ka")).headers["X-Sojourn-Replica"] == of["bob"].name
+        assert of["alice"].persisted == ["alice/p"]
+        await until(lambda: of["alice"].of("alice/p") == ["tool_start", "program_end"])
+        await until(lambda: of["bob"].of("alice/p") == ["tool_start"])
+        assert of["bob"].of("bob/p") == ["tool_start"], "the other's goes on as it was"
+        assert it.gateway.routing_backend.home("bob", "p") == of["bob"].name
+        assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
+        assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
+
+
+async def test_both_are_at_home_where_they_were_after_a_restart(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    async with engines(2) as fakes:
+        async with world(fakes, preset=IN_TURN, tenants=TENANTS, state=state) as it:
+            of = await homes(it, fakes)
+        async with world(fakes, tenants=TENANTS, state=state) as it:
+            for tenant, key in reversed(KEYS.items()):
+                assert (await it.chat("p", key=key)).headers["X-Sojourn-Replica"] == of[tenant].name
+                assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
+
+
+async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_tracker, "RESIDENCY_POLL_S", 0.02)
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
+        of = await homes(it, fakes)
+        of["alice"].waiting = of["bob"].waiting = ["p", "bob/p", "stranger/p"]
+        await until(lambda: it.gateway.routing_backend.home("bob", "p") is None)
+        assert it.gateway.routing_backend.home("alice", "p") == of["alice"].name

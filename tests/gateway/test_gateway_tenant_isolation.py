@@ -1,0 +1,278 @@
+"""No tenant speaks as another's program, sees its names, or is taken for it; and no key goes where it need
+not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, until, world
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire import MAX_CONTEXT_BYTES, decode_context
+from sojourn_server.gateway.http import residency_tracker
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.generation_request import (
+    InvalidGenerationRequest,
+    parse_generation_request,
+    without_identity,
+)
+from sojourn_server.gateway.http.prefill_decode_relay import prefill_body
+from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+TENANTS = {"ka": "alice", "kb": "bob"}
+LONGEST = "x" * MAX_ID_BYTES
+
+
+def hint(**members: Any) -> str:
+    return json.dumps({"program_id": "p", **members}, separators=(",", ":"))
+
+
+def named(tenant: str, body: dict[str, Any], session: str | None = None) -> dict[str, Any]:
+    """A body as an engine gets it."""
+    raw = json.dumps(body).encode()
+    names = ProgramIdMapper(TENANTS.values())
+    read: dict[str, Any] = json.loads(
+        names.request(tenant, raw, parse_generation_request(ClientApi.CHAT, raw, session))[0]
+    )
+    return read
+
+
+class Told(FakeEngine):
+    """Keeps what keys it is shown, and says of a program what ``about`` is."""
+
+    def __init__(self, about: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.about = about or {}
+        self.keys: list[str | None] = []
+
+    async def _stats(self, request: Request) -> Response:
+        self.keys.append(request.headers.get("authorization"))
+        return await super()._stats(request)
+
+    async def _models(self, request: Request) -> Response:
+        self.keys.append(request.headers.get("authorization"))
+        return await super()._models(request)
+
+    async def _tokenize(self, request: Request) -> Response:
+        self.keys += [request.headers.get("authorization"), request.headers.get("x-api-key")]
+        return await super()._tokenize(request)
+
+    async def _take_events(self, request: Request) -> Response:
+        self.keys.append(request.headers.get("authorization"))
+        return await super()._take_events(request)
+
+    async def _program(self, request: Request) -> Response:
+        self.keys.append(request.headers.get("authorization"))
+        return JSONResponse(self.about)
+
+
+# -- whose request it is ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("of_body", [True, False])
+@pytest.mark.parametrize("header", [None, "bobs"])
+async def test_a_session_in_the_body_names_no_other_tenants_program(
+    of_body: bool, header: str | None
+) -> None:
+    forged = {"session_id": "alice/p"}
+    more = forged if of_body else {"vllm_xargs": forged}
+    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
+        assert (await it.chat(header, key="kb", **more)).status == 200
+        sent = fake.requests[-1] if of_body else fake.requests[-1]["vllm_xargs"]
+        assert sent["session_id"] == "bob/alice/p"
+        assert fake.headers[-1].get("x-session-id") == (f"bob/{header}" if header else None)
+        # The engine reads the body's, then the header's, then that of vllm_xargs.
+        known = "alice/p" if of_body or header is None else header
+        shown = (await it.get("/sojourn/v1/programs", "kb"))["programs"]
+        assert [one["program_id"] for one in shown] == [known]
+
+
+@pytest.mark.parametrize(
+    ("api", "own", "header", "beside", "expected"),
+    [
+        (ClientApi.CHAT, "own", "header", "beside", "own"),
+        (ClientApi.COMPLETIONS, "own", None, None, "own"),
+        (ClientApi.RESPONSES, None, "header", "beside", "header"),
+        (ClientApi.CHAT, "", "", "beside", "beside"),
+        (ClientApi.CHAT, None, None, 7, None),
+        (ClientApi.CHAT, LONGEST + "x", "header", None, None),
+        (ClientApi.MESSAGES, "own", "header", "beside", "header"),
+        (ClientApi.MESSAGES, "own", None, "beside", "beside"),
+    ],
+)
+def test_the_first_name_that_an_engine_reads_counts(
+    api: ClientApi, own: Any, header: str | None, beside: Any, expected: str | None
+) -> None:
+    body = {"session_id": own, "vllm_xargs": {"session_id": beside}}
+    assert parse_generation_request(api, json.dumps(body).encode(), header).program_id == expected
+    body["vllm_xargs"]["agentic_context"] = hint()
+    assert parse_generation_request(api, json.dumps(body).encode(), header).program_id == "p"
+
+
+async def test_of_one_tenant_the_gateway_means_the_program_that_its_engine_means() -> None:
+    async with engines(1) as (fake,), world([fake]) as it:
+        await it.chat("header", session_id="own")
+        assert fake.requests[-1]["session_id"] == "own"
+        assert await it.home("own") == fake.name
+        assert await it.home("header") is None
+
+
+def test_beside_a_hint_the_session_is_named_too() -> None:
+    for text in (hint(), "{"):
+        sent = named("bob", {"session_id": "s", "vllm_xargs": {"agentic_context": text, "session_id": "t"}})
+        assert sent["session_id"] == "bob/s"
+        assert sent["vllm_xargs"].pop("session_id") == "bob/t"
+        told = sent["vllm_xargs"].pop("agentic_context", None)
+        assert told is None if text == "{" else json.loads(told) == {"program_id": "bob/p"}
+
+
+def test_a_prefill_engine_gets_no_program() -> None:
+    body = {"session_id": "s", "vllm_xargs": {"session_id": "t", "agentic_context": hint(), "x": 1}}
+    raw = json.dumps(body).encode()
+    assert json.loads(without_identity(raw)) == {"vllm_xargs": {"x": 1}}
+    sent = json.loads(prefill_body(ClientApi.CHAT, raw, "t1", "tcp:d:1", 0.25))
+    assert "session_id" not in sent
+    assert sent["vllm_xargs"] == {"x": 1}
+
+
+def test_what_is_kept_of_a_kind_of_program_is_bounded() -> None:
+    text = hint(sojourn={"agent_type": "k" * 9000})
+    body = json.dumps({"vllm_xargs": {"agentic_context": text}}).encode()
+    assert parse_generation_request(ClientApi.CHAT, body, None).agent_type == "k" * 256
+
+
+# -- what is told of programs -----------------------------------------------------
+
+
+async def test_evictions_do_not_name_another_tenants_program() -> None:
+    turns = [
+        {"program_id": "bob/p", "evictor": "alice/merger", "seconds": {"wall": 1.0}},
+        {"program_id": "bob/p", "evictor": "bob/q"},
+        {"program_id": "bob/p", "evictor": None},
+        {"program_id": "bob/p", "evictor": "strangers"},
+    ]
+    fake = Told({"program_id": "bob/p", "parent_program_id": "bob/q", "ledger": turns, "status": "acting"})
+    await fake.start()
+    async with world([fake], tenants=TENANTS, admin_key="root") as it:
+        await it.chat("p", key="kb")
+        engine = (await it.get("/sojourn/v1/programs/p", "kb"))["engine"]
+        assert (engine["program_id"], engine["parent_program_id"], engine["status"]) == ("p", "q", "acting")
+        assert {turn["program_id"] for turn in engine["ledger"]} == {"p"}
+        assert [turn["evictor"] for turn in engine["ledger"]] == ["another", "q", None, "another"]
+        assert engine["ledger"][0]["seconds"] == {"wall": 1.0}
+        all_of_it = (await it.get("/sojourn/v1/programs/p", "root"))["engine"]["ledger"]
+        assert [turn["evictor"] for turn in all_of_it] == ["alice/merger", "q", None, "strangers"]
+    await fake.kill()
+
+
+def test_of_one_tenant_answers_stay_what_they_are() -> None:
+    told = {"program_id": "p", "ledger": [{"evictor": "q"}]}
+    assert ProgramIdMapper(["only"]).answer("only", told) == told
+
+
+def test_a_cut_name_is_read_again() -> None:
+    names = ProgramIdMapper(TENANTS.values())
+    cut = names.of("bob", LONGEST)
+    assert cut.startswith("bob/#")
+    assert names.key(cut) == ("bob", LONGEST)
+    assert names.key(cut.replace("bob", "alice")) == ("alice", cut.removeprefix("bob/"))
+    assert names.answer("bob", {"program_id": cut}) == {"program_id": LONGEST}
+
+
+async def test_a_shortened_name_in_an_engines_answer_finds_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency_tracker, "RESIDENCY_POLL_S", 0.02)
+    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
+        await it.chat(LONGEST, key="kb")
+        assert it.gateway.routing_backend.home("bob", LONGEST) == fake.name
+        fake.waiting = [fake.headers[-1]["x-session-id"]]
+        await until(lambda: it.gateway.routing_backend.home("bob", LONGEST) is None)
+
+
+@pytest.mark.parametrize("where", ["hint", "sojourn"])
+@pytest.mark.parametrize("events", [0, 3])
+def test_a_hint_that_longer_ids_leave_no_room_for_loses_its_longest_member(where: str, events: int) -> None:
+    event = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
+    own: dict[str, Any] = {"v": 1, "node": "kept"}
+    if events:
+        own |= {"emitter": "em", "events": [event] * events}
+    room = MAX_CONTEXT_BYTES - len(hint(sojourn=own, request_id="kept", padding=""))
+    padding = {"padding": "y" * room}
+    text = hint(request_id="kept", **(padding if where == "hint" else {}), sojourn={
+        **own, **(padding if where == "sojourn" else {})
+    })  # fmt: skip
+    assert len(text) == MAX_CONTEXT_BYTES
+    sent = named("bob", {"vllm_xargs": {"agentic_context": text}})["vllm_xargs"]["agentic_context"]
+    read = decode_context(sent)
+    assert (read.program_id, read.request_id) == ("bob/p", "kept")
+    assert read.sojourn is not None
+    assert read.sojourn.node == "kept"
+
+
+# -- what cannot be read ----------------------------------------------------------
+
+HINTED = json.dumps({"vllm_xargs": {"agentic_context": hint()}}).encode()[1:]
+BAD_NAMES = [
+    b'{"model":"tiny","messages":[],"\xff":1,"session_id":"s"}',
+    b'{"model":"tiny","messages":[],"\xff":1,' + HINTED,
+]
+
+
+@pytest.mark.parametrize("body", BAD_NAMES)
+async def test_names_that_are_not_text_are_rejected(body: bytes, caplog: Any) -> None:
+    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
+        shown = {"Authorization": "Bearer kb"}
+        async with it.http.post(f"{it.url}{ClientApi.CHAT.value}", data=body, headers=shown) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["code"] == "bad_request"
+        assert fake.bodies == []
+        assert "Traceback" not in caplog.text
+
+
+def test_no_leg_is_made_of_what_cannot_be_read() -> None:
+    parse_generation_request(ClientApi.CHAT, BAD_NAMES[0], None)
+    with pytest.raises(InvalidGenerationRequest, match="members cannot be read"):
+        prefill_body(ClientApi.CHAT, BAD_NAMES[0], "t1", "tcp:d:1", 0.25)
+
+
+# -- keys and conversations -------------------------------------------------------
+
+
+async def test_the_operators_key_reaches_no_engine() -> None:
+    fake = Told()
+    await fake.start()
+    async with world([fake], tenants=TENANTS, admin_key="root") as it:
+        await it.chat("p", key="kb")
+        fake.keys.clear()
+        for path in ("/sojourn/v1/stats", "/v1/models", "/sojourn/v1/programs/p", "/sojourn/v1/graphs"):
+            await it.get(path, "root")
+        shown = {"Authorization": "Bearer root", "X-API-Key": "root"}
+        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}, headers=shown) as answer:
+            assert answer.status == 200
+        assert len(fake.keys) >= 5
+        assert set(fake.keys) == {None}
+        await it.get("/v1/models", "kb")
+        assert fake.keys[-1] == "Bearer kb"
+    await fake.kill()
+
+
+async def test_a_conversation_is_its_tenants_whatever_they_are_called() -> None:
+    async with engines(1) as (fake,), world([fake], tenants={"k1": "a", "k2": "a/b"}) as it:
+        await responded(it, "k2", "X-Session-ID", input="x")
+        await responded(it, "k1", input="x", previous_response_id="b/resp_abc")
+        [own] = (await it.get("/sojourn/v1/programs", "k1"))["programs"]
+        assert own["program_id"].startswith("conversation-")
+
+
+async def responded(it: World, key: str, *session: str, **body: Any) -> None:
+    headers = {"Authorization": f"Bearer {key}", **dict.fromkeys(session, "secret-merger")}
+    sent = {"model": "tiny", **body}
+    async with it.http.post(f"{it.url}{ClientApi.RESPONSES.value}", json=sent, headers=headers) as answer:
+        assert answer.status == 200
+        msgspec.json.decode(await answer.read())

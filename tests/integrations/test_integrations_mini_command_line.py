@@ -1,0 +1,140 @@
+"""The ``mini`` and ``mini-extra`` commands themselves, unchanged, below ``sojourn run`` and with
+``--agent-class``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_openai_server import MiniServer, calls
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.testing import FakeServer, LlmRequest, ToolUse
+
+pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+WHERE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+MINI = shutil.which("mini", path=WHERE)
+MINI_EXTRA = shutil.which("mini-extra", path=WHERE)
+OFFLINE = {
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_SILENT_STARTUP": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+SOJOURN = (sys.executable, "-c", "from sojourn_server.cli import main; main()")
+SCRIPT = [calls("echo hi"), calls("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+
+pytestmark = pytest.mark.skipif(MINI is None, reason="the mini command is not installed")
+
+
+def run_mini(
+    server: MiniServer, cwd: Path, *, before: tuple[str, ...] = (), after: tuple[str, ...] = (), url: str = ""
+) -> None:
+    settings = [f"model.model_kwargs.api_base={server.url}/v1", "model.model_kwargs.api_key=x"]
+    line = [*before, str(MINI), "-c", "mini.yaml", *(part for text in settings for part in ("-c", text))]
+    line += ["-m", "openai/m", "-y", "--exit-immediately", "-t", "it", "-o", str(cwd / "run.json"), *after]
+    environment = {
+        **os.environ,
+        **OFFLINE,
+        "MSWEA_GLOBAL_CONFIG_DIR": str(cwd / "config"),
+        **({"SOJOURN_URL": url} if url else {}),
+    }
+    result = subprocess.run(
+        line, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def assert_one_program(server: MiniServer, agent_type: str) -> None:
+    assert [event["agent_type"] for event in server.told("program_start")] == [agent_type]
+    assert [event["call_id"] for event in server.told("tool_start")] == ["call-0-0", "call-1-0"]
+    assert len(server.told("tool_stop")) == 2
+    assert len(server.told("program_end")) == 1
+    assert all("agentic_context" in body["vllm_xargs"] for _, body, _ in server.requests)
+
+
+def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
+    with MiniServer(SCRIPT) as server:
+        run_mini(server, tmp_path, before=(*SOJOURN, "run", "--url", server.url, "--"))
+        assert_one_program(server, "InteractiveAgent")
+
+
+def test_the_agent_class_is_enough(tmp_path: Path) -> None:
+    with MiniServer(SCRIPT) as server:
+        name = "sojourn_integrations.mini_swe_agent.InteractiveAgent"
+        run_mini(server, tmp_path, after=("--agent-class", name), url=server.url)
+        assert_one_program(server, "InteractiveAgent")
+
+
+INSTANCES = ("toy__repo-1", "toy__repo-2", "toy__repo-3")
+
+
+def look_then_submit(request: LlmRequest) -> ToolUse:
+    """By what the prompt holds: instances run side by side."""
+    looked = any(message["role"] == "tool" for message in request.body["messages"])
+    return ToolUse(
+        "bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo patch" if looked else "ls"}
+    )
+
+
+@pytest.mark.skipif(MINI_EXTRA is None, reason="the mini-extra command is not installed")
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+def test_every_instance_of_a_swebench_run_is_a_program(tmp_path: Path, model: str) -> None:
+    """Its own loop, threads and files; the data set is a toy, and commands run here and not in Docker."""
+    rows = [{"instance_id": id, "problem_statement": f"Mend {id}."} for id in INSTANCES]
+    (tmp_path / "datasets.py").write_text(f"def load_dataset(path, split):\n    return {rows!r}\n")
+    with FakeServer(look_then_submit) as server:
+        settings = [
+            "swebench.yaml",
+            f"model.model_kwargs.api_base={server.base_url}",
+            "model.model_kwargs.api_key=x",
+            f"environment.cwd={tmp_path}",
+        ]
+        line = [
+            *SOJOURN,
+            "run",
+            "--url",
+            server.url,
+            "--",
+            str(MINI_EXTRA),
+            "swebench",
+            "-m",
+            model,
+            "-w",
+            "2",
+        ]
+        line += ["--environment-class", "local", "-o", str(tmp_path / "out")]
+        line += [part for text in settings for part in ("-c", text)]
+        environment = {
+            **os.environ,
+            **OFFLINE,
+            "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config"),
+            "PYTHONPATH": str(tmp_path),
+        }
+        result = subprocess.run(
+            line,
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        events = server.program_events()
+        requests = list(server.requests)
+    patches = json.loads((tmp_path / "out" / "preds.json").read_text())
+    assert {id: patch["model_patch"] for id, patch in patches.items()} == dict.fromkeys(INSTANCES, "patch\n")
+    starts = [event for event in events if isinstance(event, ProgramStart)]
+    assert sorted(str(start.name) for start in starts) == list(INSTANCES)
+    assert {start.agent_type for start in starts} == {"ProgressTrackingAgent"}
+    ids = sorted(start.program_id for start in starts)
+    assert sorted(event.program_id for event in events if isinstance(event, ProgramEnd)) == ids
+    for kind in (ToolStart, ToolStop):
+        assert sorted(event.program_id for event in events if isinstance(event, kind)) == sorted(ids * 2)
+    assert sorted(request.context.program_id for request in requests if request.context) == sorted(ids * 2)
+    assert len(requests) == 6

@@ -1,0 +1,571 @@
+"""A real mini agent with real bash against a server that plays back answers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Read by mini at import time: without them it prints, asks for a setup and downloads a price list.
+os.environ.update(
+    MSWEA_SILENT_STARTUP="1",
+    MSWEA_CONFIGURED="true",
+    MSWEA_COST_TRACKING="ignore_errors",
+    MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT="1",
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+)
+pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
+
+import sojourn
+from fake_openai_server import MiniServer, calls
+
+SUBMIT = calls("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
+
+
+@pytest.fixture(autouse=True)
+def offline_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from sojourn_integrations import mini_swe_agent
+
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "mswea"))
+    yield
+    mini_swe_agent.uninstrument()
+    sojourn.shutdown()
+
+
+def make_agent(
+    server: MiniServer, cwd: Path, *, kind: Any = None, model: str = "openai/m", **options: Any
+) -> Any:
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
+
+    settings = {"api_base": server.url + "/v1", "api_key": "x", "num_retries": 0, "max_retries": 0}
+    return (kind or DefaultAgent)(
+        options.pop("model_class", LitellmModel)(
+            model_name=model, model_kwargs=settings | options.pop("model_kwargs", {})
+        ),
+        LocalEnvironment(cwd=str(cwd), timeout=1),
+        system_template="You are an agent.",
+        instance_template="Do {{task}}.",
+        **options,
+    )
+
+
+def only_attached(url: str, **options: Any) -> None:
+    """A session that attaches to no agent by itself: what a test attaches to is attached to once."""
+    sojourn.init(url, **options)
+    sojourn.uninstrument("mini_swe_agent")
+
+
+def attached(agent: Any) -> Any:
+    from sojourn_integrations.mini_swe_agent import attach
+
+    return attach(agent)
+
+
+def contexts(server: MiniServer) -> list[dict[str, Any]]:
+    return [json.loads(body["vllm_xargs"]["agentic_context"]) for _, body, _ in server.requests]
+
+
+def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
+    script = [
+        calls("echo hi", "cd . && test -f nothing"),  # two calls of one message run one after the other
+        calls("sleep 3"),  # longer than the environment's limit
+        calls("touch made"),
+        SUBMIT,
+    ]
+    with MiniServer(script) as server:
+        only_attached(server.url)
+        result = attached(make_agent(server, tmp_path)).run("it")
+        assert sojourn.flush(2)
+    assert result["exit_status"] == "Submitted"
+    assert (tmp_path / "made").exists()
+    (start,) = server.told("program_start")
+    assert (start["name"], start["agent_type"]) == ("DefaultAgent", "DefaultAgent")
+    (end,) = server.told("program_end")
+    assert (end["program_id"], end.get("status", "ok")) == (start["program_id"], "ok")
+    starts, stops = server.told("tool_start"), server.told("tool_stop")
+    assert [event["tool_class"] for event in starts] == ["echo", "test", "sleep", "touch", "echo"]
+    assert {event["tool"] for event in starts} == {"bash"}
+    ids = ["call-0-0", "call-0-1", "call-1-0", "call-2-0", "call-3-0"]
+    assert [event["call_id"] for event in starts] == [event["call_id"] for event in stops] == ids
+    statuses = [event.get("status", "ok") for event in stops]
+    assert statuses == ["ok", "nonzero", "timeout", "ok", "ok"]
+    assert stops[2]["duration_s"] == pytest.approx(1.0, abs=0.5)
+    assert {context["program_id"] for context in contexts(server)} == {start["program_id"]}
+    assert {headers["x-session-id"] for _, _, headers in server.requests} == {start["program_id"]}
+    numbered = sorted(
+        (e["seq"], e["type"]) for kind in ("tool_start", "tool_stop") for e in server.told(kind)
+    )
+    assert [kind for _, kind in numbered] == ["tool_start", "tool_stop"] * 5
+
+
+def test_commands_and_outputs_are_never_sent_as_events(tmp_path: Path) -> None:
+    with MiniServer([calls("echo s3cret-word"), SUBMIT]) as server:
+        only_attached(server.url)
+        attached(make_agent(server, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        assert server.events
+        assert "s3cret" not in json.dumps(server.events)
+
+
+def test_a_failing_run_ends_its_program_with_error(tmp_path: Path) -> None:
+    with MiniServer([{"status": 400}]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        with pytest.raises(Exception, match="scripted failure"):
+            agent.run("it")
+        assert sojourn.flush(2)
+        assert [event["status"] for event in server.told("program_end")] == ["error"]
+
+
+def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
+    class Odd(BaseException):
+        pass
+
+    raised = Odd("mine")
+
+    with MiniServer([calls("true")]) as server:
+        only_attached(server.url)
+        agent = make_agent(server, tmp_path)
+
+        def execute(action: Any, cwd: str = "") -> Any:
+            raise raised
+
+        agent.env.execute = execute
+        with pytest.raises(Odd) as caught:
+            attached(agent).run("it")
+        assert caught.value is raised
+        assert sojourn.flush(2)
+        assert [event["status"] for event in server.told("tool_stop")] == ["error"]
+
+
+def test_a_format_error_is_a_turn_without_a_tool(tmp_path: Path) -> None:
+    with MiniServer([{"content": "no call at all"}, SUBMIT]) as server:
+        only_attached(server.url)
+        result = attached(make_agent(server, tmp_path)).run("it")
+        assert sojourn.flush(2)
+    assert result["exit_status"] == "Submitted"
+    assert len(server.requests) == 2
+    assert len(server.told("tool_start")) == 1
+    assert len(server.told("program_end")) == 1
+
+
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
+    own = {
+        "extra_body": {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2, 3]}},
+        "extra_headers": {"x-mine": "yes"},
+        "temperature": 0.5,
+    }
+    with MiniServer([SUBMIT]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path, model=model, model_kwargs=own))
+        agent.run("it")
+        ((_, body, headers),) = server.requests
+    assert (body["mine"], body["temperature"], headers["x-mine"]) == (1, 0.5, "yes")
+    assert body["vllm_xargs"]["replay_ids"] == [1, 2, 3]
+    assert "agentic_context" in body["vllm_xargs"]
+    assert own["extra_body"] == {
+        "mine": 1,
+        "vllm_xargs": {"replay_ids": [1, 2, 3]},
+    }  # the settings are not touched
+
+
+def test_keyword_arguments_of_a_query_are_joined_as_mini_does(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path, model_kwargs={"extra_body": {"a": 1, "b": 1}}))
+        with sojourn.program("by-hand"):
+            agent.model.query([{"role": "user", "content": "x"}], extra_body={"b": 2}, max_tokens=9)
+        ((_, body, _),) = server.requests
+    # mini lets the argument hide the one of the settings, and so it stays.
+    assert ("a" not in body, body["b"], body["max_tokens"]) == (True, 2, 9)
+    assert "agentic_context" in body["vllm_xargs"]
+
+
+def test_the_responses_api(tmp_path: Path) -> None:
+    from minisweagent.models.litellm_response_model import LitellmResponseModel
+
+    with MiniServer([calls("echo hi"), SUBMIT]) as server:
+        only_attached(server.url)
+        attached(make_agent(server, tmp_path, model_class=LitellmResponseModel)).run("it")
+        assert sojourn.flush(2)
+    assert [path for path, _, _ in server.requests] == ["/v1/responses"] * 2
+    assert [event["call_id"] for event in server.told("tool_start")] == ["call-0-0", "call-1-0"]
+    assert len({context["program_id"] for context in contexts(server)}) == 1
+
+
+def test_no_ids_for_other_servers(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as elsewhere, MiniServer([]) as ours:
+        only_attached(ours.url)
+        attached(make_agent(elsewhere, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        ((_, body, headers),) = elsewhere.requests
+        assert "vllm_xargs" not in body
+        assert "x-session-id" not in headers
+        assert len(ours.told("program_end")) == 1  # tools and program are still worth telling
+
+
+def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from sojourn_integrations import mini_swe_agent
+
+    class Custom(DefaultAgent):
+        pass
+
+    before = DefaultAgent.__init__, DefaultAgent.run
+    with MiniServer([calls("true"), SUBMIT]) as server:
+        only_attached(server.url)
+        mini_swe_agent.instrument()
+        mini_swe_agent.instrument()
+        attached(make_agent(server, tmp_path, kind=Custom)).run("it")  # attaching on top changes nothing
+        assert sojourn.flush(2)
+    assert [event["agent_type"] for event in server.told("program_start")] == ["Custom"]
+    assert len(server.told("tool_start")) == 2
+    mini_swe_agent.uninstrument()
+    assert (DefaultAgent.__init__, DefaultAgent.run) == before
+
+
+def test_init_is_enough_and_attaching_on_top_doubles_nothing(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+
+    before = DefaultAgent.__init__, DefaultAgent.run
+    with MiniServer([calls("true"), SUBMIT, SUBMIT]) as server:
+        sojourn.init(server.url)
+        assert {"litellm", "mini_swe_agent"} <= set(sojourn.stats().instrumented)
+        make_agent(server, tmp_path).run("it")
+        sojourn.wrap(make_agent(server, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("program_start")) == len(server.told("program_end")) == 2
+        assert len(server.told("tool_start")) == 3
+    sojourn.shutdown()
+    assert (DefaultAgent.__init__, DefaultAgent.run) == before
+
+
+def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
+    from sojourn_integrations import mini_swe_agent
+
+    kinds = [DefaultAgent, LocalEnvironment, LitellmModel]
+    mini_swe_agent.instrument()
+    with MiniServer([SUBMIT]) as server:
+        only_attached(server.url)
+        agent = mini_swe_agent.attach(make_agent(server, tmp_path))
+        copied = copy.deepcopy(agent)
+        mini_swe_agent.uninstrument()
+        agent.run("it")
+        copied.env.execute({"command": "true"})  # known to nobody, but silent
+        assert sojourn.flush(2)
+        assert server.told("tool_start") == []
+        # The patched openai client still speaks for the process as a whole.
+        assert {event.get("agent_type") for event in server.told("program_start")} <= {None}
+        assert [type(part) for part in (agent, agent.env, agent.model)] == kinds
+
+
+def test_an_attached_agent_does_exactly_what_a_plain_one_does(tmp_path: Path) -> None:
+    script = [calls("echo hi", "false"), {"content": "no call"}, calls("sleep 2"), SUBMIT]
+    with MiniServer(script) as server:
+        plain = make_agent(server, tmp_path)
+        plain.run("it")
+        unchanged = plain.serialize()
+    with MiniServer(script) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        agent.run("it")
+    assert _comparable(agent.serialize()) == _comparable(unchanged)
+
+
+def _comparable(document: Any) -> Any:
+    if isinstance(document, dict):
+        volatile = ("timestamp", "api_base", "created", "id")
+        return {key: _comparable(value) for key, value in document.items() if key not in volatile}
+    if isinstance(document, list):
+        return [_comparable(item) for item in document]
+    return document
+
+
+def test_our_own_faults_stay_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    with MiniServer([calls("true"), SUBMIT]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        for name in ("program", "tool_call"):
+            monkeypatch.setattr(sojourn, name, broken)
+        monkeypatch.setattr("sojourn.outgoing_request.Turn", broken)
+        assert agent.run("it")["exit_status"] == "Submitted"
+        assert sojourn.stats()["internal_error"] == 5  # the program, two requests and two tool calls
+
+
+def test_models_of_another_kind_need_not_know_litellm(tmp_path: Path) -> None:
+    from minisweagent.models.test_models import DeterministicModel
+
+    with MiniServer([]) as server:
+        only_attached(server.url)
+        agent = make_agent(server, tmp_path)
+        message = {
+            "role": "assistant",
+            "content": "",
+            "extra": {"actions": [{"command": SUBMIT["commands"][0]}]},
+        }
+        agent.model = DeterministicModel(outputs=[message])
+        assert attached(agent).run("it")["exit_status"] == "Submitted"
+        assert sojourn.flush(2)
+        assert isinstance(agent.model, DeterministicModel)
+        (call,) = server.told("tool_start")
+        assert call["call_id"]  # made up, since the model gave none
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_a_copy_acts_on_itself_and_is_told_about(tmp_path: Path, copier: Any) -> None:
+    (tmp_path / "theirs").mkdir()
+    with MiniServer([calls("pwd > where"), SUBMIT]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        twin = copier(agent)
+        twin.env, twin.model = copier(agent.env), copier(agent.model)
+        twin.env.config = twin.env.config.model_copy(update={"cwd": str(tmp_path / "theirs")})
+        twin.model.config = twin.model.config.model_copy(update={"model_name": "openai/twin"})
+        assert type(twin.env) is type(agent.env)
+        assert twin.run("it")["exit_status"] == "Submitted"
+        assert sojourn.flush(2)
+        assert len(server.told("program_start")) == 1
+        assert len(server.told("tool_start")) == 2
+    assert (tmp_path / "theirs" / "where").exists()
+    assert not (tmp_path / "where").exists()
+    assert [body["model"] for _, body, _ in server.requests] == ["twin", "twin"]
+    assert agent.messages == []
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_names_minis_own_classes(tmp_path: Path, protocol: int) -> None:
+    from minisweagent.agents.default import DefaultAgent
+
+    with MiniServer([]) as server:
+        agent = attached(make_agent(server, tmp_path))
+        plain = make_agent(server, tmp_path)
+    for part, kind in ((agent, DefaultAgent), (agent.env, type(plain.env)), (agent.model, type(plain.model))):
+        written = pickle.dumps(part, protocol)
+        assert b"sojourn" not in written.replace(str(tmp_path).encode(), b"")
+        assert type(pickle.loads(written)) is kind
+    execute = pickle.loads(pickle.dumps(agent.env.execute))  # as a process pool does
+    assert execute({"command": "echo $((6 * 7))"})["output"] == "42\n"
+
+
+def test_instrument_reaches_agents_that_come_from_a_pickle(tmp_path: Path) -> None:
+    from sojourn_integrations import mini_swe_agent
+
+    with MiniServer([SUBMIT]) as server:
+        only_attached(server.url)
+        mini_swe_agent.instrument()
+        pickle.loads(pickle.dumps(make_agent(server, tmp_path))).run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 1
+        assert "agentic_context" in server.requests[0][1]["vllm_xargs"]
+
+
+def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
+    from sojourn_integrations import mini_swe_agent
+
+    with MiniServer([]) as server:
+        agent, plain = make_agent(server, tmp_path), make_agent(server, tmp_path)
+        parts = lambda of: (of, of.env, of.model)  # noqa: E731
+        mini_swe_agent.attach(mini_swe_agent.attach(agent))
+        for part, other in zip(parts(agent), parts(plain), strict=True):
+            assert isinstance(part, type(other))
+            assert repr(type(part)) == repr(type(other))
+            assert type(part).__doc__ == type(other).__doc__
+        assert agent.serialize() == plain.serialize()
+        assert agent.run == agent.run
+        assert mini_swe_agent.detach(agent) is agent
+        assert [type(part) for part in parts(agent)] == [type(part) for part in parts(plain)]
+
+
+def test_a_method_set_on_the_object_is_told_about_once(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as server:
+        only_attached(server.url)
+        agent = attached(make_agent(server, tmp_path))
+        inner = agent.env.execute
+        agent.env.execute = lambda action: inner(action)
+        agent.run("it")
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 1
+        del agent.env.execute
+        assert agent.env.execute == inner
+        with pytest.raises(AttributeError):
+            del agent.env.execute
+
+
+def test_objects_of_any_shape_can_be_attached_to(tmp_path: Path) -> None:
+    import abc
+    from dataclasses import dataclass
+
+    class Slots:
+        __slots__ = ()
+
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    class Abstract(abc.ABC):
+        @abc.abstractmethod
+        def execute(self, action: Any) -> Any: ...
+
+    class Concrete(Abstract):
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    @dataclass
+    class Unhashable:
+        left: int = 1
+
+        def execute(self, action: Any) -> Any:
+            return {"output": "", "returncode": 0}
+
+    from sojourn_integrations import mini_swe_agent
+
+    with MiniServer([]) as server:
+        only_attached(server.url)
+        for environment in (Slots(), Concrete(), Unhashable()):
+            kind = type(environment)
+            agent = make_agent(server, tmp_path)
+            agent.env = environment
+            attached(agent).env.execute({"command": "true"})
+            assert sojourn.stats()["attach_error"] == 0
+            assert copy.deepcopy(environment).execute({"command": "true"})["returncode"] == 0
+            mini_swe_agent.detach(agent)
+            assert type(environment) is kind
+        assert sojourn.flush(2)
+        assert len(server.told("tool_start")) == 6
+
+
+def test_uninstrument_leaves_somebody_elses_patch_alone(tmp_path: Path) -> None:
+    from minisweagent.agents.default import DefaultAgent
+    from sojourn_integrations import mini_swe_agent
+
+    seen = []
+    before = DefaultAgent.run
+    mini_swe_agent.instrument()
+    ours = DefaultAgent.run
+
+    @functools.wraps(ours)  # copies whatever marker we may have put there
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return ours(self, *args, **kwargs)
+
+    DefaultAgent.run = theirs
+    try:
+        mini_swe_agent.uninstrument()
+        assert DefaultAgent.run is theirs
+        with MiniServer([SUBMIT, SUBMIT]) as server:
+            only_attached(server.url)
+            make_agent(server, tmp_path).run("it")
+            assert sojourn.flush(2)
+            assert (seen, server.told("tool_start")) == ([("it",)], [])
+            mini_swe_agent.instrument()
+            assert DefaultAgent.run is theirs  # ours is still below it
+            make_agent(server, tmp_path).run("it")
+            assert sojourn.flush(2)
+            assert len(server.told("tool_start")) == 1
+    finally:
+        DefaultAgent.run = ours
+        mini_swe_agent.uninstrument()
+    assert DefaultAgent.run is before
+
+
+def test_a_replica_is_told_whose_request_it_is_but_gets_no_events(tmp_path: Path) -> None:
+    with MiniServer([SUBMIT]) as home, MiniServer([SUBMIT]) as replica:
+        only_attached(home.url, hosts=[replica.url])
+        attached(make_agent(replica, tmp_path)).run("it")
+        assert sojourn.flush(2)
+        (context,) = contexts(replica)
+        assert context["program_id"] == home.told("program_start")[0]["program_id"]
+        assert replica.events == []
+
+
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
+def test_events_of_a_request_that_failed_are_sent_after_all(tmp_path: Path, model: str) -> None:
+    with MiniServer([]) as home:
+        only_attached(home.url)
+        agent = attached(make_agent(home, tmp_path, model=model))
+        with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
+            home.answer = lambda *_: (500, {"error": {"message": "lost", "type": "x", "code": 500}})  # type: ignore[method-assign]
+            with pytest.raises(Exception, match="lost"):
+                agent.model.query([{"role": "user", "content": "x"}])
+        assert sojourn.flush(2)
+        assert len(home.told("program_start")) == len(home.told("tool_start")) == 1
+
+
+def test_what_mini_sends_again_is_the_same_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minisweagent.models.utils import retry
+
+    monkeypatch.setenv("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "3")
+    monkeypatch.setattr(retry, "wait_exponential", lambda **_: lambda _: 0)  # it waits 4 s at least
+    with MiniServer([{"status": 500}, {"status": 500}, SUBMIT]) as server:
+        only_attached(server.url)
+        attached(make_agent(server, tmp_path)).run("it")
+        assert [context["request_id"] for context in contexts(server)] == [
+            contexts(server)[0]["request_id"]
+        ] * 3
+        stats = sojourn.stats()
+        assert (stats["requests_started"], stats["requests_ended"], stats["request_attempts"]) == (1, 1, 3)
+
+
+def test_agent_classes_for_the_command_line() -> None:
+    from minisweagent.agents import get_agent_class
+    from minisweagent.agents.interactive import InteractiveAgent
+
+    made = get_agent_class("sojourn_integrations.mini_swe_agent.InteractiveAgent")
+    assert issubclass(made, InteractiveAgent)
+    assert get_agent_class("sojourn_integrations.mini_swe_agent.InteractiveAgent") is made
+    from sojourn_integrations import mini_swe_agent
+
+    with pytest.raises(AttributeError):
+        mini_swe_agent.NoSuchAgent  # noqa: B018
+
+
+def test_importing_does_not_import_mini() -> None:
+    code = "import sys, sojourn_integrations.mini_swe_agent; print('minisweagent' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    )
+
+
+@pytest.mark.slow
+def test_the_oldest_supported_mini(tmp_path: Path) -> None:
+    """All of the above again, in a process of its own, with mini 2.0.0 before the installed one."""
+    fetched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(tmp_path),
+            "mini-swe-agent==2.0.0",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if fetched.returncode:
+        pytest.skip(f"mini-swe-agent 2.0.0 is not to be had here: {fetched.stderr.strip()[-200:]}")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(tests, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+    code = "import minisweagent; print(minisweagent.__version__)"
+    version = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert version.stdout.strip() == "2.0.0"

@@ -1,0 +1,588 @@
+"""Programs, requests and tool calls as spans of the GenAI conventions, with the server's outcomes on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+import sojourn
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv.attributes import error_attributes, server_attributes
+from sojourn import listener_registry
+from sojourn.errors import ConfigError
+from sojourn.testing import FakeServer, ToolUse, refusing_url
+from sojourn_integrations.otel import outcome_fetcher as otel_outcomes
+from sojourn_integrations.otel import semantic_conventions as otel_names
+from sojourn_integrations.otel.export import SpanExport, export_spans, outcome_attributes
+from sojourn_integrations.otel.outcome_fetcher import OutcomeFetcher
+from sojourn_integrations.otel.source import install
+from virtual_engine import VirtualEngine, prompt
+
+SECRET = "zebra-4711"
+"""Stands in every prompt, argument and answer; must stand in no span."""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        fake.reply = f"the answer is {SECRET}"
+        sojourn.init(fake.url)
+        yield fake
+        sojourn.shutdown()
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(exporter: InMemorySpanExporter) -> Iterator[TracerProvider]:
+    made = TracerProvider(shutdown_on_exit=False)
+    made.add_span_processor(SimpleSpanProcessor(exporter))
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def export(provider: TracerProvider) -> Iterator[SpanExport]:
+    made = export_spans(provider)
+    assert made._outcomes is not None
+    made._outcomes._retry_s = 0.01
+    yield made
+    made.close()
+    assert not listener_registry.usage_wanted
+
+
+def ask(server: FakeServer, *, stream: bool = False, responses: bool = False, **more) -> None:
+    with openai.OpenAI(
+        base_url=server.base_url, api_key="x", max_retries=more.pop("max_retries", 2)
+    ) as client:
+        if responses:
+            answer = client.responses.create(model="m", input=SECRET, stream=stream)
+        else:
+            messages = [{"role": "user", "content": SECRET}]
+            answer = client.chat.completions.create(model="m", messages=messages, stream=stream, **more)
+        if stream:
+            for _ in answer:
+                pass
+
+
+def turn(request_id: str | None, **more):
+    tokens = {"prompt": 100, "device": 64, "new": 20, "tail": 4, "lost": {"evicted": 8, "expired": 4}}
+    return {
+        "program_id": "p",
+        "turn": 3,
+        "request_id": request_id,
+        "outcome": "stopped",
+        "gap_s": 1.5,
+        "tool_before": "bash",
+        "leased": True,
+        "lease_ttl_s": 10.0,
+        "preemptions": 0,
+        "output_tokens": 7,
+        "seconds": {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5},
+        "tokens": tokens,
+        **more,
+    }
+
+
+class Ledgers(dict):
+    """Tells of every request that arrived so far a turn like ``turn()``."""
+
+    def __init__(self, server: FakeServer, **more) -> None:
+        self._server, self._more = server, more
+
+    def get(self, program_id, default=None):
+        requests = [r.context for r in self._server.requests if r.context.program_id == program_id]
+        return {"ledger": [turn(context.request_id, **self._more) for context in requests]}
+
+
+def spans(exporter: InMemorySpanExporter, export: SpanExport, name: str | None = None):
+    assert export.flush()
+    finished = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time)
+    assert SECRET not in json.dumps([json.loads(span.to_json()) for span in finished])
+    return [span for span in finished if name is None or span.name == name]
+
+
+def attributes(span) -> dict:
+    return dict(span.attributes)
+
+
+def test_every_attribute_an_agent_run_has(server, exporter, export):
+    server.programs = Ledgers(server)
+    with sojourn.program("fixer", tenant="acme") as program:
+        ask(server)
+        with sojourn.tool_call("bash", "call_1", tool_class="pytest"):
+            pass
+    chat, tool, agent = (
+        spans(exporter, export, name)[0] for name in ("chat m", "execute_tool bash", "invoke_agent fixer")
+    )
+    port = server.host.rpartition(":")[2]
+    whose = {
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.conversation.id": program.id,
+        "gen_ai.agent.id": program.id,
+        "gen_ai.agent.name": "fixer",
+    }
+    assert attributes(agent) == {
+        **whose,
+        "gen_ai.operation.name": "invoke_agent",
+        "sojourn.tenant": "acme",
+        "sojourn.status": "ok",
+    }
+    assert attributes(tool) == {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "bash",
+        "gen_ai.tool.call.id": "call_1",
+        "gen_ai.tool.type": "function",
+        "gen_ai.conversation.id": program.id,
+        "sojourn.tool.class": "pytest",
+        "sojourn.status": "ok",
+    }
+    assert attributes(chat) == {
+        **whose,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "m",
+        "gen_ai.usage.input_tokens": 12,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 8,
+        "server.address": "localhost",
+        "server.port": int(port),
+        "sojourn.request_id": server.requests[0].context.request_id,
+        "sojourn.status": "ended",
+        "sojourn.turn": 3,
+        "sojourn.outcome": "stopped",
+        "sojourn.leased": True,
+        "sojourn.lease.ttl_s": 10.0,
+        "sojourn.gap_s": 1.5,
+        "sojourn.tool_before": "bash",
+        "sojourn.preemptions": 0,
+        "sojourn.queued_s": 0.25,
+        "sojourn.prefilling_s": 0.25,
+        "sojourn.new_tokens": 20,
+        "sojourn.tail_tokens": 4,
+        "sojourn.tier_hits.device": 64,
+        "sojourn.lost_tokens": 12,
+        "sojourn.lost_cause": "evicted",
+    }
+    assert [span.kind.name for span in (agent, tool, chat)] == ["INTERNAL", "INTERNAL", "CLIENT"]
+    assert {span.parent.span_id for span in (tool, chat)} == {agent.context.span_id}
+    assert server.program_lookups == [program.id]
+
+
+def test_the_names_are_the_published_ones():
+    published = {
+        value
+        for module in (gen_ai_attributes, error_attributes, server_attributes)
+        for value in vars(module).values()
+        if isinstance(value, str)
+    }
+    used = {
+        value
+        for name, value in vars(otel_names).items()
+        if name.isupper() and isinstance(value, str) and value.startswith(("gen_ai.", "server.", "error."))
+    }
+    assert len(used) > 15
+    assert used <= published
+
+
+def test_a_sub_agent_hangs_under_the_tool_call_it_runs_in(server, exporter, export):
+    with (
+        sojourn.program("boss"),
+        sojourn.tool_call("research", "call_9"),
+        sojourn.program("helper") as helper,
+    ):
+        ask(server)
+        with sojourn.tool_call("search", "call_10"):
+            pass
+    by_name = {span.name: span for span in spans(exporter, export)}
+    tree = {name: span.parent and span.parent.span_id for name, span in by_name.items()}
+    ids = {name: span.context.span_id for name, span in by_name.items()}
+    assert tree == {
+        "invoke_agent boss": None,
+        "execute_tool research": ids["invoke_agent boss"],
+        "invoke_agent helper": ids["execute_tool research"],
+        "chat m": ids["invoke_agent helper"],
+        "execute_tool search": ids["invoke_agent helper"],
+    }
+    assert len({span.context.trace_id for span in by_name.values()}) == 1
+    told = attributes(by_name["invoke_agent helper"])
+    assert told["gen_ai.conversation.id"] == helper.id
+    assert told["sojourn.parent_program_id"] == told["sojourn.root_program_id"] == helper.parent_id
+
+
+def test_a_run_hangs_under_the_users_own_span_and_nodes_are_named(server, exporter, export, provider):
+    web = provider.get_tracer("web")
+    with web.start_as_current_span("POST") as outer, sojourn.program("fixer"), sojourn.step("plan"):
+        ask(server)
+    (agent,), (chat,) = spans(exporter, export, "invoke_agent fixer"), spans(exporter, export, "chat m")
+    assert agent.parent.span_id == outer.get_span_context().span_id
+    assert chat.attributes["sojourn.node"] == "plan"
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_a_streamed_answer_tells_its_first_chunk_and_its_usage(server, exporter, export, responses):
+    server.chunk_delay_s = 0.01
+    more = {} if responses else {"stream_options": {"include_usage": True}}
+    with sojourn.program("fixer"):
+        ask(server, stream=True, responses=responses, **more)
+    told = attributes(spans(exporter, export, "chat m")[0])
+    assert told["gen_ai.request.stream"] is True
+    assert 0 < told["gen_ai.response.time_to_first_chunk"] < 5
+    assert told["gen_ai.usage.input_tokens"] == 12
+    assert told["gen_ai.usage.output_tokens"] == 3
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 8
+
+
+def test_a_stream_without_usage_has_the_servers_own_count(server, exporter, export):
+    server.programs = Ledgers(server)
+    with sojourn.program("fixer"):
+        ask(server, stream=True)
+    told = attributes(spans(exporter, export, "chat m")[0])
+    assert told["gen_ai.usage.input_tokens"] == 100
+    assert told["gen_ai.usage.output_tokens"] == 7
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 64
+
+
+def test_raw_responses_and_completions(server, exporter, export):
+    with sojourn.program("fixer"), openai.OpenAI(base_url=server.base_url, api_key="x") as client:
+        client.chat.completions.with_raw_response.create(model="raw", messages=[])
+        client.completions.create(model="old", prompt=SECRET)
+    (raw,), (old,) = spans(exporter, export, "chat raw"), spans(exporter, export, "text_completion old")
+    assert raw.attributes["gen_ai.usage.input_tokens"] == old.attributes["gen_ai.usage.input_tokens"] == 12
+
+
+def test_errors_of_requests_tools_and_programs(server, exporter, export):
+    server.fail_next = 1
+
+    @sojourn.program
+    def fixer() -> None:
+        with pytest.raises(TimeoutError), sojourn.tool_call("bash", "c1"):
+            raise TimeoutError(SECRET)
+        with sojourn.tool_call("grep", "c2") as call:
+            call.status = "nonzero"
+        ask(server, max_retries=0)
+
+    with pytest.raises(openai.InternalServerError):
+        fixer()
+    told = {span.name: span for span in spans(exporter, export)}
+    assert {
+        name: (
+            span.status.status_code.name,
+            span.attributes["sojourn.status"],
+            span.attributes.get("error.type"),
+        )
+        for name, span in told.items()
+    } == {
+        "invoke_agent fixer": ("ERROR", "error", "_OTHER"),
+        "execute_tool bash": ("ERROR", "timeout", "timeout"),
+        "execute_tool grep": ("UNSET", "nonzero", None),
+        "chat m": ("ERROR", "failed", "InternalServerError"),
+    }
+
+
+def test_retries_are_one_span(server, exporter, export):
+    server.fail_next = 1
+    with sojourn.program("fixer"):
+        ask(server)
+    (chat,) = spans(exporter, export, "chat m")
+    assert chat.attributes["sojourn.request.attempts"] == 2
+    assert chat.attributes["sojourn.status"] == "ended"
+
+
+def test_a_cancelled_run_is_no_error(server, exporter, export):
+    server.reply_delay_s = 30
+
+    async def play() -> None:
+        async def run() -> None:
+            async with (
+                sojourn.program("fixer"),
+                openai.AsyncOpenAI(base_url=server.base_url, api_key="x") as client,
+                sojourn.tool_call("bash", "c1"),
+            ):
+                await client.chat.completions.create(model="m", messages=[])
+
+        task = asyncio.create_task(run())
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    found = spans(exporter, export)
+    assert {(span.attributes["sojourn.status"], span.status.status_code.name) for span in found} == {
+        ("cancelled", "UNSET")
+    }
+    assert len(found) == 3
+
+
+def test_a_span_ends_when_its_request_ended_however_late_its_outcome_comes(server, exporter, export):
+    server.programs = Ledgers(server)
+    with sojourn.program("fixer"):
+        ask(server)
+        ended_ns = time.time_ns()
+        time.sleep(0.3)
+        assert not [span for span in exporter.get_finished_spans() if span.name == "chat m"]
+    (chat,) = spans(exporter, export, "chat m")
+    assert chat.end_time <= ended_ns
+    assert chat.attributes["sojourn.turn"] == 3
+
+
+def test_a_long_run_is_asked_for_every_few_requests(server, exporter, export):
+    server.programs = Ledgers(server)
+    with sojourn.program("fixer"):
+        for _ in range(2 * otel_outcomes.EVERY_REQUESTS):
+            ask(server)
+        deadline = time.monotonic() + 5
+        while len(exporter.get_finished_spans()) < 2 * otel_outcomes.EVERY_REQUESTS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert 2 <= len(server.program_lookups) <= 3
+
+
+def test_a_turn_not_closed_yet_is_asked_for_once_more(server, exporter, export):
+    class Late(Ledgers):
+        asked = 0
+
+        def get(self, program_id, default=None):
+            self.asked += 1
+            return super().get(program_id) if self.asked > 1 else {"ledger": []}
+
+    server.programs = Late(server)
+    with sojourn.program("fixer"):
+        ask(server)
+    assert spans(exporter, export, "chat m")[0].attributes["sojourn.turn"] == 3
+    assert server.programs.asked == 2
+
+
+@pytest.mark.parametrize("mode", ["500", "404", "garbage"])
+def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, export, mode):
+    if mode == "garbage":
+        server.programs = Ledgers(server, tokens="none", turn="three", seconds=[1], leased="yes")
+    with sojourn.program("fixer"):
+        ask(server)
+        server.mode = mode if mode == "500" else "ok"
+    (chat,) = spans(exporter, export, "chat m")
+    assert chat.attributes["gen_ai.usage.input_tokens"] == 12
+    assert "sojourn.turn" not in chat.attributes
+    assert sojourn.stats()["internal_error"] == 0
+    assert sojourn.stats()["otel_outcomes_failed"] == (mode == "500")
+
+
+def test_after_a_failure_nothing_is_asked_for_a_while(server, exporter, export):
+    server.mode = "500"
+    for _ in range(3):
+        with sojourn.program("fixer"):
+            ask(server)
+        export.flush()
+    assert len(server.program_lookups) == 1
+    assert sojourn.stats()["otel_outcomes_skipped"] == 2
+    assert len(spans(exporter, export, "chat m")) == 3
+
+
+def test_what_waits_is_bounded(server, exporter, export, monkeypatch):
+    monkeypatch.setattr(otel_outcomes, "MAX_PENDING", 2)
+    server.programs = Ledgers(server)
+    with sojourn.program("fixer"):
+        for _ in range(4):
+            ask(server)
+        assert len(exporter.get_finished_spans()) == 2
+    assert len(spans(exporter, export, "chat m")) == 4
+    assert sojourn.stats()["otel_outcomes_skipped"] == 2
+
+
+def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, exporter):
+    with FakeServer() as server:
+        sojourn.init(server.url)
+        export = export_spans(provider, outcomes=False)
+        with sojourn.program("fixer"):
+            ask(server)
+            assert len(exporter.get_finished_spans()) == 1
+        export.close()
+        sojourn.shutdown()
+        assert server.program_lookups == []
+    with FakeServer(sojourn=False) as server:
+        sojourn.init(server.url)
+        export = export_spans(provider)
+        with sojourn.program("fixer"):
+            ask(server)
+        export.close()
+        sojourn.shutdown()
+        assert server.program_lookups == []
+    assert len(exporter.get_finished_spans()) == 4
+
+
+def test_requests_outside_any_program_are_spans_of_their_own(server, exporter, export):
+    ask(server)
+    (chat,) = spans(exporter, export)
+    assert chat.parent is None
+    assert "gen_ai.conversation.id" not in chat.attributes
+    assert server.program_lookups == []
+
+
+def test_a_program_begun_before_the_export_still_gets_a_span(server, exporter, provider):
+    with sojourn.program("early"):
+        export = export_spans(provider)
+        ask(server)
+    assert [span.name for span in spans(exporter, export)] == ["invoke_agent early", "chat m"]
+    export.close()
+
+
+def test_nothing_is_kept_after_programs_end_or_are_let_go(server, exporter, export):
+    for _ in range(20):
+        with sojourn.program("fixer"), sojourn.tool_call("bash"):
+            ask(server)
+    for _ in range(20):
+        sojourn.program("let go").make().start()
+    assert export.flush()
+    assert not export._programs
+    assert not export._by_id
+    assert not export._requests
+    assert not export._outcomes._groups
+    assert export._outcomes._count == 0
+
+
+def test_source_and_export_together_echo_nothing_and_write_no_span_twice(server, exporter, provider, export):
+    install(provider)
+    server.programs = Ledgers(server)
+    server.script = [ToolUse("research", {}, "call_1"), "found", "done"]
+    tracer = provider.get_tracer("some.framework")
+
+    def span(operation: str, name: str, **more):
+        return tracer.start_as_current_span(
+            f"{operation} {name}", attributes={"gen_ai.operation.name": operation, **more}
+        )
+
+    with span("invoke_agent", "boss"):
+        ask(server)
+        with (
+            span("execute_tool", "research", **{"gen_ai.tool.call.id": "call_1"}),
+            span("invoke_agent", "sub"),
+        ):
+            ask(server)
+        with span("chat", "theirs"):
+            ask(server)
+        with sojourn.tool_call("by hand", "call_2"):
+            pass
+    found = spans(exporter, export)
+    names = {item.context.span_id: item.name for item in found}
+    assert [(item.name, item.parent and names[item.parent.span_id]) for item in found] == [
+        ("invoke_agent boss", None),
+        ("chat m", "invoke_agent boss"),
+        ("execute_tool research", "invoke_agent boss"),
+        ("invoke_agent sub", "execute_tool research"),
+        ("chat m", "invoke_agent sub"),
+        ("chat theirs", "invoke_agent boss"),
+        ("chat m", "chat theirs"),
+        ("execute_tool by hand", "invoke_agent boss"),
+    ]
+    starts = [event for event in server.program_events() if type(event).__name__ == "ProgramStart"]
+    assert [event.name for event in starts] == ["boss", "sub"]
+    assert found[1].attributes["sojourn.turn"] == 3
+
+
+def test_the_real_servers_ledger_is_understood():
+    engine = VirtualEngine("fixed-ttl")
+    engine.turn("p", prompt(40), request_id="r-1")
+    engine.now += 2.0
+    engine.turn("p", prompt(60), request_id="r-2")
+    _, last = engine.ask("program", program_id="p")["ledger"]
+    told = outcome_attributes(last)
+    assert (told["sojourn.turn"], told["sojourn.leased"], told["sojourn.lease.ttl_s"]) == (2, True, 10.0)
+    assert told["sojourn.tier_hits.device"] == last["tokens"]["device"] > 0
+    assert told["sojourn.lost_tokens"] == 0
+    assert told["sojourn.gap_s"] == 2.0
+
+
+def test_a_fork_leaves_what_waits_to_its_parent(server):
+    outcomes = OutcomeFetcher()
+    finished: list[object] = []
+    config = sojourn.runtime.session().config
+    outcomes.put(config, "p", "r", finished.append)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcomes.close()
+        os.write(write, str(len(finished)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"0"
+    os.close(read)
+    os.close(write)
+    outcomes.close()
+    assert finished == [None]
+
+
+def test_a_server_gone_at_the_end_does_not_hold_the_process_up(provider, exporter):
+    outcomes = OutcomeFetcher(retry_s=0.01)
+    finished: list[object] = []
+    config = sojourn.config.Config.resolve(refusing_url())
+    outcomes.put(config, "p", "r", finished.append)
+    begin = time.monotonic()
+    outcomes.close()
+    assert time.monotonic() - begin < 3
+    assert finished == [None]
+
+
+def test_at_exit_everything_is_written_with_its_outcomes():
+    code = """
+    import json, sys
+    import openai, sojourn
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    from sojourn.testing import FakeServer
+    from sojourn_integrations import otel
+
+    provider = TracerProvider()
+    provider.add_span_processor(
+        BatchSpanProcessor(ConsoleSpanExporter(formatter=lambda span: span.to_json(indent=None) + "\\n"))
+    )
+    trace.set_tracer_provider(provider)
+    otel.install()
+    otel.export_spans()
+    server = FakeServer().__enter__()
+    sojourn.init(server.url)
+    with sojourn.program("ended"):
+        pass
+    left_open = sojourn.program(id="p").__enter__()  # so that its request waits for company
+    with openai.OpenAI(base_url=server.base_url, api_key="x") as client:
+        client.chat.completions.create(model="m", messages=[])
+    request_id = server.requests[0].context.request_id
+    server.programs["p"] = {"ledger": [{"request_id": request_id, "turn": 1}]}
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {span["name"]: span["attributes"].get("sojourn.turn") for span in told} == {
+        "invoke_agent ended": None,
+        "chat m": 1,
+    }
+    assert done.stderr == ""
+
+
+def test_export_is_repeatable_and_needs_a_provider(provider, export):
+    assert export_spans(provider) is export
+    from opentelemetry import trace
+
+    with pytest.raises(ConfigError, match="TracerProvider"):
+        export_spans(trace.ProxyTracerProvider())

@@ -1,0 +1,559 @@
+"""Spans of any framework become programs, nodes and tool calls, and requests find their program by them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
+
+import openai
+import pytest
+import sojourn
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from sojourn import instrumentation, runtime
+from sojourn.errors import ConfigError
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.testing import FakeServer
+from sojourn_integrations.otel.semantic_conventions import SCOPE
+from sojourn_integrations.otel.source import SojournSpanProcessor, install
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        sojourn.init(fake.url)
+        yield fake
+        sojourn.shutdown()
+
+
+@pytest.fixture
+def provider() -> Iterator[TracerProvider]:
+    made = TracerProvider(shutdown_on_exit=False)
+    install(made)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def tracer(provider: TracerProvider):
+    return provider.get_tracer("some.framework")
+
+
+def ask(server: FakeServer) -> None:
+    with openai.OpenAI(base_url=server.base_url, api_key="x") as client:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+def told(server: FakeServer, kind):
+    assert sojourn.flush(2)
+    return [event for event in server.program_events() if isinstance(event, kind)]
+
+
+def agent(tracer, name: str = "fixer", **more):
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **more}
+    return tracer.start_as_current_span(f"invoke_agent {name}", attributes=attributes)
+
+
+def tool(tracer, name: str = "bash", call_id: str | None = "call_7", **more):
+    attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, **more}
+    if call_id is not None:
+        attributes["gen_ai.tool.call.id"] = call_id
+    return tracer.start_as_current_span(f"execute_tool {name}", attributes=attributes)
+
+
+def test_an_agent_span_is_a_program_and_its_requests_and_tools_belong_to_it(server, tracer):
+    with agent(tracer):
+        ask(server)
+        with tool(tracer, **{"gen_ai.tool.type": "function"}):
+            time.sleep(0.01)
+        ask(server)
+    (start,), (end,) = told(server, ProgramStart), told(server, ProgramEnd)
+    assert (start.name, start.agent_type, start.parent_program_id) == ("fixer", "fixer", None)
+    assert (end.program_id, end.status) == (start.program_id, "ok")
+    assert [request.context.program_id for request in server.requests] == [start.program_id] * 2
+    (began,), (stopped,) = told(server, ToolStart), told(server, ToolStop)
+    assert (began.tool, began.call_id, began.tool_class) == ("bash", "call_7", "function")
+    assert (stopped.status, stopped.program_id) == ("ok", start.program_id)
+    assert 0.01 <= stopped.duration_s < 1
+
+
+def test_an_agent_inside_a_tool_is_a_child_and_one_inside_an_agent_a_node(server, tracer):
+    with agent(tracer, "boss"):
+        with tool(tracer, "research", "call_1"), agent(tracer, "researcher"):
+            ask(server)
+        with agent(tracer, "writer"):
+            ask(server)
+        ask(server)
+    boss, child = told(server, ProgramStart)
+    assert (child.name, child.parent_program_id, child.call_id) == ("researcher", boss.program_id, "call_1")
+    in_child, in_node, after = (request.context for request in server.requests)
+    assert (in_child.program_id, in_child.parent_program_id) == (child.program_id, boss.program_id)
+    assert (in_node.program_id, in_node.sojourn.node) == (boss.program_id, "writer")
+    assert (after.program_id, after.sojourn.node) == (boss.program_id, None)
+    assert [end.program_id for end in told(server, ProgramEnd)] == [child.program_id, boss.program_id]
+
+
+def test_tools_of_a_child_are_the_childs(server, tracer):
+    with (
+        agent(tracer, "boss"),
+        tool(tracer, "research"),
+        agent(tracer, "sub"),
+        tool(tracer, "search", "call_8"),
+    ):
+        pass
+    boss, child = told(server, ProgramStart)
+    assert {start.tool: start.program_id for start in told(server, ToolStart)} == {
+        "research": boss.program_id,
+        "search": child.program_id,
+    }
+
+
+def test_spans_of_other_things_in_between_change_nothing(server, tracer, provider):
+    http = provider.get_tracer("http")
+    with http.start_as_current_span("POST /ask"), agent(tracer), http.start_as_current_span("retry"):
+        attributes = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}
+        with tracer.start_as_current_span("chat m", attributes=attributes):
+            ask(server)
+    (start,) = told(server, ProgramStart)
+    assert server.requests[0].context.program_id == start.program_id
+
+
+def test_a_workflow_holds_its_agents_as_nodes_of_one_program(server, tracer):
+    attributes = {"gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "triage"}
+    with tracer.start_as_current_span("invoke_workflow triage", attributes=attributes):
+        for name in ("first", "second"):
+            with agent(tracer, name):
+                ask(server)
+    (start,) = told(server, ProgramStart)
+    assert start.name == "triage"
+    assert [request.context.sojourn.node for request in server.requests] == ["first", "second"]
+
+
+def test_agents_that_follow_each_other_in_a_trace_are_programs_of_their_own(server, tracer):
+    with tracer.start_as_current_span("evaluate"):
+        with agent(tracer):
+            pass
+        with agent(tracer):
+            pass
+    assert len({start.program_id for start in told(server, ProgramStart)}) == 2
+
+
+def test_a_named_span_of_ones_own_can_be_the_workflow(server):
+    provider = TracerProvider(shutdown_on_exit=False)
+    install(provider, workflows=("evaluate",))
+    tracer = provider.get_tracer("some.framework")
+    with tracer.start_as_current_span("evaluate"):
+        with agent(tracer, "a"):
+            pass
+        with agent(tracer, "b"):
+            pass
+    provider.shutdown()
+    assert [start.name for start in told(server, ProgramStart)] == ["evaluate"]
+
+
+def test_a_conversation_names_its_program_and_agents_at_the_same_time_share_it(server, tracer):
+    begun, other_done = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        with agent(tracer, "slow", **{"gen_ai.conversation.id": "chat-42"}):
+            begun.set()
+            assert other_done.wait(10)
+            ask(server)
+
+    def quick() -> None:
+        with agent(tracer, "quick", **{"gen_ai.conversation.id": "chat-42"}):
+            ask(server)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(slow)
+        assert begun.wait(10)
+        quick()
+        other_done.set()
+        first.result()
+    quick()
+    assert [start.program_id for start in told(server, ProgramStart)] == ["chat-42", "chat-42"]
+    assert len(told(server, ProgramEnd)) == 2
+    assert {request.context.program_id for request in server.requests} == {"chat-42"}
+    assert [request.context.sojourn.node for request in server.requests] == ["quick", None, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "tool_status", "program_status"),
+    [
+        (ValueError("no"), "error", "error"),
+        (TimeoutError(), "timeout", "error"),
+        (asyncio.CancelledError(), "cancelled", "cancelled"),
+        (KeyboardInterrupt(), "cancelled", "cancelled"),
+    ],
+)
+def test_how_a_span_ended_is_how_the_call_and_the_program_ended(
+    server, tracer, error, tool_status, program_status
+):
+    with pytest.raises(type(error)), agent(tracer), tool(tracer):
+        raise error
+    assert [stop.status for stop in told(server, ToolStop)] == [tool_status]
+    assert [end.status for end in told(server, ProgramEnd)] == [program_status]
+
+
+def test_error_type_set_by_the_framework_counts_without_an_exception(server, tracer):
+    with agent(tracer):
+        for kind in ("timeout", "ToolException", "asyncio.CancelledError"):
+            with tool(tracer, call_id=kind) as span:
+                span.set_attribute("error.type", kind)
+    assert [stop.status for stop in told(server, ToolStop)] == ["timeout", "error", "cancelled"]
+    assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
+
+
+def test_a_run_begun_while_a_cancellation_is_handled_is_not_cancelled_itself(server, tracer):
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        with agent(tracer):
+            pass
+    assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
+
+
+def test_a_cancelled_task_is_told_as_cancelled(server, tracer):
+    async def play() -> None:
+        async def run() -> None:
+            with agent(tracer), tool(tracer):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(run())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert [stop.status for stop in told(server, ToolStop)] == ["cancelled"]
+    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+
+
+def test_a_run_broken_off_ends_when_the_garbage_collector_finds_it(server, tracer):
+    def run() -> Iterator[int]:
+        with agent(tracer), tool(tracer):
+            yield 1
+
+    inside = Context()
+    cycle: list[object] = [inside.run(run)]
+    inside.run(next, cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert [stop.status for stop in told(server, ToolStop)] == ["cancelled"]
+    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"]
+
+
+def test_parallel_tasks_keep_their_programs_apart(server, tracer):
+    async def play() -> None:
+        async def run(name: str) -> None:
+            with agent(tracer, name):
+                async with openai.AsyncOpenAI(base_url=server.base_url, api_key="x") as client:
+                    await client.chat.completions.create(
+                        model=name, messages=[{"role": "user", "content": "hi"}]
+                    )
+
+        await asyncio.gather(*(run(f"a{i}") for i in range(5)))
+
+    asyncio.run(play())
+    ids = {start.name: start.program_id for start in told(server, ProgramStart)}
+    assert len(set(ids.values())) == 5
+    assert {request.body["model"]: request.context.program_id for request in server.requests} == ids
+
+
+def test_the_openinference_spelling(server, tracer):
+    def span(name: str, kind: str, **more):
+        return tracer.start_as_current_span(name, attributes={"openinference.span.kind": kind, **more})
+
+    with span("LangGraph", "CHAIN"):
+        with span("plan", "CHAIN", **{"graph.node.id": "plan"}), span("ChatOpenAI", "LLM"):
+            ask(server)
+        search = span("search", "TOOL", **{"tool_call.id": "call_3"})
+        with span("RunnableSequence", "CHAIN"), search, span("x", "AGENT", **{"agent.name": "Helper"}):
+            ask(server)
+    root, child = told(server, ProgramStart)
+    assert (root.name, child.name) == ("LangGraph", "Helper")
+    assert (child.parent_program_id, child.call_id) == (root.program_id, "call_3")
+    assert [(start.tool, start.call_id) for start in told(server, ToolStart)] == [("search", "call_3")]
+    assert server.requests[0].context.sojourn.node == "plan"
+    assert server.requests[1].context.program_id == child.program_id
+
+
+def test_the_openllmetry_spelling_which_comes_after_the_start(server, tracer):
+    def span(entity: str, kind: str):
+        return tracer.start_as_current_span(f"{entity}.{kind}")
+
+    with span("joke", "workflow") as outer:
+        outer.set_attribute("traceloop.span.kind", "workflow")
+        outer.set_attribute("traceloop.entity.name", "joke")
+        ask(server)  # no further span: the request itself looks what the current one has become
+        with span("comedian", "agent") as inner:
+            inner.set_attribute("traceloop.span.kind", "agent")
+            inner.set_attribute("traceloop.entity.name", "comedian")
+            with span("dice", "tool") as dice:
+                dice.set_attribute("traceloop.span.kind", "tool")
+                dice.set_attribute("traceloop.entity.name", "dice")
+                time.sleep(0.02)
+            ask(server)
+    (start,) = told(server, ProgramStart)
+    assert start.name == "joke"
+    assert [request.context.program_id for request in server.requests] == [start.program_id] * 2
+    assert server.requests[1].context.sojourn.node == "comedian"
+    ((began,), (stopped,)) = told(server, ToolStart), told(server, ToolStop)
+    assert began.tool == "dice"
+    assert stopped.duration_s >= 0.02
+
+
+def test_threads_that_ask_at_once_about_a_late_span_open_one_program(server, tracer):
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            with tracer.start_as_current_span("late") as span:
+                inside = trace.set_span_in_context(span)
+                barrier = threading.Barrier(6)
+
+                def child(inside=inside, barrier=barrier) -> None:
+                    barrier.wait()
+                    tracer.start_span("x", context=inside).end()
+
+                threads = [threading.Thread(target=child) for _ in range(6)]
+                span.set_attribute("gen_ai.operation.name", "invoke_agent")
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert len(told(server, ProgramStart)) == len(told(server, ProgramEnd)) == 30
+
+
+def test_attributes_that_come_only_at_the_end_still_report_the_tool(server, tracer):
+    with agent(tracer), tracer.start_as_current_span("running") as span:
+        time.sleep(0.02)
+        span.set_attribute("gen_ai.operation.name", "execute_tool")
+        span.set_attribute("gen_ai.tool.name", "late")
+        span.set_attribute("gen_ai.tool.call.id", "call_late")
+    ((began,), (stopped,)) = told(server, ToolStart), told(server, ToolStop)
+    assert (began.tool, began.call_id, stopped.call_id) == ("late", "call_late", "call_late")
+    assert stopped.duration_s >= 0.02
+
+
+def test_a_tools_name_without_an_operation_is_enough(server, tracer):
+    with agent(tracer), tracer.start_as_current_span("running tool", attributes={"gen_ai.tool.name": "bash"}):
+        pass
+    assert [start.tool for start in told(server, ToolStart)] == ["bash"]
+
+
+def test_a_tool_of_no_agent_is_nobodys(server, tracer):
+    with tool(tracer):
+        ask(server)
+    assert told(server, ToolStart) == []
+    assert server.requests[0].context.sojourn.implicit
+
+
+def test_two_instrumentations_of_one_tool_are_one_call(server, provider, tracer):
+    second = provider.get_tracer("another.instrumentation")
+    with agent(tracer), tool(tracer, "bash", "call_1"):
+        with tool(second, "bash", "call_1"):
+            pass
+        with tool(second, "bash", None):
+            pass
+        with tool(second, "grep", "call_2"):
+            pass
+    assert [(start.tool, start.call_id) for start in told(server, ToolStart)] == [
+        ("bash", "call_1"),
+        ("grep", "call_2"),
+    ]
+
+
+def test_inside_a_program_of_somebody_else_spans_are_left_to_whoever_opened_it(server, tracer):
+    with sojourn.program("by hand") as program, agent(tracer, "spoken for"):
+        with tool(tracer), agent(tracer, "child"):
+            pass
+        ask(server)
+    assert [start.name for start in told(server, ProgramStart)] == ["by hand"]
+    assert told(server, ToolStart) == []
+    assert server.requests[0].context.program_id == program.id
+
+
+def test_what_is_left_to_somebody_else_stays_so_where_the_context_is_lost(server, tracer):
+    def callback(inside) -> None:
+        with tracer.start_as_current_span("invoke_agent deeper", context=inside):
+            pass
+
+    with sojourn.program("by hand"), agent(tracer) as span:
+        # It keeps the span, as framework callbacks do, but not the context: still not ours.
+        Context().run(callback, trace.set_span_in_context(span))
+    assert [start.name for start in told(server, ProgramStart)] == ["by hand"]
+
+
+def test_a_program_by_hand_can_adopt_the_spans_inside(server):
+    provider = TracerProvider(shutdown_on_exit=False)
+    install(provider, adopt=True)
+    tracer = provider.get_tracer("some.framework")
+    with sojourn.program("by hand") as program, agent(tracer, "planner"):
+        ask(server)
+        with tool(tracer, call_id="call_1"):
+            pass
+        with sojourn.tool_call("bash", "call_2"), tool(tracer, call_id="call_2"), agent(tracer, "sub"):
+            pass
+    provider.shutdown()
+    hand, child = told(server, ProgramStart)
+    assert (child.name, child.parent_program_id, child.call_id) == ("sub", program.id, "call_2")
+    assert server.requests[0].context.sojourn.node == "planner"
+    assert [start.call_id for start in told(server, ToolStart)] == ["call_1", "call_2"]
+    assert hand.program_id == program.id
+
+
+def test_a_framework_with_an_adapter_at_work_is_left_to_it(server, provider, monkeypatch):
+    monkeypatch.setitem(
+        instrumentation.FRAMEWORKS, "autogen", instrumentation.Framework("autogen_agentchat", "none")
+    )
+    monkeypatch.setattr(instrumentation, "_active", {"openai", "autogen"})
+    for scope in ("autogen-core", "openinference.instrumentation.autogen_agentchat"):
+        with agent(provider.get_tracer(scope)):
+            pass
+    assert told(server, ProgramStart) == []
+    with agent(provider.get_tracer("openinference.instrumentation.openai_agents"), "other"):
+        pass
+    assert [start.name for start in told(server, ProgramStart)] == ["other"]
+
+
+def test_our_own_spans_are_not_read_back(server, provider):
+    with agent(provider.get_tracer(SCOPE)):
+        pass
+    assert told(server, ProgramStart) == []
+
+
+def test_spans_that_are_not_sampled_are_not_seen(server):
+    provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+    install(provider)
+    with agent(provider.get_tracer("some.framework")):
+        ask(server)
+    provider.shutdown()
+    assert told(server, ProgramStart)[0].name is None  # the process's own
+    assert server.requests[0].context.sojourn.implicit
+
+
+def test_spans_never_ended_are_forgotten_and_their_programs_ended(server):
+    provider = TracerProvider(shutdown_on_exit=False)
+    processor = SojournSpanProcessor(max_spans=20)
+    provider.add_span_processor(processor)
+    tracer = provider.get_tracer("some.framework")
+    for number in range(100):
+        tracer.start_span(f"invoke_agent a{number}")
+    assert len(processor._spans) == 20
+    assert len(processor._programs) == 20
+    assert [end.status for end in told(server, ProgramEnd)] == ["cancelled"] * 80
+    provider.shutdown()
+    assert len(told(server, ProgramEnd)) == 100
+    assert not processor._spans
+    assert not processor._programs
+
+
+def test_a_long_run_is_not_forgotten_while_its_spans_come_and_never_end(server):
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SojournSpanProcessor(max_spans=20))
+    tracer = provider.get_tracer("some.framework")
+    with agent(tracer):
+        for number in range(100):
+            tracer.start_span(f"leaked {number}")
+        assert told(server, ProgramEnd) == []
+    assert [end.status for end in told(server, ProgramEnd)] == ["ok"]
+    provider.shutdown()
+
+
+def test_nothing_is_kept_after_everything_ended(server, provider, tracer):
+    processor = install(provider)
+    for _ in range(50):
+        with agent(tracer), tool(tracer), agent(tracer, "sub"), tracer.start_as_current_span("x"):
+            pass
+    assert not processor._spans
+    assert not processor._programs
+
+
+def test_before_init_and_after_shutdown_it_does_nothing(tracer, provider):
+    with agent(tracer), tool(tracer):
+        pass
+    assert not install(provider)._spans
+
+
+def test_a_run_begun_before_init_is_a_program_from_the_first_that_is_heard_of_it(tracer, provider):
+    with FakeServer() as first, FakeServer() as second:
+        sojourn.init(first.url)
+        with agent(tracer, "long"):
+            sojourn.shutdown()
+            sojourn.init(second.url)
+            with agent(tracer, "inner"):
+                ask(second)
+        (start,), (end,) = told(second, ProgramStart), told(second, ProgramEnd)
+        assert (start.name, end.status) == ("long", "ok")
+        assert second.requests[0].context.sojourn.node == "inner"
+        assert not install(provider)._spans
+        sojourn.shutdown()
+
+
+def test_faults_are_counted_and_never_raised(server, provider, tracer, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    processor = install(provider)
+    monkeypatch.setattr(processor, "_enter", broken)
+    with agent(tracer):
+        pass
+    monkeypatch.undo()
+    monkeypatch.setattr(processor, "_ended", broken)
+    with agent(tracer):
+        pass
+    assert sojourn.stats()["internal_error"] == 2
+
+
+def test_threads_of_their_own_trace_do_not_mix(server, tracer):
+    def run(name: str) -> None:
+        for _ in range(50):
+            with agent(tracer, name), tool(tracer, call_id=None):
+                pass
+
+    threads = [threading.Thread(target=run, args=(f"t{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    starts = {start.program_id: start.name for start in told(server, ProgramStart)}
+    assert len(starts) == 200
+    assert len(told(server, ToolStop)) == 200
+    assert {end.status for end in told(server, ProgramEnd)} == {"ok"}
+
+
+def test_install_needs_a_provider_and_is_repeatable(provider):
+    assert install(provider) is install(provider)
+    with pytest.raises(ConfigError, match="TracerProvider"):
+        install(trace.ProxyTracerProvider())
+
+
+def test_it_costs_little(server, provider, tracer):
+    """On this shared machine medians of single spans; the bound is a wide multiple of what is measured."""
+    bare = TracerProvider(shutdown_on_exit=False).get_tracer("some.framework")
+
+    def cost_s(which) -> float:
+        times = []
+        for _ in range(300):
+            begin = time.perf_counter()
+            with which.start_as_current_span("GET /"):
+                pass
+            times.append(time.perf_counter() - begin)
+        return sorted(times)[len(times) // 2]
+
+    with agent(tracer):
+        inside = cost_s(tracer)
+    assert inside - cost_s(bare) < 200e-6
+    assert runtime.session().stats()["internal_error"] == 0

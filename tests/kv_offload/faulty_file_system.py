@@ -1,0 +1,142 @@
+"""A file system that fails, stutters and stalls on command; and what the tests of the store share."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileEntry, KvIdentity, LocalFileSystem
+
+BLOCK_BYTES = 96
+FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
+
+
+def identity(**changed: Any) -> KvIdentity:
+    fields: dict[str, Any] = {
+        "model": "tiny@1",
+        "kv_dtype": "float32",
+        "block_tokens": 64,
+        "block_bytes": BLOCK_BYTES,
+        "layers": 3,
+        "hash_scheme": "sha256/seed=0/16",
+        "vllm_version": "0.32.0",
+    }
+    return KvIdentity(**{**fields, **changed})
+
+
+def key(number: int, size: int = 32) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=size).digest()
+
+
+def payload(key: bytes, size: int = BLOCK_BYTES) -> bytes:
+    """Different for every key, so that a mix-up shows."""
+    return hashlib.shake_128(key).digest(size)
+
+
+class FaultyFiles(LocalFileSystem):
+    """The real one, but for ``before`` each operation, and transfers of at most ``max_bytes``.
+
+    ``before`` is given the operation's name and what it is about (a path, or that of the descriptor); what
+    it raises, the operation raises.
+    """
+
+    def __init__(
+        self, before: Callable[[str, Path], None] | None = None, max_bytes: int | None = None
+    ) -> None:
+        self.before = before or (lambda name, path: None)
+        self.max_bytes = max_bytes
+        self.paths: dict[int, Path] = {}
+        """Descriptors that are open."""
+
+    def open(self, path: Path, flags: int) -> int:
+        self.before("create" if flags & os.O_CREAT else "open", path)
+        fd = super().open(path, flags)
+        self.paths[fd] = path
+        return fd
+
+    def close(self, fd: int) -> None:
+        path = self.paths.pop(fd)
+        super().close(fd)  # as the real one, which lets go of the descriptor even where it fails
+        self.before("close", path)
+
+    def size(self, fd: int) -> int:
+        self.before("size", self.paths[fd])
+        return super().size(fd)
+
+    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        self.before("readv", self.paths[fd])
+        return super().readv(fd, self._short(buffers))
+
+    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        self.before("writev", self.paths[fd])
+        return super().writev(fd, self._short(buffers))
+
+    def fsync(self, fd: int) -> None:
+        self.before("fsync", self.paths[fd])
+        super().fsync(fd)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self.before("replace", target)
+        super().replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self.before("unlink", path)
+        super().unlink(path)
+
+    def mkdir(self, path: Path, *, parents: bool) -> None:
+        self.before("mkdir", path)
+        super().mkdir(path, parents=parents)
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None:
+        self.before("set_mtime", path)
+        super().set_mtime(path, mtime_ns)
+
+    def scan(self, path: Path) -> list[FileEntry]:
+        self.before("scan", path)
+        return super().scan(path)
+
+    def _short(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        if self.max_bytes is None:
+            return list(buffers)
+        short, room = [], self.max_bytes
+        for view in buffers:
+            short.append(view[:room])
+            room -= len(short[-1])
+        return short
+
+
+WRITES = frozenset({"create", "writev", "fsync", "close", "replace", "mkdir"})
+"""What a full disk can refuse."""
+
+
+class FailAt:
+    """Raise ``code`` at the ``at``-th operation (from 0) of those in ``names``, and at all that follow."""
+
+    def __init__(self, names: frozenset[str], code: int, at: int = 0) -> None:
+        self.names = names
+        self.code = code
+        self.at = at
+        self.seen = 0
+
+    @property
+    def fired(self) -> bool:
+        return self.seen > self.at
+
+    def __call__(self, name: str, path: Path) -> None:
+        if name in self.names:
+            self.seen += 1
+            if self.fired:
+                raise OSError(self.code, os.strerror(self.code), str(path))
+
+
+def broken(*names: str, code: int = errno.EIO) -> FailAt:
+    return FailAt(frozenset(names), code)
+
+
+def files_below(path: Path) -> list[str]:
+    """Names of the blocks' files, also of those half written."""
+    return sorted(file.name for file in path.glob("*/*"))

@@ -1,0 +1,235 @@
+"""The real planner, mover, host memory and disk under a device whose content is made up by key.
+
+Import it after ``pytest.importorskip("torch")``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from faulty_file_system import identity
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
+from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
+from sojourn_server.kv_offload.disk_store import DiskStore
+from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
+from sojourn_server.kv_offload.offload_worker import OffloadWorker
+from sojourn_server.kv_offload.sibling_stores import SiblingStores
+from sojourn_server.kv_offload.tier_limits import TierLimits
+
+LAYERS = 3
+PATIENCE_S = 20.0
+"""After that a test has hung, however busy the machine is."""
+
+
+class WatchedDevice:
+    """Host memory, but for ``before`` each copy: what it raises the copy raises, and it waits as long."""
+
+    def __init__(self, memory: CpuDeviceBackend) -> None:
+        self.memory = memory
+        self.layers: Sequence[str] = memory.layers
+        self.block_bytes = memory.block_bytes
+        self.before: Callable[[str, int], None] = lambda name, layer: None
+        self.calls: list[str] = []
+
+    def to_host(self, copies: Sequence[BlockCopy]) -> None:
+        self.calls.append("to_host")
+        self.before("to_host", -1)
+        self.memory.to_host(copies)
+
+    def to_device(self, copies: Sequence[BlockCopy], layer: int) -> None:
+        self.calls.append("to_device")
+        self.before("to_device", layer)
+        self.memory.to_device(copies, layer)
+
+    def slot(self, slot: int) -> memoryview:
+        self.before("slot", -1)
+        return self.memory.slot(slot)
+
+
+class Engine:
+    """One engine's tiers, without the engine."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        files: FileSystem | None = None,
+        dtype: torch.dtype = torch.float32,
+        blocks: int = 8,
+        slots: int = 6,
+        disk_blocks: int = 8,
+        name: str | None = None,
+        **limits: Any,
+    ) -> None:
+        """``name``: in ``folder`` there are other engines' stores too, which are read."""
+        self.now = 100.0
+        # Layers of different sizes: an offset that is wrong shows.
+        self.caches = {
+            f"layer{index}": torch.zeros(blocks, 2, 1 + index, 4, dtype=dtype) for index in range(LAYERS)
+        }
+        self._bytes = [cache.view(blocks, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
+        self.device = WatchedDevice(
+            CpuDeviceBackend(
+                {name: block_rows(name, cache, blocks) for name, cache in self.caches.items()}, slots
+            )
+        )
+        self.disk = sibling_stores = None
+        if folder is not None:
+            size = self.device.block_bytes
+            budget = disk_blocks * (HEADER_BYTES + size)
+            model = identity(block_bytes=size, layers=LAYERS, kv_dtype=str(dtype))
+            self.disk = DiskStore.open(folder, model, budget_bytes=budget, name=name, files=files)
+            sibling_stores = SiblingStores(self.disk.path, model, files) if name is not None else None
+        self.planner = OffloadPlanner(
+            TierLimits(
+                host_slots=slots,
+                disk_blocks=disk_blocks if folder is not None else 0,
+                shared=name is not None,
+                **limits,
+            )
+        )
+        self.mover = OffloadWorker(self.device, self.disk, sibling_stores)
+
+    # -- the device's blocks
+
+    def write(self, block_id: int, key: bytes, weights: int = 0) -> None:
+        for layer, content in enumerate(self._bytes):
+            content[block_id] = memoryview(_content(key, layer, weights, content.shape[1]))
+
+    def holds(
+        self, block_id: int, key: bytes, layers: Iterable[int] = range(LAYERS), weights: int = 0
+    ) -> bool:
+        return all(
+            self._bytes[layer][block_id].tobytes()
+            == _content(key, layer, weights, self._bytes[layer].shape[1])
+            for layer in layers
+        )
+
+    # -- steps
+
+    def begin(self) -> OffloadJobs:
+        jobs = self.planner.take_jobs()
+        self.mover.begin_step(jobs)
+        return jobs
+
+    def end(self) -> set[int]:
+        """The rest of a step, and its results."""
+        for name in self.device.layers:
+            self.mover.wait_for_layer(name)
+        invalid = self.mover.end_step()
+        self.results = self.mover.take_results()
+        self.planner.take_results(self.results)
+        return invalid
+
+    def step(self) -> set[int]:
+        self.begin()
+        return self.end()
+
+    def steps_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it never came to that"
+            time.sleep(0.001)
+            self.step()
+
+    def rest(self) -> None:
+        """Steps until nothing is under way, orders to the disk included."""
+        planner = self.planner
+        self.step()
+        self.steps_until(lambda: not planner.under_way and not planner.has_jobs)
+        self.lane_is_through("_to_disk")
+
+    def lane_is_through(self, lane: str) -> None:
+        through = threading.Event()
+
+        def done() -> int:
+            through.set()
+            return 0
+
+        getattr(self.mover, lane).give(done)
+        assert through.wait(PATIENCE_S)
+
+    # -- what a scheduler does
+
+    def save(self, contents: Mapping[bytes, int] | Sequence[bytes]) -> None:
+        """Blocks with these keys are computed, and overwritten by the next step."""
+        if not isinstance(contents, Mapping):
+            contents = {key: index for index, key in enumerate(contents)}
+        for key, block_id in contents.items():
+            self.write(block_id, key)
+            assert self.planner.evicted(key, block_id)
+
+    def compute(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """The device's first blocks hold these now, and stay as they are."""
+        for block_id, key in enumerate(keys):
+            self.write(block_id, key)
+        return {key: block_id for block_id, key in enumerate(keys)}
+
+    def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> PersistStatus:
+        """As a gateway asks: again, until nothing is on its way any more."""
+        answers: list[PersistStatus] = []
+
+        def done() -> bool:
+            answers.append(self.planner.persist(chain, on_device))
+            return not answers[-1].pending
+
+        self.steps_until(done)
+        return answers[-1]
+
+    def ask(self, keys: Sequence[bytes], request_id: str = "r") -> int | None:
+        return self.planner.lookup(request_id, keys, self.now)
+
+    def wait_for(self, keys: Sequence[bytes], request_id: str = "r") -> int:
+        """As a scheduler asks: again in each step, until there is an answer."""
+        answers: list[int | None] = []
+
+        def answered() -> bool:
+            answers.append(self.ask(keys, request_id))
+            return answers[-1] is not None
+
+        self.steps_until(answered)
+        assert answers[-1] is not None
+        return answers[-1]
+
+    def load(self, keys: Sequence[bytes], request_id: str = "r") -> None:
+        """Into the first blocks, which are cleared before; raises where any content is not as it was."""
+        found = self.wait_for(keys, request_id)
+        assert found == len(keys), f"{found} of {len(keys)} found"
+        for content in self._bytes:
+            content[: len(keys)] = 0
+        self.planner.load(request_id, keys, range(len(keys)))
+        assert self.step() == set()
+        for block_id, key in enumerate(keys):
+            assert self.holds(block_id, key), "a wrong token would follow"
+
+    def close(self) -> None:
+        self.mover.close()
+
+
+def merged(results: Iterable[OffloadResults], what: str) -> dict[str, float]:
+    """The sums of what each lane did."""
+    sums: dict[str, float] = {}
+    for result in results:
+        for lane, amount in getattr(result, what).items():
+            sums[lane] = sums.get(lane, 0) + amount
+    return sums
+
+
+def nothing_is_pinned(planner: OffloadPlanner) -> bool:
+    return not any(entry.pins for entry in planner.host._by_slot.values())
+
+
+def slots_add_up(planner: OffloadPlanner) -> bool:
+    host = planner.host
+    return sorted([*host._by_slot, *host._free]) == list(range(host.slots))
+
+
+def _content(key: bytes, layer: int, weights: int, size: int) -> bytes:
+    return hashlib.shake_128(key + bytes([layer, weights])).digest(size)

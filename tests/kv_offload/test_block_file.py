@@ -1,0 +1,214 @@
+"""The file of a Full Block: read back exactly, or refused with a reason; never anything between."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sojourn_server.kv_offload.block_file import (
+    HEADER_BYTES,
+    BlockCorrupt,
+    BlockDefect,
+    LocalFileSystem,
+    byte_views,
+    read_block,
+    write_block,
+)
+
+KEY = key(1)
+DIGEST = identity().digest()
+
+
+def write(path: Path, *, name: bytes = KEY, digest: bytes = DIGEST, data: bytes = payload(KEY)) -> bytes:
+    """The content of the file."""
+    write_block(LocalFileSystem(), path, path.with_suffix(".partial"), name, digest, byte_views([data]))
+    return path.read_bytes()
+
+
+def read(path: Path) -> bytes:
+    found = bytearray(BLOCK_BYTES)
+    read_block(LocalFileSystem(), path, KEY, DIGEST, byte_views([found], writable=True))
+    return bytes(found)
+
+
+def refused(path: Path) -> BlockDefect:
+    with pytest.raises(BlockCorrupt) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    return caught.value.reason
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A block's file and its good content. The tests write others into it."""
+    path = tmp_path_factory.mktemp("block") / "block.kv"
+    return path, write(path)
+
+
+def test_the_format_is_what_it_was(tmp_path: Path) -> None:
+    """A store outlives releases: whoever changes these bytes raises FORMAT_VERSION."""
+    content = write(tmp_path / "x.kv", name=bytes(range(20)), digest=b"d" * 16, data=b"payload")
+    assert content[:HEADER_BYTES].hex() == (
+        "736a726e4b560d0a" + "0100" + "1400" + "156a2c42" + "0700000000000000" + "64" * 16
+        + bytes(range(20)).hex() + "00" * 44 + "00" * 20 + "60eeedbb"
+    )  # fmt: skip
+    assert content[HEADER_BYTES:] == b"payload"
+
+
+@given(position=st.integers(0, FILE_BYTES - 1), change=st.integers(1, 255))
+@example(position=0, change=1)
+@example(position=FILE_BYTES - 1, change=128)
+def test_no_flipped_byte_goes_unseen(file: tuple[Path, bytes], position: int, change: int) -> None:
+    path, good = file
+    damaged = bytearray(good)
+    damaged[position] ^= change
+    path.write_bytes(damaged)
+    reason = refused(path)
+    if position >= HEADER_BYTES:
+        assert reason is BlockDefect.CHECKSUM
+    path.write_bytes(good)
+    assert read(path) == payload(KEY)
+
+
+def test_every_byte_of_a_file_is_guarded(file: tuple[Path, bytes]) -> None:
+    path, good = file
+    for position in range(FILE_BYTES):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :])
+        refused(path)
+    path.write_bytes(good)
+    assert read(path) == payload(KEY)
+
+
+@given(first=st.integers(0, FILE_BYTES - 1), noise=st.binary(min_size=1, max_size=FILE_BYTES))
+def test_a_file_with_any_stretch_overwritten_is_whole_or_refused(
+    file: tuple[Path, bytes], first: int, noise: bytes
+) -> None:
+    path, good = file
+    content = (good[:first] + noise + good[first + len(noise) :])[:FILE_BYTES]
+    path.write_bytes(content)
+    if content == good:
+        assert read(path) == payload(KEY)
+    else:
+        refused(path)
+
+
+def test_a_file_cut_off_anywhere_is_refused(file: tuple[Path, bytes]) -> None:
+    path, good = file
+    for length in range(FILE_BYTES):
+        path.write_bytes(good[:length])
+        assert refused(path) is BlockDefect.LENGTH
+        # As a machine leaves it that died before the data was on the disk: the length right, the rest zeros.
+        path.write_bytes(good[:length].ljust(FILE_BYTES, b"\0"))
+        if path.read_bytes() != good:
+            refused(path)
+    path.write_bytes(good + b"\0")
+    assert refused(path) is BlockDefect.LENGTH
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "block.kv"
+    write(path)
+
+    def cut(name: str, about: Path) -> None:
+        if name == "readv":
+            os.truncate(path, FILE_BYTES - 1)
+
+    with pytest.raises(BlockCorrupt) as caught:
+        read_block(FaultyFiles(cut), path, KEY, DIGEST, byte_views([bytearray(BLOCK_BYTES)], writable=True))
+    assert caught.value.reason is BlockDefect.LENGTH
+
+
+def test_a_good_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "block.kv"
+    write(path, name=key(2))
+    assert refused(path) is BlockDefect.KEY
+    write(path, name=KEY[:31])  # the header pads keys with zeros, so mind those that differ in length alone
+    assert refused(path) is BlockDefect.KEY
+    write(path, name=KEY + b"\0")
+    assert refused(path) is BlockDefect.KEY
+    write(path, digest=identity(kv_dtype="fp8").digest())
+    assert refused(path) is BlockDefect.IDENTITY
+    write(path, data=payload(KEY)[:-1])
+    assert refused(path) is BlockDefect.LENGTH
+    path.write_bytes(os.urandom(FILE_BYTES))
+    assert refused(path) is BlockDefect.MAGIC
+
+
+def test_another_version_of_the_format_is_said_to_be_that(tmp_path: Path) -> None:
+    path = tmp_path / "block.kv"
+    content = bytearray(write(path))
+    content[8] = 2
+    path.write_bytes(content)
+    assert refused(path) is BlockDefect.VERSION
+
+
+@given(
+    cuts_in=st.lists(st.integers(0, 4096), max_size=6),
+    cuts_out=st.lists(st.integers(0, 4096), max_size=6),
+    max_bytes=st.sampled_from([1, 7, 128, 129, 1000, None]),
+)
+def test_round_trip_whatever_the_cut_and_however_short_the_transfers(
+    tmp_path_factory: pytest.TempPathFactory, cuts_in: list[int], cuts_out: list[int], max_bytes: int | None
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "block.kv"
+    data = payload(KEY, 4096)
+    files = FaultyFiles(max_bytes=max_bytes)
+    write_block(files, path, path.with_suffix(".partial"), KEY, DIGEST, byte_views(pieces(data, cuts_in)))
+    found = bytearray(4096)
+    read_block(files, path, KEY, DIGEST, byte_views(pieces(memoryview(found), cuts_out), writable=True))
+    assert found == data
+    assert files.paths == {}, "a descriptor was left open"
+    assert os.listdir(path.parent) == ["block.kv"]
+
+
+def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
+    path = tmp_path / "block.kv"
+    data = payload(KEY, 3000)
+    views = byte_views(pieces(data, list(range(3000))))
+    assert len(views) == 3000
+    write_block(LocalFileSystem(), path, path.with_suffix(".partial"), KEY, DIGEST, views)
+    found = bytearray(3000)
+    targets = byte_views(pieces(memoryview(found), list(range(3000))), writable=True)
+    read_block(LocalFileSystem(), path, KEY, DIGEST, targets)
+    assert found == data
+
+
+def test_buffers_that_cannot_do_are_refused() -> None:
+    with pytest.raises(ValueError, match="writable"):
+        byte_views([b"constant"], writable=True)
+    with pytest.raises(ValueError, match="contiguous"):
+        byte_views([memoryview(b"abcdef")[::2]])
+    with pytest.raises(TypeError):
+        byte_views(["text"])  # type: ignore[list-item]
+
+
+def test_an_identity_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_bytes must be at least 1, not 0"):
+        identity(block_bytes=0)
+    with pytest.raises(ValueError, match="tp_rank 2 is not below tp_size 2"):
+        identity(tp_rank=2, tp_size=2)
+
+
+def test_the_digest_is_the_same_in_every_process_and_differs_with_every_field() -> None:
+    """Pinned: a digest that changed would lose every store there is."""
+    assert DIGEST.hex() == "a42f4cdb9a71d04defce67351b798aac"
+    changes = {
+        "model": "smol@1", "kv_dtype": "fp8", "block_tokens": 32, "block_bytes": 1, "layers": 4,
+        "hash_scheme": "xxhash", "vllm_version": "0.33.0", "tp_size": 2,
+    }  # fmt: skip
+    digests = {identity(**{name: value}).digest() for name, value in changes.items()}
+    digests.add(identity(tp_size=2, tp_rank=1).digest())
+    assert len(digests) == len(changes) + 1
+    assert DIGEST not in digests
+
+
+def pieces(data: bytes | memoryview, cuts: list[int]) -> list[memoryview]:
+    """``data`` cut at some places; some pieces may be empty."""
+    edges = [0, *sorted(cuts), len(data)]
+    view = memoryview(data)
+    return [view[first:last] for first, last in itertools.pairwise(edges)]

@@ -1,0 +1,405 @@
+"""What every ``BlockStore`` does, whatever its folder layout, and how each handles full, torn or shared
+ones."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_file_system import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    WRITES,
+    FailAt,
+    FaultyFiles,
+    broken,
+    identity,
+    key,
+    payload,
+)
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, BlockCorrupt, BlockDefect
+from sojourn_server.kv_offload.block_store import BlockStore, blocks_per_full
+from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
+from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
+
+KEYS = [key(number) for number in range(12)]
+LAYOUT = VllmFsLayout(
+    model_name="org/tiny",
+    dtype="torch.float32",
+    engine_block_tokens=16,
+    blocks_per_file=4,
+    layer_names=["l.0", "l.1", "l.2"],
+)
+
+
+def shared(root: Path, name: str = "one", blocks: int = 10, **options: Any) -> SharedStore:
+    files = options.pop("files", None)
+    own = DiskStore.open(
+        root, identity(), name=name, budget_bytes=blocks * FILE_BYTES, files=files, **options
+    )
+    return SharedStore(own, files=files)
+
+
+def vllms(root: Path, name: str = "one", **options: Any) -> VllmFsStore:
+    return VllmFsStore(root, identity(), LAYOUT, **options)
+
+
+STORES: dict[str, Callable[..., Any]] = {"shared": shared, "vllm": vllms}
+every_store = pytest.mark.parametrize("open_store", STORES.values(), ids=STORES)
+
+
+def put(store: BlockStore, key: bytes, parent: bytes = b"") -> PutOutcome:
+    return store.put(key, [payload(key)], parent=parent)
+
+
+def get(store: BlockStore, key: bytes) -> bytes:
+    found = bytearray(BLOCK_BYTES)
+    store.get_into(key, [found])
+    return bytes(found)
+
+
+def put_context(store: BlockStore, *numbers: int) -> list[PutOutcome]:
+    outcomes = []
+    parent = b""
+    for number in numbers:
+        outcomes.append(put(store, KEYS[number], parent))
+        parent = KEYS[number]
+    return outcomes
+
+
+def the_file(root: Path, key: bytes) -> Path:
+    (found,) = root.rglob(f"{key.hex()}.*")
+    return found
+
+
+@every_store
+def test_what_was_put_is_got_in_whatever_pieces(open_store: Callable[..., Any], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    text = payload(KEYS[0])
+    assert store.put(KEYS[0], [text[:32], text[32:]]) is PutOutcome.STORED
+    assert put(store, KEYS[0]) is PutOutcome.ALREADY
+    pieces = [bytearray(size) for size in (1, 31, 64)]
+    store.get_into(KEYS[0], pieces)
+    assert b"".join(pieces) == text
+    store.close()
+
+
+@every_store
+def test_the_leading_ones_end_at_the_first_gap(open_store: Callable[..., Any], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert put_context(store, 0, 1, 3) == [PutOutcome.STORED] * 3
+    assert store.leading(KEYS[:5]) == 2
+    assert store.leading(KEYS[2:]) == 0
+    assert store.leading([]) == 0
+    store.close()
+
+
+@every_store
+def test_wrong_buffers_are_the_callers_mistake(open_store: Callable[..., Any], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(ValueError, match="95 bytes for blocks of 96"):
+        store.put(KEYS[0], [bytes(95)])
+    put(store, KEYS[0])
+    with pytest.raises(ValueError, match="97 bytes for blocks of 96"):
+        store.get_into(KEYS[0], [bytearray(97)])
+    with pytest.raises(ValueError, match="writable"):
+        store.get_into(KEYS[0], [bytes(96)])
+    store.close()
+
+
+@every_store
+def test_what_is_not_there_is_missing(open_store: Callable[..., Any], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(BlockNotFound):
+        get(store, KEYS[0])
+    assert store.counts["missing"] == 1
+    store.close()
+
+
+@every_store
+@pytest.mark.parametrize("change", ["cut", "longer", "empty"])
+def test_a_file_of_the_wrong_size_is_never_returned_and_its_place_is_free(
+    open_store: Callable[..., Any], tmp_path: Path, change: str
+) -> None:
+    store = open_store(tmp_path)
+    put(store, KEYS[0])
+    path = the_file(tmp_path, KEYS[0])
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-1], "longer": content + b"!", "empty": b""}[change])
+    with pytest.raises(BlockCorrupt) as caught:
+        get(store, KEYS[0])
+    assert caught.value.reason is BlockDefect.LENGTH
+    assert store.counts["corrupt"] == 1
+    assert store.leading(KEYS[:1]) == 0
+    assert put(store, KEYS[0]) is PutOutcome.STORED
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+    store.close()
+
+
+@every_store
+def test_a_folder_in_the_files_place_is_no_block(open_store: Callable[..., Any], tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put(store, KEYS[0])
+    path = the_file(tmp_path, KEYS[0])
+    path.unlink()
+    path.mkdir()
+    with pytest.raises((StoreError, BlockCorrupt)):
+        get(store, KEYS[0])
+    store.close()
+
+
+@every_store
+def test_a_disk_that_cannot_be_read_fails_and_is_counted(
+    open_store: Callable[..., Any], tmp_path: Path
+) -> None:
+    files = FaultyFiles()
+    store = open_store(tmp_path, files=files)
+    put(store, KEYS[0])
+    files.before = broken("readv")
+    with pytest.raises(StoreError):
+        get(store, KEYS[0])
+    assert store.counts["failed"] == 1
+    assert files.paths == {}, "a descriptor was left open"
+    store.close()
+
+
+@every_store
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_nothing_at_any_operation(
+    open_store: Callable[..., Any], tmp_path: Path, code: int
+) -> None:
+    files = FaultyFiles(max_bytes=40)
+    store = open_store(tmp_path, files=files)
+    put(store, KEYS[0])
+    full = 0
+    while True:
+        files.before = FailAt(WRITES, code, at=full)
+        outcome = put(store, KEYS[1])
+        files.before = lambda name, path: None
+        if outcome is PutOutcome.STORED:
+            break
+        assert outcome is PutOutcome.DISK_FULL
+        full += 1
+        assert [path.name for path in tmp_path.rglob(f"{KEYS[1].hex()}*")] == []
+        assert store.leading([KEYS[1]]) == 0
+        assert files.paths == {}
+    assert full >= 4  # to make it, to write, to close, to rename
+    assert (get(store, KEYS[0]), get(store, KEYS[1])) == (payload(KEYS[0]), payload(KEYS[1]))
+    store.close()
+
+
+@every_store
+def test_engines_that_share_a_file_system_read_each_others(
+    open_store: Callable[..., Any], tmp_path: Path
+) -> None:
+    one, two = open_store(tmp_path, name="one"), open_store(tmp_path, name="two")
+    put_context(one, 0, 1)
+    put_context(two, 2)
+    assert two.leading(KEYS[:4]) == 3
+    assert [get(two, key) for key in KEYS[:3]] == [payload(key) for key in KEYS[:3]]
+    one.close()
+    two.close()
+
+
+@every_store
+def test_many_writers_of_one_block_leave_one_whole_file(
+    open_store: Callable[..., Any], tmp_path: Path
+) -> None:
+    stores = [open_store(tmp_path, name=name) for name in "abcd"]
+    threads = [threading.Thread(target=put, args=(store, KEYS[0])) for store in stores for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [get(store, KEYS[0]) for store in stores] == [payload(KEYS[0])] * 4
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("*.partial"))
+    for store in stores:
+        store.close()
+
+
+# -- our own files: checked, bounded -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 8, 20, 30, 50, 100, 110, HEADER_BYTES, HEADER_BYTES + 95])
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, at: int) -> None:
+    store = shared(tmp_path)
+    put_context(store, 0, 1)
+    path = the_file(tmp_path, KEYS[1])
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(BlockCorrupt):
+        get(store, KEYS[1])
+    store.close()
+
+
+def test_a_damaged_file_of_ones_own_is_read_from_another_engine_that_has_it(tmp_path: Path) -> None:
+    one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
+    put(one, KEYS[0])
+    put(two, KEYS[0])
+    path = one._own.path / KEYS[0].hex()[:2] / f"{KEYS[0].hex()}.kv"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert get(one, KEYS[0]) == payload(KEYS[0])
+    assert one.counts["borrowed"] == 1
+    one.close()
+    two.close()
+
+
+def test_room_is_made_from_the_ends_of_the_longest_unused_contexts(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=4)
+    put_context(store, 0, 1, 2)
+    put_context(store, 5)
+    get(store, KEYS[2])
+    get(store, KEYS[5])
+    assert put_context(store, 6, 7) == [PutOutcome.STORED] * 2
+    # 2 was used after 0 and 1, but without it nothing is lost that anyone could find.
+    assert [number for number in range(12) if store.leading([KEYS[number]])] == [0, 5, 6, 7]
+    assert store.counts["evicted"] == 2
+    assert store.used_bytes <= 4 * FILE_BYTES
+    store.close()
+
+
+def test_a_store_smaller_than_a_context_keeps_its_beginning_and_says_that_it_is_full(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=3)
+    assert put_context(store, 0, 1, 2, 3, 4) == [PutOutcome.STORED] * 3 + [PutOutcome.FULL] * 2
+    assert store.leading(KEYS) == 3
+    assert put_context(store, 7) == [PutOutcome.STORED]  # another context's beginning takes an end's place
+    assert store.leading(KEYS) == 2
+    store.close()
+
+
+def test_a_store_with_no_room_for_one_block_is_full(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=0)
+    assert put(store, KEYS[0]) is PutOutcome.FULL
+    store.close()
+
+
+def test_who_follows_whom_outlives_the_process(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=3)
+    put_context(store, 0, 1, 2)
+    get(store, KEYS[2])
+    store.close()
+    again = shared(tmp_path, blocks=3)
+    assert put(again, KEYS[9]) is PutOutcome.STORED
+    assert again.leading(KEYS) == 2
+    again.close()
+
+
+def test_who_reads_does_not_wait_until_a_full_store_knows_who_follows_whom(tmp_path: Path) -> None:
+    """After a restart the first block for which there is no room has all headers read."""
+    before = shared(tmp_path, blocks=4)
+    for number in range(4):
+        put(before, KEYS[number], KEYS[number - 1] if number else b"")
+    before.close()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stand(name: str, path: Path) -> None:
+        if name == "open" and path.stem == KEYS[3].hex() and threading.current_thread() is writer:
+            reached.set()
+            go_on.wait(10)
+
+    store = shared(tmp_path, blocks=4, files=FaultyFiles(stand))
+    outcomes: list[PutOutcome] = []
+    writer = threading.Thread(target=lambda: outcomes.append(put(store, KEYS[4])))
+    readers_done = threading.Event()
+
+    def read() -> None:
+        get(store, KEYS[0])
+        get(store, KEYS[1])
+        assert store.leading(KEYS[:4]) == 4
+        readers_done.set()
+
+    writer.start()
+    assert reached.wait(10)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert readers_done.wait(5), "it waits for the writer"
+    finally:
+        go_on.set()
+        writer.join()
+        reader.join()
+    assert outcomes == [PutOutcome.STORED]
+    assert [store._has(key) for key in KEYS[:5]] == [True, True, True, False, True]
+
+
+def test_what_happens_while_a_full_store_learns_counts(tmp_path: Path) -> None:
+    before = shared(tmp_path, blocks=4)
+    for number in range(4):  # contexts of one block each, the first the longest unused
+        put(before, KEYS[number])
+    before.close()
+    went_by: list[str] = []
+
+    def meanwhile(name: str, path: Path) -> None:
+        if name == "open" and path.stem == KEYS[3].hex() and not went_by:
+            went_by.append("so")
+            assert get(store, KEYS[0]) == payload(KEYS[0])
+            the_file(tmp_path, KEYS[1]).unlink()
+            with pytest.raises(BlockNotFound):
+                get(store, KEYS[1])
+
+    store = shared(tmp_path, blocks=4, files=FaultyFiles(meanwhile))
+    assert [put(store, KEYS[number]) for number in (4, 5)] == [PutOutcome.STORED] * 2
+    assert went_by
+    assert [store._has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
+    assert store.counts["evicted"] == 1
+
+
+def test_a_header_that_cannot_be_read_makes_a_block_of_no_context(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=3)
+    put_context(store, 0, 1, 2)
+    store.close()
+    path = the_file(tmp_path, KEYS[2])
+    path.write_bytes(b"#" * FILE_BYTES)
+    again = shared(tmp_path, blocks=3)
+    assert put_context(again, 8, 9) == [PutOutcome.STORED] * 2
+    assert again.used_bytes <= 3 * FILE_BYTES
+    again.close()
+
+
+def test_a_full_store_never_exceeds_its_budget_whoever_writes(tmp_path: Path) -> None:
+    store = shared(tmp_path, blocks=4)
+
+    def write(start: int) -> None:
+        for round_ in range(10):
+            put_context(store, *((start + round_ + step) % 12 for step in range(3)))
+
+    threads = [threading.Thread(target=write, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(list(tmp_path.rglob("*.kv"))) <= 4
+    assert store.used_bytes <= 4 * FILE_BYTES
+    store.close()
+
+
+# -- Full Blocks of engine blocks --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "full"), [(48, 64), (128, 64), (0, 64), (-1, 64)])
+def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int) -> None:
+    with pytest.raises(ValueError, match="not a whole number of engine blocks"):
+        blocks_per_full(engine, full)
+
+
+# -- vLLM's folders ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"block_tokens": 32}, "files of 64 tokens for Full Blocks of 32"),
+        ({"layers": 2, "block_bytes": 64}, "3 layers are named"),
+        ({"tp_size": 2}, "one worker only"),
+    ],
+)
+def test_a_layout_of_other_blocks_is_refused(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        VllmFsStore(tmp_path, identity(**changed), LAYOUT)

@@ -1,0 +1,212 @@
+"""A program's KV is written out beside vLLM's own scheduler: what is asked over HTTP, what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+BLOCK_TOKENS = 16
+SHAPE: dict[str, Any] = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
+
+
+def prompt(start: int, tokens: int) -> list[int]:
+    return list(range(start * 10_000, start * 10_000 + tokens))
+
+
+def make(policy: str = "continuum", strict: bool = True, **options: Any) -> Any:
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+
+    settings = {"policy": policy, "strict": strict}
+    return SimulatedEngine(SimulatedEngineOptions(sojourn=settings, **{**SHAPE, **options}), lambda: 1000.0)
+
+
+def step(engine: Any) -> OffloadJobs:
+    """Whatever is ordered is done at once; the disk is empty at first."""
+    from sojourn_server.vllm.kv_connector import StepReport
+    from vllm.v1.outputs import KVConnectorOutput
+
+    planned = engine.plan()
+    jobs: OffloadJobs = planned.kv_connector_metadata.jobs
+    results = OffloadResults(
+        on_disk=[] if not engine.scheduler.connector.planner.disk.known else None,
+        stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
+        spilled={job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()},
+    )
+    engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
+    return jobs
+
+
+def turn(engine: Any, request_id: str, tokens: list[int], program: str) -> None:
+    engine.add(request_id, tokens, program_id=program, max_tokens=2)
+    while engine.scheduler.has_unfinished_requests():
+        step(engine)
+
+
+def persist(engine: Any, program: str = "A") -> tuple[str, int, int, int]:
+    told = engine.ask("persist", program_id=program)
+    return told["state"], told["stored_tokens"], told["pending_tokens"], told["bytes"]
+
+
+def idle(engine: Any) -> int:
+    """Steps that the engine takes though it has no request."""
+    steps = 0
+    while engine.scheduler.has_requests():
+        step(engine)
+        steps += 1
+        assert steps < 50
+    return steps
+
+
+@pytest.mark.parametrize("policy", ["continuum", "observe", "mori"])
+def test_what_is_on_the_device_is_written_without_another_request(policy: str) -> None:
+    engine = make(policy, disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    idle(engine)
+    size = engine.scheduler.connector.settings.block_bytes
+    assert persist(engine) == ("writing", 0, 320, 20 * size)
+    assert 0 < idle(engine) < 10
+    assert persist(engine) == ("done", 320, 0, 0)
+    assert engine.ask("persist", program_id="A")["context_tokens"] == 332
+    assert idle(engine) == 0
+    assert engine.ask("stats")["tiers"]["disk"]["used"] == 20
+
+
+def test_parts_that_lie_on_the_device_in_host_memory_and_on_disk_are_one_context() -> None:
+    engine = make(disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    persist(engine)
+    idle(engine)
+    turn(engine, "a2", prompt(1, 500), "A")
+    turn(engine, "b1", prompt(2, 560), "B")  # which takes what A has on the device
+    assert len(engine.scheduler.connector.planner.host) > 0
+    while persist(engine)[0] == "writing":
+        assert idle(engine)
+    told = engine.ask("persist", program_id="A")
+    assert told["context_tokens"] - told["stored_tokens"] < 2 * BLOCK_TOKENS
+
+
+def test_it_is_harmless_while_the_program_runs() -> None:
+    engine = make(disk_blocks=100)
+    engine.add("a1", prompt(1, 330), program_id="A", max_tokens=9)
+    step(engine)
+    assert persist(engine) == ("done", 0, 0, 0), "its first turn is not over"
+    turn(engine, "b1", prompt(2, 40), "B")
+    engine.add("a2", prompt(1, 500), program_id="A", max_tokens=9)
+    step(engine)
+    assert persist(engine)[1:3] == (0, 336), "what its last turn left"
+    while engine.scheduler.has_unfinished_requests():
+        step(engine)
+    idle(engine)
+    assert persist(engine)[:3] == ("writing", 320, 176), "it went on otherwise than its last turn had ended"
+    idle(engine)
+    assert persist(engine) == ("done", 496, 0, 0)
+
+
+def test_what_is_written_stays_when_the_program_is_told_to_have_left() -> None:
+    """As its old engine hears it: by the end that exists."""
+    engine = make(disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    persist(engine)
+    idle(engine)
+    engine.tell({"seq": 1, "type": "program_end", "program_id": "A", "status": "cancelled"})
+    turn(engine, "b1", prompt(2, 560), "B")
+    assert engine.ask("stats")["tiers"]["disk"]["used"] == 20
+    assert engine.ask("program", program_id="A")["status"] == "ended"
+    assert persist(engine)[:2] == ("done", 0), "of which blocks those were is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"own_tiers": False, "host_blocks": 0}, "no sojourn connector"),
+        ({"disk_blocks": 0}, "no disk below its host memory"),
+    ],
+)
+def test_where_there_is_no_disk_the_reason_is_told(options: dict[str, Any], reason: str) -> None:
+    engine = make(**options)
+    engine.add("a1", prompt(1, 330), program_id="A", max_tokens=2)
+    engine.run()
+    told = engine.ask("persist", program_id="A")
+    assert told["state"] == "unsupported"
+    assert reason in told["reason"]
+    assert (told["context_tokens"], told["stored_tokens"], told["pending_tokens"]) == (332, 0, 0)
+    assert engine.ask("persist", program_id="nobody") is None
+
+
+def test_tiers_that_are_off_say_so() -> None:
+    engine = make(strict=False, disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    engine.scheduler.connector.turn_off("a test")
+    assert "off: a test" in engine.ask("persist", program_id="A")["reason"]
+    engine = make(strict=False, disk_blocks=100)
+    turn(engine, "a1", prompt(1, 330), "A")
+    engine.scheduler.connector.planner.persist = None
+    assert "off: an error of ours, TypeError" in engine.ask("persist", program_id="A")["reason"]
+    turn(engine, "a2", prompt(1, 400), "A")  # and the engine goes on
+
+
+# -- what an operator sets ---------------------------------------------------------------------
+
+
+def read_settings(engine: Any, monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **extra: Any) -> Any:
+    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = engine.scheduler.vllm_config
+    given = {"host_bytes": 1 << 30, **extra}
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", given)
+    monkeypatch.setattr(config.parallel_config, "data_parallel_size", ranks)
+    monkeypatch.setattr(config.parallel_config, "data_parallel_rank", ranks - 1)
+    return KVOffloadSettings.read(config, engine.scheduler.kv_cache_config)
+
+
+def test_a_name_makes_an_engine_read_what_lies_beside_its_own(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"disk": str(tmp_path), "disk_bytes": 1 << 30}
+    engine = make()
+    plain = read_settings(engine, monkeypatch, **disk)
+    assert not plain.limits().shared
+    store, sibling_stores = plain.open_disk(64, 1)
+    assert sibling_stores is None
+    store.close()
+    named = read_settings(engine, monkeypatch, disk_name="one", **disk)
+    assert named.limits().shared
+    store, sibling_stores = named.open_disk(64, 1)
+    assert store.path.name.endswith("-one")
+    assert sibling_stores.leading([]).stores == 1, "the one without a name"
+    store.close()
+    assert read_settings(engine, monkeypatch).open_disk(64, 1) == (None, None)
+    # All ranks of a server are told the same name.
+    assert read_settings(engine, monkeypatch, ranks=3, disk_name="one", **disk).disk_name == "one.2"
+
+
+def test_capabilities_tell_a_gateway_that_others_read_the_disk() -> None:
+    engine = make(disk_blocks=100)
+    assert "shared" not in engine.ask("capabilities")["tiers"]["disk"]
+    planner = engine.scheduler.connector.planner
+    planner.limits = replace(planner.limits, shared=True)
+    assert engine.ask("capabilities")["tiers"]["disk"]["shared"] is True
+
+
+@pytest.mark.parametrize("name", ["", "a/b", 7, True, "x" * 65])
+def test_a_name_that_cannot_be_one_is_refused(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    with pytest.raises(SettingsError, match=r"disk_name \(--kv-disk-name\) is"):
+        read_settings(make(), monkeypatch, disk="/d", disk_bytes=1 << 30, disk_name=name)
+
+
+def test_a_name_without_a_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    with pytest.raises(SettingsError, match="expected a disk, and letters"):
+        read_settings(make(), monkeypatch, disk_name="a")

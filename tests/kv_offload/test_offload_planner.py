@@ -1,0 +1,300 @@
+"""The planner, rule by rule; its random lives are beside it."""
+
+from __future__ import annotations
+
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.retention_rank import RetentionRank
+from sojourn_server.kv_offload.tier_limits import TierLimits
+
+
+def key(number: int) -> bytes:
+    return b"%032d" % number
+
+
+def answered(planner: OffloadPlanner) -> None:
+    """One step whose spills succeed at once."""
+    jobs = planner.take_jobs()
+    spilled = {job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(OffloadResults(spilled=spilled))
+
+
+def test_what_is_on_disk_makes_way_before_what_is_not() -> None:
+    """A spill used to count as a use: what was safe stayed, and what was not was lost with room on disk."""
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(OffloadResults(on_disk=[]))
+    for number in range(600):
+        planner.evicted(key(number), 1)
+        if number % 10 == 9:
+            answered(planner)
+    assert planner.counts["dropped"] == 0
+    assert planner.counts["dropped_on_disk"] == 500
+    assert all(planner.on_disk(key(number)) for number in range(500))
+
+
+def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
+    assert planner.has_jobs
+    planner.take_results(OffloadResults(on_disk=[key(1)]))
+    assert not planner.has_jobs
+    assert planner.lookup("r", [key(1)], 0.0) is None, "it is being read"
+
+
+def test_nobody_asks_for_ever() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
+    for _ in range(100):
+        planner.take_jobs()
+    assert not planner.has_jobs
+
+
+def test_the_state_adds_up() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=10))
+    planner.take_results(OffloadResults(on_disk=[key(7), key(8)]))
+    planner.evicted(key(1), 1)
+    state = planner.state()
+    assert state["host"] == {"used": 1, "free": 3}
+    assert state["disk"] == {"used": 2, "free": 8}
+    assert state["moves"] == {"saved": 1}
+
+
+def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
+    """Copied ahead of need, in a step."""
+    planner.store([(each, 1) for each in keys], rank)
+    planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
+
+
+def in_host(planner: OffloadPlanner, keys: list[bytes]) -> list[bool]:
+    return [planner.host.get(each) is not None for each in keys]
+
+
+def keys(start: int, count: int) -> list[bytes]:
+    return [key(number) for number in range(start, start + count)]
+
+
+def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100))
+    context = keys(0, 80)
+    stored(planner, context)
+    for number in range(1000, 1050):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 50 + [False] * 30
+
+
+def test_of_what_was_read_or_stored_again_too() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100))
+    context = keys(0, 80)
+    stored(planner, context)
+    assert planner.lookup("r", context, 0.0) == 80
+    planner.load("r", context, range(80))
+    planner.take_jobs()
+    planner.take_jobs()
+    for number in range(1000, 1030):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 70 + [False] * 10
+    stored(planner, context[:70])
+    for number in range(1030, 1080):
+        planner.evicted(key(number), 2)
+    assert in_host(planner, context) == [True] * 50 + [False] * 30, "newer than what was evicted before"
+
+
+def test_for_a_whole_context_there_are_jobs_that_need_not_be_waited_for_together() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100))
+    assert planner.store([(each, number) for number, each in enumerate(keys(0, 80))]) == 80
+    assert planner.under_way == 3
+    assert planner.evicted(key(79), 79)
+    jobs = planner.take_jobs()
+    assert [len(copies) for copies in jobs.stores.values()] == [32, 32]
+    assert len(jobs.saves) == 16, "only the last job is done at once"
+
+
+def test_where_room_is_short_the_beginning_is_stored() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=50))
+    assert planner.store([(each, 1) for each in keys(0, 80)]) == 50
+    assert in_host(planner, keys(0, 80)) == [True] * 50 + [False] * 30
+    assert planner.counts["no_room"] == 0, "nothing is lost: it is still on the device"
+
+
+def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(OffloadResults(on_disk=[]))
+    cold = keys(0, 30)
+    planner.store([(each, 1) for each in cold], 3)
+    planner.write_to_disk(cold, 1)
+    jobs = planner.take_jobs()
+    assert not jobs.spills, "it is being stored"
+    planner.take_results(OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED)))
+    jobs = planner.take_jobs()
+    assert [[file.key for file in files] for files in jobs.spills.values()] == [cold[::-1]]
+    assert {planner.host.get(each).rank for each in cold} == {3}  # type: ignore[union-attr]
+    copy_results = {job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(OffloadResults(spilled=copy_results))
+    assert {planner.host.get(each).rank for each in cold} == {1}  # type: ignore[union-attr]
+    assert not planner.take_jobs().spills
+    planner.write_to_disk(cold, 0)
+    assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
+
+
+def test_only_what_belongs_on_disk_has_another_rank_until_it_is_there() -> None:
+    assert {rank: rank.until_written for rank in RetentionRank if rank.until_written != rank} == {
+        RetentionRank.COLD: RetentionRank.IDLE
+    }
+
+
+def test_an_order_to_write_is_void_when_its_program_is_wanted_elsewhere() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(OffloadResults(on_disk=[]))
+    stored(planner, keys(0, 30), 3)
+    planner.write_to_disk(keys(0, 30), 1)
+    planner.set_rank(keys(0, 30), RetentionRank.WANTED)
+    assert not planner.take_jobs().spills
+
+
+def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(OffloadResults(on_disk=[]))
+    stored(planner, keys(0, 30), 3)
+    planner.write_to_disk(keys(0, 30), 1)
+    jobs = planner.take_jobs()
+    full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(OffloadResults(spilled=full))
+    for _ in range(200):
+        assert not planner.take_jobs().spills
+    assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
+
+
+def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 40), 3)
+    planner.set_rank(keys(0, 20), RetentionRank.WANTED)
+    planner.evicted(key(5), 7, 0)
+    assert planner.store([(each, 1) for each in keys(100, 40)], 3) == 20
+    assert in_host(planner, keys(0, 40)) == [True] * 20 + [False] * 20
+    assert planner.host.get(key(5)).rank == RetentionRank.WANTED  # type: ignore[union-attr]
+
+
+def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=keys(10, 20)))
+    stored(planner, keys(0, 10))
+    stored(planner, keys(100, 10))
+    assert planner.fetch(keys(0, 30), RetentionRank.WANTED) == 10
+    assert in_host(planner, keys(0, 20)) == [True] * 20
+
+
+def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 30))
+    context = [(each, 1) for each in keys(100, 30)]
+    assert planner.store_if_room(context[::-1]) == 10, "as much as is free"
+    planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
+    assert in_host(planner, keys(100, 30)) == [True] * 10 + [False] * 20
+    planner.evicted(key(100), 1)
+    for number in range(200, 209):
+        planner.evicted(key(number), 1)
+    assert in_host(planner, keys(100, 10)) == [True] + [False] * 9, "what is lost now is no spare copy"
+    assert all(in_host(planner, keys(0, 30)))
+
+
+def test_of_a_context_only_what_is_new_is_looked_at() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=400))
+    context = [(each, 1) for each in keys(0, 100)]
+    assert planner.store_if_room(context[79::-1]) == 80
+    looked_at = iter(context[::-1])
+    assert planner.store_if_room(looked_at) == 20
+    assert len([*looked_at]) == 79
+    assert planner.store_if_room(context[::-1]) == 0
+
+
+def test_spare_copies_are_not_written_to_disk() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=[]))
+    planner.store_if_room([(each, 1) for each in keys(0, 40)])
+    planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
+    assert not planner.take_jobs().spills
+    for number in range(35):
+        planner.evicted(key(number), 1)
+    (files,) = planner.take_jobs().spills.values()
+    assert len(files) == 5, "what is lost now is"
+
+
+def test_spare_copies_do_not_take_each_others_place() -> None:
+    """Else each turn copies its whole context again, as soon as not all contexts fit."""
+    planner = OffloadPlanner(TierLimits(host_slots=60))
+    copied = []
+    for turn in range(6):
+        for program in range(5):
+            context = keys(1000 * program, 20 + turn)
+            copied.append(planner.store_if_room([(each, 1) for each in context[::-1]]))
+            jobs = planner.take_jobs()
+            planner.take_results(OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED)))
+    assert sum(copied) == 60
+
+
+def test_with_another_rank_the_end_goes_first_all_the_same() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40))
+    stored(planner, keys(0, 30))
+    planner.set_rank(keys(0, 30), 0)
+    for number in range(100, 120):
+        planner.evicted(key(number), 1)
+    assert planner.lookup("r", keys(0, 30), 0.0) == 20
+
+
+def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=30))
+    planner.take_results(OffloadResults(on_disk=[]))
+    stored(planner, keys(0, 30), 4)
+    planner.write_to_disk(keys(0, 30), 2)
+    answered(planner)
+    for number in range(100, 120):
+        planner.evicted(key(number), 1)
+    assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
+    planner.disk.make_room(10)
+    assert [planner.on_disk(each) for each in keys(0, 30)] == [True] * 20 + [False] * 10
+
+
+def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=keys(100, 20)))
+    stored(planner, keys(0, 20))
+    planner.set_rank(keys(0, 20), RetentionRank.WANTED)
+    planner.write_to_disk(keys(0, 5), 2)
+    assert planner.fetch(keys(100, 20), RetentionRank.WANTED) == 0
+    assert all(in_host(planner, keys(0, 20)))
+
+
+def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=[]))
+    stored(planner, keys(0, 30))
+    assert not planner.has_jobs
+    planner.write_to_disk(keys(0, 30), 2)
+    assert planner.has_jobs
+    jobs = planner.take_jobs()
+    assert not planner.has_jobs, "it is being written: to turn in circles meanwhile helps nobody"
+    failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(OffloadResults(spilled=failed))
+    assert not planner.has_jobs, "and a disk that fails is left alone for a while"
+
+
+def test_a_disk_that_always_fails_leaves_no_orders_behind_for_what_is_here_no_more() -> None:
+    """Orders of what had long made way used to stay for as long as the disk was left alone: for ever."""
+    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner.take_results(OffloadResults(on_disk=[]))
+    for number in range(200):
+        context = keys(100 * number, 20)
+        stored(planner, context, RetentionRank.COLD.until_written)
+        planner.write_to_disk(context, RetentionRank.COLD)
+        failing(planner)
+        assert len(planner.disk._ordered) <= 2 * 40
+    here = keys(100 * 198, 20) + keys(100 * 199, 20)
+    assert {planner.host.get(each).rank for each in here} == {RetentionRank.IDLE}  # type: ignore[union-attr]
+    for _ in range(5000):
+        answered(planner)
+    assert all(planner.on_disk(each) for each in here), "what is here is still to be written"
+
+
+def failing(planner: OffloadPlanner) -> None:
+    """One step whose spills fail."""
+    spills = planner.take_jobs().spills
+    failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in spills.items()}
+    planner.take_results(OffloadResults(spilled=failed))

@@ -1,0 +1,350 @@
+"""Random life of the tiers: whatever is loaded is what was asked for, and no slot is lost or used twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.tier_limits import TierLimits
+
+DEVICE_BLOCKS = 12
+HOST_SLOTS = 7
+DISK_BLOCKS = 6
+CHAINS = 4
+CHAIN_BLOCKS = 6
+
+Content = tuple[bytes, int]
+"""Whose hash it has, and by which weights it was computed."""
+GARBAGE: Content = (b"garbage", -1)
+
+
+def key_of(chain: int, index: int) -> bytes:
+    return b"chain%02d-block%03d" % (chain, index)
+
+
+class FakeMover:
+    """Carries out orders as the real one promises to, with background copies as slow as a test likes."""
+
+    def __init__(self, device: list[Content], disk: dict[bytes, Content]) -> None:
+        self.device = device
+        self.host: list[Content] = [GARBAGE] * HOST_SLOTS
+        self.disk = disk
+        self.stores: dict[int, list[Any]] = {}
+        self.file_jobs: list[tuple[str, int, Any]] = []
+        """Of both disk lanes, in their order."""
+        self.fault: CopyResult | None = None
+        self.results = OffloadResults(on_disk=list(disk))
+
+    def before_forward(self, jobs: OffloadJobs) -> None:
+        for job, copies in jobs.awaited.items():
+            self.stores.pop(job, None)
+            self.results.stored.pop(job, None)
+            for copy in copies:
+                self.host[copy.slot] = self.device[copy.block_id]
+        loaded = {copy.slot for copies in jobs.loads.values() for copy in copies}
+        for copy in jobs.saves:
+            # What such a step loads is another matter: the engine is told that those blocks are not valid.
+            if self.fault is CopyResult.FAILED and copy.slot not in loaded:
+                self.results.lost_slots.append(copy.slot)
+                self.host[copy.slot] = GARBAGE
+            else:
+                self.host[copy.slot] = self.device[copy.block_id]
+        for copies in jobs.loads.values():
+            for copy in copies:
+                self.device[copy.block_id] = self.host[copy.slot]
+        self.stores.update(jobs.stores)
+        for copies in jobs.stores.values():
+            for copy in copies:
+                self.host[copy.slot] = GARBAGE  # half written
+        for key in jobs.drops:
+            self.file_jobs.append(("drop", 0, key))
+        for job, files in jobs.spills.items():
+            self.file_jobs.append(("spill", job, files))
+        for job, files in jobs.stages.items():
+            for file in files:
+                self.host[file.slot] = GARBAGE
+            self.file_jobs.append(("stage", job, files))
+
+    def finish_store(self, job: int) -> None:
+        copies = self.stores.pop(job)
+        if self.fault is CopyResult.FAILED:
+            self.results.stored[job] = CopyResult.FAILED
+            return
+        for copy in copies:
+            self.host[copy.slot] = self.device[copy.block_id]
+        self.results.stored[job] = CopyResult.MOVED
+
+    def finish_file_job(self) -> None:
+        kind, job, files = self.file_jobs.pop(0)
+        if kind == "drop":
+            self.disk.pop(files, None)
+            return
+        copy_results: dict[bytes, CopyResult] = {}
+        for file in files:
+            if self.fault is not None and (kind == "spill" or self.fault is not CopyResult.FULL):
+                copy_results[file.key] = self.fault
+            elif kind == "spill" and self.host[file.slot][0] != file.key:
+                copy_results[file.key] = CopyResult.FAILED  # the mover knows that it could not fill the slot
+            elif kind == "spill":
+                self.disk.setdefault(file.key, self.host[file.slot])
+                copy_results[file.key] = CopyResult.MOVED
+            elif file.key in self.disk:
+                self.host[file.slot] = self.disk[file.key]
+                copy_results[file.key] = CopyResult.MOVED
+            else:
+                copy_results[file.key] = CopyResult.MISSING
+        (self.results.spilled if kind == "spill" else self.results.staged)[job] = copy_results
+
+    def take_results(self) -> OffloadResults:
+        results, self.results = self.results, OffloadResults()
+        return results
+
+
+class TierLife:
+    """A device that caches chains of blocks, and loses some; requests that ask for chains."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.now = 100.0
+        self.weights = 0
+        self.device: list[Content] = [GARBAGE] * DEVICE_BLOCKS
+        self.cached: dict[bytes, int] = {}
+        """Which block of the device has the content of a key."""
+        self.waiting: dict[str, int] = {}
+        """Requests the disk is read for, and the chain each wants."""
+        self.requests = 0
+        self.taken: set[int] = set()
+        """Blocks that requests of this step were given."""
+        self.disk: dict[bytes, Content] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.planner = OffloadPlanner(
+            TierLimits(host_slots=HOST_SLOTS, disk_blocks=DISK_BLOCKS, max_spilling=3)
+        )
+        self.mover = FakeMover(self.device, self.disk)
+
+    def _step(self, writes: dict[int, Content]) -> None:
+        """Plan, carry out, forward pass, results."""
+        self.taken.clear()
+        self.mover.before_forward(self.planner.take_jobs())
+        for block_id, content in writes.items():
+            self.device[block_id] = content
+        self.planner.take_results(self.mover.take_results())
+
+    def turns(self) -> None:
+        """One or two requests that are admitted by the same step."""
+        asked = []
+        for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
+            self.requests += 1
+            asked.append((f"r{self.requests}", chain, self.draw.randint(1, CHAIN_BLOCKS)))
+        self._serve(asked)
+
+    def ask_again(self) -> None:
+        if not self.waiting:
+            return
+        request_id = self.draw.choice(sorted(self.waiting))
+        self._serve([(request_id, self.waiting[request_id], CHAIN_BLOCKS)])
+
+    def _serve(self, asked: list[tuple[str, int, int]]) -> None:
+        in_use: dict[bytes, int] = {}
+        writes: dict[int, Content] = {}
+        for request_id, chain, blocks in asked:
+            self._admit(request_id, [key_of(chain, index) for index in range(blocks)], in_use, writes)
+        self._step(writes)
+        self.cached.update(in_use)
+        for key, block_id in in_use.items():
+            assert self.device[block_id] == (key, self.weights), "a wrong token would follow"
+
+    def _admit(
+        self, request_id: str, keys: list[bytes], in_use: dict[bytes, int], writes: dict[int, Content]
+    ) -> None:
+        local = 0
+        while local < len(keys) and keys[local] in self.cached:
+            local += 1
+        found = self.planner.lookup(request_id, keys[local:], self.now)
+        if found is None:
+            self.waiting[request_id] = int(keys[0][5:7])
+            return
+        self.waiting.pop(request_id, None)
+        if self.draw.random() < 0.1:
+            self.waiting[request_id] = int(keys[0][5:7])  # it does not fit after all
+            return
+        in_use.update({key: self.cached.pop(key) for key in keys[:local]})
+        block_ids = [self._take_block(in_use) for _ in keys[local:]]
+        for key, block_id in zip(keys[local:], block_ids, strict=True):
+            if key in self.cached:  # a later part that was cached without its beginning
+                self.planner.evicted(key, self.cached.pop(key))
+            in_use[key] = block_id
+        self.planner.load(request_id, keys[local : local + found], block_ids[:found])
+        for key, block_id in list(zip(keys[local:], block_ids, strict=True))[found:]:
+            writes[block_id] = (key, self.weights)
+        if self.draw.random() < 0.5:
+            self.planner.abandon(request_id)
+
+    def _take_block(self, in_use: dict[bytes, int]) -> int:
+        """A block of the device for something else: what was in it is evicted first."""
+        used = {*self.cached.values(), *in_use.values(), *self.taken}
+        free = [block_id for block_id in range(DEVICE_BLOCKS) if block_id not in used]
+        if free:
+            block_id = free[0]
+        else:
+            key = self.draw.choice(list(self.cached))
+            block_id = self.cached.pop(key)
+            self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
+        self.taken.add(block_id)
+        return block_id
+
+    def store_ahead(self) -> None:
+        keys = self._chain()
+        blocks = [(key, self.cached[key]) for key in keys if key in self.cached]
+        self.planner.store(blocks, self.draw.choice([0, 1, 2]))
+
+    def a_background_copy_ends(self) -> None:
+        if self.mover.stores and self.draw.random() < 0.5:
+            self.mover.finish_store(self.draw.choice(sorted(self.mover.stores)))
+        elif self.mover.file_jobs:
+            self.mover.finish_file_job()
+
+    def step(self) -> None:
+        self._step({})
+
+    def fetch_ahead(self) -> None:
+        self.planner.fetch(self._chain())
+
+    def relabel(self) -> None:
+        self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
+
+    def a_client_goes(self) -> None:
+        if self.waiting:
+            request_id = min(self.waiting)
+            del self.waiting[request_id]
+            self.planner.abandon(request_id)
+
+    def time_passes(self) -> None:
+        self.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])
+
+    def the_disk_fails(self) -> None:
+        self.mover.fault = self.draw.choice(
+            [CopyResult.FULL, CopyResult.CORRUPT, CopyResult.FAILED, CopyResult.MISSING]
+        )
+
+    def the_disk_works(self) -> None:
+        self.mover.fault = None
+
+    def new_weights(self) -> None:
+        """What was computed by the old ones must not be found any more, wherever it is."""
+        self.weights += 1
+        self.cached.clear()
+        self.waiting.clear()
+        self.planner.forget()
+
+    def restart(self) -> None:
+        """The engine is killed: memory is gone, files are there, and orders under way are not."""
+        if self.weights or self.draw.random() < 0.3:
+            self.disk.clear()  # the directory's identity tells weights apart
+        self.weights = 0
+        self.device[:] = [GARBAGE] * DEVICE_BLOCKS
+        self.cached.clear()
+        self.waiting.clear()
+        self._start()
+
+    def _chain(self) -> list[bytes]:
+        chain = self.draw.randrange(CHAINS)
+        return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
+
+    # -- what must hold after each
+
+    def the_slots_add_up(self) -> None:
+        host = self.planner.host
+        slots = [entry.slot for entry in host._by_slot.values()]
+        assert sorted([*slots, *host._free]) == list(range(HOST_SLOTS))
+        for key, entry in host._entries.items():
+            assert entry.key == key
+            assert host._by_slot[entry.slot] is entry
+            assert not entry.removal_pending
+        idle = {id(entry) for members in host._idle.values() for entry in members.values()}
+        assert idle == {id(e) for e in host if not e.pins and e.job is None}
+        dirty = {id(entry) for members in host._dirty.values() for entry in members.values()}
+        assert dirty == {id(e) for e in host if not e.pins and e.job is None and not e.on_disk}
+        assert host.idle_on_disk == len(idle) - len(dirty)
+
+    def pins_are_those_of_somebody(self) -> None:
+        planner = self.planner
+        expected: Counter[int] = Counter()
+        found = [lookup.found for lookup in planner._looked_up.values()]
+        for entries in [*found, planner._loading, *planner.disk._spilling.values()]:
+            expected.update(entry.slot for entry in entries)
+        for waiting in planner.disk._staging.values():
+            expected.update(entry.slot for entry in waiting.entries)
+        for entry in planner.host._by_slot.values():
+            assert entry.pins == expected[entry.slot]
+
+    def every_job_is_still_to_come_or_was_answered(self) -> None:
+        planner, mover = self.planner, self.mover
+        on_their_way = {*planner._jobs.stores, *mover.stores, *mover.results.stored}
+        assert planner._storing.keys() <= on_their_way
+        files = {job for _, job, _ in mover.file_jobs}
+        assert planner.disk._spilling.keys() <= {*planner.disk._spills, *files, *mover.results.spilled}
+        assert planner.disk._staged_by.keys() <= {*planner.disk._stages, *files, *mover.results.staged}
+
+    def the_disk_holds_no_more_than_it_may(self) -> None:
+        assert len(self.planner.disk) + len(self.planner.disk.being_spilled) <= DISK_BLOCKS
+
+    def it_comes_to_rest(self) -> None:
+        self.mover.fault = None
+        for _ in range(50):
+            while self.mover.file_jobs:
+                self.mover.finish_file_job()
+            for job in list(self.mover.stores):
+                self.mover.finish_store(job)
+            self._step({})
+        for request_id in list(self.waiting):
+            self.planner.abandon(request_id)
+        self._step({})
+        assert not any(entry.pins for entry in self.planner.host)
+        assert self.planner.under_way == 0
+        if self.planner.disk.known:
+            assert self.disk.keys() == set(self.planner.disk)
+
+
+OFTEN = {
+    TierLife.turns: 40,
+    TierLife.ask_again: 12,
+    TierLife.a_background_copy_ends: 14,
+    TierLife.store_ahead: 10,
+    TierLife.step: 4,
+    TierLife.fetch_ahead: 3,
+    TierLife.relabel: 3,
+    TierLife.a_client_goes: 2,
+    TierLife.time_passes: 6,
+    TierLife.the_disk_fails: 1,
+    TierLife.the_disk_works: 2,
+    TierLife.new_weights: 0.2,
+    TierLife.restart: 0.2,
+}
+"""How often each operation is drawn."""
+
+
+HAPPENS = ("kept", "saved", "stored", "loaded", "spilled", "staged", "gave_up", "dropped", "disk_dropped")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_what_is_loaded_is_right(seed: int) -> None:
+    life = TierLife(seed)
+    done: Counter[str] = Counter()
+    for _ in range(4000):
+        (operation,) = life.draw.choices(list(OFTEN), list(OFTEN.values()))
+        operation(life)
+        done.update(life.planner.counts)
+        life.the_slots_add_up()
+        life.pins_are_those_of_somebody()
+        life.every_job_is_still_to_come_or_was_answered()
+        life.the_disk_holds_no_more_than_it_may()
+    life.it_comes_to_rest()
+    for what in HAPPENS:
+        assert done[what], f"nothing was ever {what}: the life is too quiet to tell anything"

@@ -1,0 +1,325 @@
+"""Engines that share a disk: what one has written the others load, and whatever goes wrong is computed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.tier_limits import TierLimits
+
+pytest.importorskip("torch")
+
+from faulty_file_system import FaultyFiles
+from offload_harness import Engine, nothing_is_pinned, slots_add_up
+from sojourn_server.kv_offload.disk_store import block_path
+
+
+def key(number: int) -> bytes:
+    return b"%032d" % number
+
+
+CHAIN = [key(number) for number in range(10)]
+SHAPE = {"blocks": 12, "slots": 20, "disk_blocks": 12, "min_probe_blocks": 2}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    """``a``, which has computed a context and written it to its disk, and ``b`` beside it."""
+    a, b = (Engine(tmp_path, name=name, **SHAPE) for name in "ab")
+    told = a.persist(CHAIN, a.compute(CHAIN))
+    assert told == (10, 0)
+    yield a, b
+    for engine in (a, b):
+        engine.rest()
+        assert nothing_is_pinned(engine.planner)
+        assert slots_add_up(engine.planner)
+        engine.close()
+
+
+def test_what_one_engine_has_written_another_loads(pair: tuple[Engine, Engine]) -> None:
+    a, b = pair
+    b.load(CHAIN)
+    assert (b.planner.counts["shared"], b.planner.counts["loaded"]) == (10, 10)
+    assert b.planner.state()["disk"]["used"] == 0, "it is the other's to keep"
+    assert a.disk is not None
+    assert b.disk is not None
+    assert (len(a.disk), len(b.disk)) == (10, 0)
+
+
+def test_on_the_way_back_each_reads_what_the_other_has_added(pair: tuple[Engine, Engine]) -> None:
+    """What a request waits for is read together, wherever it lies."""
+    a, b = pair
+    more = [*CHAIN, key(100), key(101)]
+    assert b.persist(more, b.compute(more)) == (12, 0)
+    # Of the beginning nothing is left above a's disk.
+    for entry in list(a.planner.host):
+        a.planner.host.remove(entry)
+    a.load(more)
+    assert (a.planner.counts["staged"], a.planner.counts["shared"]) == (10, 2)
+
+
+@pytest.mark.parametrize("lost", [0, 4, 9])
+def test_a_block_that_its_owner_drops_before_it_is_read_is_computed(
+    pair: tuple[Engine, Engine], lost: int
+) -> None:
+    a, b = pair
+    assert a.disk is not None
+    assert b.ask(CHAIN) is None, "they are looked for"
+    b.step()
+    b.steps_until(lambda: bool(b.planner.disk._elsewhere))
+    a.disk.drop(CHAIN[lost])
+    assert b.wait_for(CHAIN) == lost
+    assert b.planner.counts["stage_missing"] == 1
+    assert key(lost) not in b.planner.disk._elsewhere
+    b.planner.abandon("r")
+
+
+def test_a_torn_file_is_computed_and_stays_its_owners(pair: tuple[Engine, Engine]) -> None:
+    a, b = pair
+    assert a.disk is not None
+    path = block_path(a.disk.path, CHAIN[3])
+    spoilt = path.read_bytes()[:-1] + b"\x55"
+    path.write_bytes(spoilt)
+    assert b.wait_for(CHAIN) == 3
+    assert b.planner.counts["stage_corrupt"] == 1
+    b.planner.abandon("r")
+    b.rest()
+    assert path.read_bytes() == spoilt
+
+
+def test_a_store_that_vanishes_is_computed(pair: tuple[Engine, Engine]) -> None:
+    a, b = pair
+    assert a.disk is not None
+    assert b.ask(CHAIN) is None
+    b.step()
+    b.steps_until(lambda: bool(b.planner.disk._elsewhere))
+    shutil.rmtree(a.disk.path)
+    assert b.wait_for(CHAIN) == 0
+    assert b.wait_for(CHAIN, "s") == 0
+    for request_id in "rs":
+        b.planner.abandon(request_id)
+
+
+def test_a_store_of_other_weights_is_nobodys_sibling(tmp_path: Path) -> None:
+    import torch
+
+    a = Engine(tmp_path, name="a", dtype=torch.float16, **SHAPE)
+    a.persist(CHAIN, a.compute(CHAIN))
+    b_folder = tmp_path / "elsewhere"
+    b = Engine(b_folder, name="b", **SHAPE)
+    assert a.disk is not None
+    shutil.copytree(a.disk.path, b_folder / a.disk.path.name)
+    assert b.wait_for(CHAIN) == 0
+    assert b.planner.counts["shared"] == 0
+    a.close()
+    b.close()
+
+
+def test_whoever_has_no_name_reads_no_others(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    plain = Engine(tmp_path, blocks=12, slots=12, disk_blocks=12)
+    assert plain.wait_for(CHAIN) == 0
+    plain.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_disk_that_cannot_be_read_ends_nothing(tmp_path: Path, code: int) -> None:
+    files = FaultyFiles()
+    a, b = Engine(tmp_path, name="a", **SHAPE), Engine(tmp_path, name="b", files=files, **SHAPE)
+    a.persist(CHAIN, a.compute(CHAIN))
+
+    def fail(name: str, path: Path) -> None:
+        if name in ("open", "scan") and "-a" in str(path):
+            raise OSError(code, os.strerror(code), str(path))
+
+    files.before = fail
+    assert b.wait_for(CHAIN) == 0
+    files.before = lambda name, path: None
+    b.now += 10  # whoever was found to be alone does not look again at once
+    b.load(CHAIN, "later")
+    a.close()
+    b.close()
+
+
+# -- the planner's rules ---------------------------------------------------------------------
+
+
+def planner(**limits: float) -> OffloadPlanner:
+    made = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20, shared=True, **limits))  # type: ignore[arg-type]
+    made.take_results(OffloadResults(on_disk=[]))
+    return made
+
+
+def test_others_are_asked_once_a_request_and_never_for_little() -> None:
+    asked = planner(min_probe_blocks=8)
+    assert asked.lookup("r", CHAIN[:7], 0.0) == 0
+    assert not asked.take_jobs().probes
+    assert asked.lookup("s", CHAIN, 0.0) is None
+    (job, looked_for), *others = asked.take_jobs().probes.items()
+    assert (list(looked_for), others) == (CHAIN, [])
+    assert asked.lookup("s", CHAIN, 0.1) is None
+    assert not asked.take_jobs().probes, "it is being asked"
+    asked.take_results(OffloadResults(probed={job: ProbeResult(0, 1)}))
+    assert asked.lookup("s", CHAIN, 0.2) == 0
+    asked.take_jobs()
+    assert asked.lookup("s", [*CHAIN, key(50)], 0.3) == 0, "nor when it has grown"
+    assert not asked.take_jobs().probes
+    asked.abandon("s")
+    assert asked.lookup("s", CHAIN, 0.4) is None, "a request that was preempted may find more"
+
+
+def test_a_request_waits_for_others_for_so_long_and_no_longer() -> None:
+    asked = planner(max_probe_wait_s=1.0)
+    assert asked.lookup("r", CHAIN, 10.0) is None
+    (job,) = asked.take_jobs().probes
+    assert asked.lookup("r", CHAIN, 10.9) is None
+    assert asked.lookup("r", CHAIN, 11.0) == 0
+    assert not asked.take_jobs().probes
+    # What comes too late for one is there for the next.
+    asked.take_results(OffloadResults(probed={job: ProbeResult(10, 1)}))
+    assert asked.lookup("r", CHAIN, 11.1) == 0
+    assert asked.lookup("s", CHAIN, 11.2) is None
+    ((_, files),) = asked.take_jobs().stages.items()
+    assert [(file.key, file.shared) for file in files] == [(each, True) for each in CHAIN]
+
+
+def test_whoever_is_alone_does_not_ask_for_a_while() -> None:
+    asked = planner()
+    assert asked.lookup("r", CHAIN, 0.0) is None
+    (job,) = asked.take_jobs().probes
+    asked.take_results(OffloadResults(probed={job: ProbeResult(0, 0)}))
+    assert asked.lookup("s", CHAIN, 4.9) == 0
+    assert asked.lookup("t", CHAIN, 5.0) is None
+
+
+def test_only_what_is_nowhere_here_is_looked_for() -> None:
+    asked = planner(min_probe_blocks=2)
+    asked.take_results(OffloadResults(on_disk=CHAIN[2:4]))
+    for number in range(2):
+        asked.evicted(CHAIN[number], number)
+    assert asked.lookup("r", CHAIN, 0.0) is None
+    jobs = asked.take_jobs()
+    ((job, looked_for),) = jobs.probes.items()
+    assert list(looked_for) == CHAIN[4:]
+    assert not jobs.stages, "what is here is read together with it"
+    asked.take_results(OffloadResults(probed={job: ProbeResult(3, 2)}))
+    assert asked.lookup("r", CHAIN, 0.1) is None
+    ((_, files),) = asked.take_jobs().stages.items()
+    assert [(file.key, file.shared) for file in files] == [
+        (each, index >= 4) for index, each in enumerate(CHAIN[:7]) if index >= 2
+    ]
+
+
+def test_a_request_that_has_gone_is_not_remembered() -> None:
+    asked = planner()
+    for number in range(100):
+        assert asked.lookup(f"r{number}", CHAIN, 0.0) is None
+        asked.abandon(f"r{number}")
+    jobs = asked.take_jobs().probes
+    assert asked.under_way == len(jobs) == 100
+    asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(0, 1))))
+    assert not asked.under_way
+    assert not asked.disk._probed
+
+
+def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.kv_offload.disk_planner.MAX_FOUND_KEYS", 15)
+    asked = planner()
+    for number in range(5):
+        chain = [key(1000 * number + index) for index in range(10)]
+        assert asked.lookup(f"r{number}", chain, 0.0) is None
+        (job,) = asked.take_jobs().probes
+        asked.take_results(OffloadResults(probed={job: ProbeResult(10, 1)}))
+        asked.abandon(f"r{number}")
+        assert len(asked.disk._elsewhere) <= 15
+
+
+def test_after_a_reset_nothing_of_others_is_read_and_nothing_is_written_for_them() -> None:
+    """The engine may have other weights by then than its stores' name says."""
+    asked = planner()
+    asked.evicted(key(1), 1)
+    assert asked.lookup("r", CHAIN, 0.0) is None
+    (early,) = asked.take_jobs().probes
+    asked.forget()
+    asked.take_results(OffloadResults(probed={early: ProbeResult(10, 1)}))
+    assert asked.lookup("s", CHAIN, 0.1) == 0
+    for number in range(30):
+        asked.evicted(key(100 + number), 1)
+        asked.write_to_disk([key(100 + number)], 2)  # type: ignore[arg-type]
+        jobs = asked.take_jobs()
+        assert [*jobs.probes, *jobs.spills, *jobs.stages] == []
+    assert asked.persist([key(120)], {}) == (0, 0)
+    assert not asked.has_jobs
+
+
+# -- a random life ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_three_engines_write_read_and_lose_nobody_loads_what_is_wrong(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    shape = {"blocks": 8, "slots": 6, "disk_blocks": 7, "min_probe_blocks": 1}
+    engines = [Engine(tmp_path, name=name, **shape) for name in "abc"]
+    chains = [[key(100 * chain + index) for index in range(6)] for chain in range(4)]
+    loaded = 0
+    for request in range(60):
+        engine = draw.choice(engines)
+        engine.now += draw.random()
+        wanted = draw.choice(chains)[: draw.randint(1, 6)]
+        act = draw.random()
+        if act < 0.35:
+            told = engine.persist(wanted, engine.compute(wanted))
+            assert told.stored <= len(wanted)
+            engine.rest()  # what is being copied of the device must stay as it is until then
+        elif act < 0.45:
+            assert engine.disk is not None
+            for name in engine.disk.oldest(draw.randint(1, 3)):
+                engine.disk.drop(name)  # behind its planner's back too
+        elif act < 0.5:
+            assert engine.disk is not None
+            files = list(engine.disk.path.glob("*/*.kv"))
+            if files:
+                torn = draw.choice(files)
+                torn.write_bytes(torn.read_bytes()[: draw.randint(0, 50)])
+        else:
+            name = f"r{request}"
+            found = engine.wait_for(wanted, name)
+            for content in engine._bytes:
+                content[:found] = 0
+            engine.planner.load(name, wanted[:found], range(found))
+            assert engine.step() == set()
+            for block_id, each in enumerate(wanted[:found]):
+                assert engine.holds(block_id, each), "a wrong token would follow"
+            loaded += found
+            engine.planner.abandon(name)
+        assert slots_add_up(engine.planner)
+    assert loaded > 0
+    assert sum(engine.planner.counts["shared"] for engine in engines) > 0
+    for engine in engines:
+        engine.rest()
+        assert nothing_is_pinned(engine.planner)
+        assert slots_add_up(engine.planner)
+        assert not engine.planner.disk._borrowed
+        engine.close()
+
+
+def test_a_probe_that_is_never_answered_holds_nobody(tmp_path: Path) -> None:
+    asked = planner(max_probe_wait_s=0.5)
+    assert asked.lookup("r", CHAIN, 0.0) is None
+    asked.take_jobs()  # and the worker dies upon it
+    assert asked.lookup("r", CHAIN, 0.6) == 0
+    assert asked.lookup("s", CHAIN, 0.6) is None
+    jobs = asked.take_jobs().probes
+    asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(1, 1))))
+    assert asked.lookup("s", CHAIN, 0.7) is None
+    (stage,) = asked.take_jobs().stages
+    asked.take_results(OffloadResults(staged={stage: {CHAIN[0]: CopyResult.MOVED}}))
+    assert asked.lookup("s", CHAIN, 0.8) == 1

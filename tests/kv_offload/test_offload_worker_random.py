@@ -1,0 +1,384 @@
+"""Random life of the tiers with the real mover, disk and threads: whatever is loaded is what was asked for.
+
+What ends when is the machine's to say, so a seed repeats what is asked for and not what happens: only
+contents are compared, and what is left when all has come to rest. Each life is led by an engine that plans a
+step when it knows what became of the one before, and by one that plans it while that is still to be computed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from faulty_file_system import WRITES, FaultyFiles
+from offload_harness import Engine, nothing_is_pinned, slots_add_up
+from sojourn_server.kv_offload.offload_jobs import OffloadJobs
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # torch warns about itself
+    pytest.mark.filterwarnings("error:::sojourn"),
+]
+
+DEVICE_BLOCKS = 12
+HOST_SLOTS = 7
+DISK_BLOCKS = 6
+CHAINS = 4
+CHAIN_BLOCKS = 6
+OPERATIONS = 1500
+MOST_S = 6.0
+"""A machine that is busy with other things leads a shorter life."""
+READS = frozenset({"open", "size", "readv"})
+
+
+class Dead(Exception):
+    """What a device that fails says."""
+
+
+def key_of(chain: int, index: int) -> bytes:
+    return b"chain%02d-block%03d" % (chain, index)
+
+
+class Faults:
+    """Of the device and the disk; asked from the lanes' threads."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.lock = threading.Lock()
+        self.disk: tuple[frozenset[str], int] | None = None
+        self.device: str | None = None
+        self.killed = False
+        self.slow = False
+
+    def of_disk(self, name: str, path: Path) -> None:
+        if self.killed:
+            raise OSError(errno.EIO, "the process is dead", str(path))
+        with self.lock:
+            happens, pause_s = self.draw.random() < 0.5, self.draw.random() * 0.003
+        if self.slow and name in ("readv", "writev", "unlink"):
+            time.sleep(pause_s)
+        fault = self.disk
+        if fault is not None and name in fault[0] and happens:
+            raise OSError(fault[1], os.strerror(fault[1]), str(path))
+
+    def of_device(self, name: str, layer: int) -> None:
+        with self.lock:
+            happens, pause_s = self.draw.random() < 0.5, self.draw.random() * 0.0005
+        if self.slow:
+            time.sleep(pause_s)
+        if name == self.device and happens:
+            raise Dead(name)
+
+
+class Life:
+    """A device that caches chains of blocks, and loses some; requests that ask for chains."""
+
+    def __init__(self, seed: int, folder: Path, ahead: bool) -> None:
+        self.draw = random.Random(seed)
+        self.faults = Faults(seed)
+        self.folder = folder
+        self.ahead = ahead
+        self.done: Counter[str] = Counter()
+        self.stores = 0
+        self.weights = 0
+        self.requests = 0
+        self.cached: dict[bytes, int] = {}
+        self.waiting: dict[str, int] = {}
+        self.taken: set[int] = set()
+        self.planned: list[tuple[OffloadJobs, dict[int, bytes], dict[int, bytes]]] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.weights = 0
+        self.cached.clear()
+        self.waiting.clear()
+        self.taken.clear()
+        self.planned.clear()
+        self.faults.killed = False
+        self.engine = Engine(
+            self.folder / f"store{self.stores}",
+            files=FaultyFiles(self.faults.of_disk),
+            blocks=DEVICE_BLOCKS,
+            slots=HOST_SLOTS,
+            disk_blocks=DISK_BLOCKS,
+            max_spilling=3,
+        )
+        self.engine.device.before = self.faults.of_device
+        self.planner = self.engine.planner
+
+    # -- steps
+
+    def _step(self, loads: dict[int, bytes], writes: dict[int, bytes]) -> None:
+        """Plan one; carry out that, or the one before."""
+        self.taken.clear()
+        self.planned.append((self.planner.take_jobs(), loads, writes))
+        if len(self.planned) > self.ahead:
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        jobs, loads, writes = self.planned.pop(0)
+        engine = self.engine
+        engine.mover.begin_step(jobs)
+        wrong: set[int] = set()
+        for layer, name in enumerate(engine.device.layers):
+            engine.mover.wait_for_layer(name)
+            for block_id, key in loads.items():
+                if not engine.holds(block_id, key, [layer], self.weights):
+                    wrong.add(block_id)
+        for block_id, key in writes.items():
+            engine.write(block_id, key, self.weights)
+        invalid = engine.mover.end_step()
+        assert wrong <= invalid, "a wrong token would follow"
+        self.done["invalid"] += len(invalid)
+        for block_id in invalid:  # as the engine computes it again
+            engine.write(block_id, loads[block_id], self.weights)
+        self.planner.take_results(engine.mover.take_results())
+        assert slots_add_up(self.planner)
+
+    def _catch_up(self) -> None:
+        while self.planned:
+            self._carry_out()
+
+    # -- what happens
+
+    def turns(self) -> None:
+        """One or two requests that are admitted by the same step."""
+        asked = []
+        for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
+            self.requests += 1
+            asked.append((f"r{self.requests}", chain, self.draw.randint(1, CHAIN_BLOCKS)))
+        self._serve(asked)
+
+    def ask_again(self) -> None:
+        if self.waiting:
+            request_id = self.draw.choice(sorted(self.waiting))
+            self._serve([(request_id, self.waiting[request_id], CHAIN_BLOCKS)])
+
+    def _serve(self, asked: list[tuple[str, int, int]]) -> None:
+        in_use: dict[bytes, int] = {}
+        loads: dict[int, bytes] = {}
+        writes: dict[int, bytes] = {}
+        for request_id, chain, blocks in asked:
+            self._admit(request_id, [key_of(chain, index) for index in range(blocks)], in_use, loads, writes)
+        self._step(loads, writes)
+        self.cached.update(in_use)
+
+    def _admit(
+        self,
+        request_id: str,
+        keys: list[bytes],
+        in_use: dict[bytes, int],
+        loads: dict[int, bytes],
+        writes: dict[int, bytes],
+    ) -> None:
+        local = 0
+        while local < len(keys) and keys[local] in self.cached:
+            local += 1
+        found = self.planner.lookup(request_id, keys[local:], self.engine.now)
+        if found is None or self.draw.random() < 0.1:  # or it does not fit after all
+            self.waiting[request_id] = int(keys[0][5:7])
+            return
+        self.waiting.pop(request_id, None)
+        in_use.update({key: self.cached.pop(key) for key in keys[:local]})
+        block_ids = [self._take_block(in_use) for _ in keys[local:]]
+        for key, block_id in zip(keys[local:], block_ids, strict=True):
+            if key in self.cached:  # a later part that was cached without its beginning
+                self.planner.evicted(key, self.cached.pop(key))
+            in_use[key] = block_id
+        self.planner.load(request_id, keys[local : local + found], block_ids[:found])
+        filled = list(zip(block_ids, keys[local:], strict=True))
+        loads.update(filled[:found])
+        writes.update(filled[found:])
+        if self.draw.random() < 0.5:
+            self.planner.abandon(request_id)
+
+    def _take_block(self, in_use: dict[bytes, int]) -> int:
+        """A block of the device for something else: what was in it is evicted first."""
+        used = {*self.cached.values(), *in_use.values(), *self.taken}
+        free = [block_id for block_id in range(DEVICE_BLOCKS) if block_id not in used]
+        if free:
+            block_id = free[0]
+        else:
+            key = self.draw.choice(list(self.cached))
+            block_id = self.cached.pop(key)
+            self.planner.evicted(key, block_id, self.draw.choice([0, 1, 2]))
+        self.taken.add(block_id)
+        return block_id
+
+    def store_ahead(self) -> None:
+        blocks = [(key, self.cached[key]) for key in self._chain() if key in self.cached]
+        self.planner.store(blocks, self.draw.choice([0, 1, 2]))
+
+    def step(self) -> None:
+        self._step({}, {})
+
+    def steps(self) -> None:
+        """Long enough for the lanes to come to something."""
+        for _ in range(5):
+            time.sleep(0.001)
+            self._step({}, {})
+
+    def fetch_ahead(self) -> None:
+        self.planner.fetch(self._chain())
+
+    def relabel(self) -> None:
+        self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
+
+    def a_client_goes(self) -> None:
+        if self.waiting:
+            request_id = min(self.waiting)
+            del self.waiting[request_id]
+            self.planner.abandon(request_id)
+
+    def time_passes(self) -> None:
+        self.engine.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])
+
+    def the_disk_fails(self) -> None:
+        self.faults.disk = self.draw.choice(
+            [
+                (WRITES, errno.ENOSPC),
+                (WRITES, errno.EIO),
+                (READS, errno.EIO),
+                (READS | WRITES | {"unlink", "set_mtime"}, errno.EIO),
+                (READS, errno.EMFILE),
+            ]
+        )
+
+    def the_device_fails(self) -> None:
+        self.faults.device = self.draw.choice(["to_host", "to_device", "slot"])
+
+    def all_goes_slowly(self) -> None:
+        self.faults.slow = not self.faults.slow
+
+    def all_works(self) -> None:
+        self.faults.disk = self.faults.device = None
+
+    def a_file_is_damaged(self) -> None:
+        files = sorted(self.folder.glob(f"store{self.stores}/*/*/*.kv"))
+        if files:
+            file = self.draw.choice(files)
+            if self.draw.random() < 0.5:
+                file.unlink(missing_ok=True)
+                return
+            try:
+                content = bytearray(file.read_bytes())
+            except FileNotFoundError:
+                return
+            content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
+            file.write_bytes(content)
+
+    def new_weights(self) -> None:
+        """What was computed by the old ones must not be found any more, wherever it is."""
+        self._catch_up()
+        self.weights += 1
+        self.cached.clear()
+        self.waiting.clear()
+        self.planner.forget()
+
+    def restart(self) -> None:
+        """Memory is gone and files are there: all that were begun, or as many as a killed process had."""
+        self.faults.killed = self.draw.random() < 0.5
+        self._end()
+        if self.weights or self.draw.random() < 0.3:
+            self.stores += 1  # new weights have a new name
+        self.faults.disk = self.faults.device = None
+        self._start()
+
+    def _end(self) -> None:
+        self.done.update(self.planner.counts)
+        self.done["restarts"] += 1
+        self.engine.close()
+
+    def _chain(self) -> list[bytes]:
+        chain = self.draw.randrange(CHAINS)
+        return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
+
+    # -- the end
+
+    def it_comes_to_rest(self) -> None:
+        self.all_works()
+        for request_id in list(self.waiting):
+            self.planner.abandon(request_id)
+        self._catch_up()
+        self.engine.rest()
+        assert nothing_is_pinned(self.planner)
+        assert slots_add_up(self.planner)
+        disk = self.engine.disk
+        assert disk is not None
+        if self.planner.disk.known:
+            assert set(disk.keys()) == set(self.planner.disk)
+        assert len(disk) <= DISK_BLOCKS
+
+    def all_that_is_on_disk_is_what_it_is_called(self) -> None:
+        if self.weights:
+            return
+        self._end()
+        self._start()
+        self.step()
+        self._catch_up()
+        for key in list(self.planner.disk):
+            if self.engine.wait_for([key], "last"):
+                self.engine.load([key], "last")
+            self.planner.abandon("last")
+
+
+OFTEN: dict[Callable[[Life], None], float] = {
+    Life.turns: 40,
+    Life.ask_again: 12,
+    Life.store_ahead: 10,
+    Life.step: 4,
+    Life.steps: 3,
+    Life.fetch_ahead: 3,
+    Life.relabel: 3,
+    Life.a_client_goes: 2,
+    Life.time_passes: 6,
+    Life.the_disk_fails: 0.7,
+    Life.the_device_fails: 0.7,
+    Life.all_works: 3,
+    Life.all_goes_slowly: 1,
+    Life.a_file_is_damaged: 0.7,
+    Life.new_weights: 0.2,
+    Life.restart: 0.6,
+}
+"""How often each operation is drawn."""
+
+HAPPENS = ("kept", "saved", "stored", "loaded", "spilled", "staged", "dropped", "restarts")
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["as they come", "one ahead"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_what_is_loaded_is_right(
+    seed: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unexpected: list[Any] = []
+
+    def report(args: threading.ExceptHookArgs) -> None:
+        if not isinstance(args.exc_value, Dead):
+            unexpected.append(args.exc_value)
+
+    monkeypatch.setattr(threading, "excepthook", report)
+    life = Life(seed, tmp_path, ahead)
+    until = time.monotonic() + MOST_S
+    try:
+        for _ in range(OPERATIONS):
+            (operation,) = life.draw.choices(list(OFTEN), list(OFTEN.values()))
+            operation(life)
+            if time.monotonic() > until:
+                break
+        life.it_comes_to_rest()
+        life.all_that_is_on_disk_is_what_it_is_called()
+    finally:
+        life._end()
+    assert unexpected == []
+    for what in HAPPENS:
+        assert life.done[what], f"nothing was ever {what}: the life is too quiet to tell anything"

@@ -1,0 +1,231 @@
+"""Other engines' stores beside one's own: what is found in them, and that nothing of theirs is touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, broken, identity, key, payload
+from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
+from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, StoreError, block_path
+from sojourn_server.kv_offload.offload_jobs import ProbeResult
+from sojourn_server.kv_offload.sibling_stores import SiblingStores
+from sojourn_server.kv_offload.store_folder import (
+    MANIFEST,
+    IncompatibleStore,
+    StoreInUse,
+    is_store_name,
+    store_name,
+)
+
+KEYS = [key(number) for number in range(10)]
+
+
+def open_store(root: Path, name: str | None, *blocks: bytes, **options: object) -> DiskStore:
+    """A store with these blocks; others' of ``changed`` identities are meant to be there."""
+    model = identity(**options)
+    store = DiskStore.open(root, model, budget_bytes=20 * FILE_BYTES, name=name, alongside=True)
+    for block in blocks:
+        store.put(block, [payload(block)])
+    return store
+
+
+def read(sibling_stores: SiblingStores, block: bytes) -> bytes:
+    found = bytearray(BLOCK_BYTES)
+    sibling_stores.get_into(block, [found])
+    return bytes(found)
+
+
+def tree(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file's number and time of change."""
+    return {
+        str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file()
+    }
+
+
+def of(store: DiskStore, files: FaultyFiles | None = None) -> SiblingStores:
+    return SiblingStores(store.path, store.identity, files)
+
+
+# -- names ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "0", "engine-1", "10.0.0.7_8000", "x" * 64])
+def test_a_named_store_is_a_folder_of_its_own(tmp_path: Path, name: str) -> None:
+    with open_store(tmp_path, None, KEYS[0]) as plain, open_store(tmp_path, name, KEYS[1]) as named:
+        assert named.path == plain.path.parent / f"{plain.path.name}-{name}"
+        assert (store_name(plain.path), store_name(named.path)) == (None, name)
+        assert (plain.keys(), named.keys()) == ([KEYS[0]], [KEYS[1]])
+    with open_store(tmp_path, name) as again:
+        assert again.keys() == [KEYS[1]]
+
+
+@pytest.mark.parametrize("name", ["", "-a", ".a", "a/b", "..", "a b", "ä", "a\n", "x" * 65])
+def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
+    assert not is_store_name(name)
+    with pytest.raises(ValueError, match="cannot be named"):
+        open_store(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_engine_at_a_time_has_a_name(tmp_path: Path) -> None:
+    another = pytest.raises(StoreInUse, match=r"Give this one another name \(--kv-disk-name\)")
+    with open_store(tmp_path, "a"), open_store(tmp_path, "b"), another:
+        open_store(tmp_path, "b")
+    with open_store(tmp_path, None), pytest.raises(StoreInUse, match="Give this one a name of its own"):
+        open_store(tmp_path, None)
+
+
+def test_a_named_store_of_something_else_is_refused_as_any(tmp_path: Path) -> None:
+    open_store(tmp_path, "a").close()
+    with pytest.raises(IncompatibleStore, match="layers: found 3, expected 4"):
+        DiskStore.open(tmp_path, identity(layers=4), budget_bytes=0, name="b")
+    # And one of the right name alone does not make a store another's.
+    shutil.move(str(tmp_path / identity().digest().hex()[:16]) + "-a", tmp_path / "moved")
+    folder = tmp_path / f"{identity(layers=4).digest().hex()[:16]}-a"
+    shutil.move(str(tmp_path / "moved"), folder)
+    with pytest.raises(IncompatibleStore, match="layers: found 3, expected 4"):
+        DiskStore.open(tmp_path, identity(layers=4), budget_bytes=0, name="a", alongside=True)
+
+
+# -- looking and reading ------------------------------------------------------------------
+
+
+def test_what_others_have_written_is_found_and_read(tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path, "a", *KEYS[:3]),
+        open_store(tmp_path, None, *KEYS[3:5], KEYS[7]),
+        open_store(tmp_path, "b", KEYS[5]) as own,
+    ):
+        before = tree(tmp_path)
+        sibling_stores = of(own)
+        assert sibling_stores.leading(KEYS) == ProbeResult(5, 2), "its own it need not ask others for"
+        assert sibling_stores.leading(KEYS[7:]) == ProbeResult(1, 2)
+        assert sibling_stores.leading(KEYS[5:6]) == ProbeResult(0, 2)
+        assert sibling_stores.leading([]) == ProbeResult(0, 2)
+        for block in (*KEYS[:5], KEYS[7]):
+            assert read(sibling_stores, block) == payload(block)
+        with pytest.raises(BlockNotFound):
+            read(sibling_stores, KEYS[5])
+        assert tree(tmp_path) == before, "a reader leaves no trace, nor a use"
+
+
+def test_whoever_is_alone_is_told_so(tmp_path: Path) -> None:
+    with open_store(tmp_path, "a", *KEYS[:3]) as own:
+        sibling_stores = of(own)
+        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
+        with open_store(tmp_path, "b", KEYS[0]):
+            assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "it has come since"
+        assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "the engine has gone, its blocks are there"
+
+
+@pytest.mark.parametrize("changed", [{"layers": 4}, {"model": "tiny@2"}, {"hash_scheme": "sha256/seed=1/16"}])
+def test_the_store_of_something_else_is_no_sibling(tmp_path: Path, changed: dict[str, object]) -> None:
+    with open_store(tmp_path, "b") as own, open_store(tmp_path, "a", *KEYS[:3], **changed) as other:
+        assert of(own).leading(KEYS) == ProbeResult(0, 0)
+        # Nor one that was given the name of one of ours: its manifest tells.
+        disguised = tmp_path / f"{identity().digest().hex()[:16]}-a"
+        shutil.copytree(other.path, disguised)
+        assert of(own).leading(KEYS) == ProbeResult(0, 0)
+        # Nor, if that is wrong too, are its blocks ours: each says what it is of.
+        shutil.copy(own.path / MANIFEST, disguised / MANIFEST)
+        sibling_stores = of(own)
+        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
+        with pytest.raises(BlockCorrupt) as caught:
+            read(sibling_stores, KEYS[0])
+        assert caught.value.reason is BlockDefect.IDENTITY
+        assert block_path(disguised, KEYS[0]).exists(), "it is not ours to remove"
+
+
+def test_a_block_that_its_owner_drops_in_between_is_missing(tmp_path: Path) -> None:
+    with open_store(tmp_path, "a", *KEYS[:3]) as owner, open_store(tmp_path, "b") as own:
+        sibling_stores = of(own)
+        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
+        owner.drop(KEYS[1])
+        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
+        with pytest.raises(BlockNotFound):
+            read(sibling_stores, KEYS[1])
+        assert sibling_stores.leading(KEYS) == ProbeResult(1, 1)
+
+
+def test_a_block_that_its_owner_drops_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    with open_store(tmp_path, "a", KEYS[0]) as owner, open_store(tmp_path, "b") as own:
+
+        def drop(name: str, path: Path) -> None:
+            if name == "readv" and path.suffix == ".kv":
+                owner.drop(KEYS[0])
+
+        sibling_stores = of(own, FaultyFiles(drop, max_bytes=50))
+        assert sibling_stores.leading(KEYS[:1]) == ProbeResult(1, 1)
+        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
+        assert not owner.has(KEYS[0])
+
+
+def test_a_store_that_vanishes_is_gone(tmp_path: Path) -> None:
+    with open_store(tmp_path, "b") as own:
+        store = open_store(tmp_path, "a", *KEYS[:3])
+        sibling_stores = of(own)
+        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
+        store.close()
+        shutil.rmtree(store.path)
+        with pytest.raises(BlockNotFound):
+            read(sibling_stores, KEYS[0])
+        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
+        shutil.rmtree(tmp_path)
+        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
+
+
+@pytest.mark.parametrize("how", ["cut off", "longer", "flipped"])
+def test_a_torn_file_is_never_taken_for_a_block_and_left_to_its_owner(tmp_path: Path, how: str) -> None:
+    with open_store(tmp_path, "a", *KEYS[:2]) as owner, open_store(tmp_path, "b") as own:
+        path = block_path(owner.path, KEYS[0])
+        whole = path.read_bytes()
+        spoilt = {"cut off": whole[:-1], "longer": whole + b"\0", "flipped": whole[:-1] + b"\x55"}[how]
+        path.write_bytes(spoilt)
+        sibling_stores = of(own)
+        # Only what is of the wrong size shows without being read.
+        assert sibling_stores.leading(KEYS) == ProbeResult(2 if how == "flipped" else 0, 1)
+        with pytest.raises(BlockCorrupt):
+            read(sibling_stores, KEYS[0])
+        assert path.read_bytes() == spoilt
+        # Somebody else's copy is as good as any.
+        with open_store(tmp_path, "c", KEYS[0]):
+            assert sibling_stores.leading(KEYS[:1]) == ProbeResult(1, 2)
+            assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_what_cannot_be_read_is_an_error_and_what_cannot_be_looked_at_is_not_there(
+    tmp_path: Path, code: int
+) -> None:
+    with open_store(tmp_path, "a", *KEYS[:3]), open_store(tmp_path, "b") as own:
+        files = FaultyFiles()
+        sibling_stores = of(own, files)
+        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
+        files.before = broken("readv", code=code)
+        with pytest.raises(StoreError, match=os.strerror(code)) as caught:
+            read(sibling_stores, KEYS[0])
+        assert caught.value.errno == code
+        files.before = broken("size", code=code)
+        assert sibling_stores.leading(KEYS).found == 0
+        files.before = broken("scan", code=code)
+        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
+        files.before = lambda name, path: None
+        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
+        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
+        assert not files.paths, "every file was closed"
+
+
+def test_mistakes_of_the_caller(tmp_path: Path) -> None:
+    with open_store(tmp_path, "a", KEYS[0]), open_store(tmp_path, "b") as own:
+        sibling_stores = of(own)
+        sibling_stores.leading(KEYS)
+        with pytest.raises(ValueError, match="95 bytes for blocks of 96"):
+            sibling_stores.get_into(KEYS[0], [bytearray(95)])
+        with pytest.raises(ValueError, match="writable"):
+            sibling_stores.get_into(KEYS[0], [bytes(BLOCK_BYTES)])
+        with pytest.raises(ValueError, match="16 to 64 bytes"):
+            sibling_stores.get_into(b"short", [bytearray(BLOCK_BYTES)])

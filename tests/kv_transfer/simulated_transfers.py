@@ -1,0 +1,301 @@
+"""Engines' traffic in virtual time: real cores, a store in a dictionary, and a network that can be cut.
+
+Nothing sleeps and nothing is a thread. Storage and sockets take no time of their own: rates are what is slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from sojourn_server.kv_offload.block_file import KvIdentity
+from sojourn_server.kv_transfer.load_table import ReadingPeer
+from sojourn_server.kv_transfer.transfer_actions import (
+    CloseConnection,
+    DialPeer,
+    LoadEnded,
+    PromptTransferEnded,
+    PushEnded,
+    ReadBlock,
+    SendMessage,
+    TransferEvent,
+    WriteBlock,
+)
+from sojourn_server.kv_transfer.transfer_core import TransferCore
+from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_wire import WireMessage, decode, decode_head, encode
+
+LAYERS = 3
+LAYER_BYTES = 32
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+
+
+def identity(**changed: Any) -> KvIdentity:
+    fields: dict[str, Any] = {
+        "model": "tiny@1",
+        "kv_dtype": "float32",
+        "block_tokens": 64,
+        "block_bytes": BLOCK_BYTES,
+        "layers": LAYERS,
+        "hash_scheme": "sha256/seed=0/16",
+        "vllm_version": "0.32.0",
+    }
+    return KvIdentity(**{**fields, **changed})
+
+
+def key(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def content(key: bytes) -> bytes:
+    """Different for every block and layer, so that a mix-up shows."""
+    return hashlib.shake_128(key).digest(BLOCK_BYTES)
+
+
+def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
+    """One layer of blocks, as an engine has computed them."""
+    start = layer * LAYER_BYTES
+    return [memoryview(content(one)[start : start + LAYER_BYTES]) for one in wanted]
+
+
+class Engine:
+    """One engine's core, and what it was told."""
+
+    def __init__(self, world: World, name: str, epoch: int, **options: Any) -> None:
+        limits = TransferLimits(**{"slots": 64, "chunk_bytes": 2 * LAYER_BYTES, **options.pop("limits", {})})
+        rates = LinkRates(**options.pop("rates", {}))
+        self.name = name
+        self.world = world
+        self.core = TransferCore(
+            options.pop("identity", identity()), limits, rates, name=name, epoch=f"{name}/{epoch}"
+        )
+        assert not options, options
+        self.events: list[TransferEvent] = []
+        self.alive = True
+
+    def load(self, load: str, wanted: Sequence[bytes], **peer: Any) -> int:
+        of = ReadingPeer(**{"transfer": load, "total": len(wanted), **peer}) if peer else None
+        return int(self.do(self.core.load, load, wanted, peer=of))
+
+    def offer(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
+        self.do(self.core.offer, transfer, to, wanted, **options)
+
+    def give(self, transfer: str, wanted: Sequence[bytes], layers: int = LAYERS) -> None:
+        for layer in range(layers):
+            self.do(self.core.give, transfer, layer, layers_of(wanted, layer))
+
+    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        answer = what(*arguments, now=self.world.now, **options)
+        self.world.carry_out(self)
+        return answer
+
+    def over(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
+        """The last event of a kind about something, ``None``: there is none yet."""
+        found = [event for event in self.events if isinstance(event, kind) and event[0] == name]
+        return found[-1] if found else None
+
+    def taken(self, load: str) -> list[bytes]:
+        """Take a load's blocks, and let go of it."""
+        blocks = [bytes(block) for block in self.core.load_blocks(load)]
+        self.do(self.core.end_load, load)
+        return blocks
+
+    def prompt(self, transfer: str) -> list[bytes]:
+        blocks = [bytes(block) for block in self.core.prompt_blocks(transfer)]
+        self.do(self.core.end_prompt, transfer)
+        return blocks
+
+
+class World:
+    """Engines, what is stored, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.stored: dict[bytes, bytes] = {}
+        self.broken: dict[bytes, str] = {}
+        """Blocks that cannot be read, and why."""
+        self.hung: set[bytes] = set()
+        """Blocks whose reading never comes back."""
+        self.reads: list[tuple[str, bytes]] = []
+        self.messages: list[tuple[str, str, WireMessage]] = []
+        """Who said what to whom."""
+        self.cut: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
+        """Asked before a message arrives: True kills its receiver instead."""
+        self.lose: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
+        """Asked before a message arrives: True loses it, and nobody hears of that."""
+        self.deaf: set[str] = set()
+        """Engines whose sockets are full: what is sent to them is never out."""
+        self.engines: dict[str, Engine] = {}
+        self._numbers = count(1)
+        self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._ends: dict[tuple[str, int], tuple[str, int]] = {}
+        """A connection's end → its other end."""
+        self._unsent: dict[tuple[str, int], list[int | None]] = {}
+        """Items that a full socket does not take, by the end that says them."""
+        self._epochs = count(1)
+
+    def engine(self, name: str, **options: Any) -> Engine:
+        made = self.engines[name] = Engine(self, name, next(self._epochs), **options)
+        return made
+
+    def put(self, *wanted: bytes) -> None:
+        self.stored.update({one: content(one) for one in wanted})
+
+    def kill(self, name: str) -> None:
+        """A process dies: its connections end, and nothing of it acts any more."""
+        engine = self.engines.pop(name, None)
+        if engine is None:
+            return
+        engine.alive = False
+        for end in [end for end in self._ends if end[0] == name]:
+            self._hang_up(*end)
+
+    def run(self, seconds: float = 30.0, until: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass, at most so much."""
+        end = self.now + seconds
+        while not until():
+            due = min(
+                [engine.core.wake_at() for engine in self.engines.values()]
+                + [self._event_queue[0][0] if self._event_queue else float("inf")]
+            )
+            if due > end:
+                self.now = end
+                return
+            self.now = max(self.now, due) + 1e-6
+            while self._event_queue and self._event_queue[0][0] <= self.now:
+                heapq.heappop(self._event_queue)[2]()
+            for engine in list(self.engines.values()):
+                if engine.core.wake_at() <= self.now:
+                    engine.core.tick(self.now)
+                    self.carry_out(engine)
+
+    def carry_out(self, engine: Engine) -> None:
+        """What the shell would do. Its answers come a moment later, as they do from threads and sockets."""
+        for action in engine.core.take_actions():
+            if isinstance(action, DialPeer):
+                self._soon(lambda action=action: self._dial(engine, action))  # type: ignore[misc]
+            elif isinstance(action, SendMessage):
+                self._soon(lambda action=action: self._send(engine, action))  # type: ignore[misc]
+            elif isinstance(action, CloseConnection):
+                end = engine.name, action.conn
+                self._soon(lambda end=end: self._hang_up_when_all_is_out(*end))  # type: ignore[misc]
+            elif isinstance(action, ReadBlock):
+                self._soon(lambda action=action: self._read(engine, action))  # type: ignore[misc]
+            else:
+                self._soon(lambda action=action: self._write(engine, action))  # type: ignore[misc]
+        engine.events += engine.core.take_events()
+
+    def _soon(self, what: Callable[[], None]) -> None:
+        heapq.heappush(self._event_queue, (self.now, next(self._numbers), what))
+
+    def _act(self, engine: Engine, what: Callable[..., None], *arguments: Any) -> None:
+        if engine.alive:
+            what(*arguments, now=self.now)
+            self.carry_out(engine)
+
+    def _dial(self, engine: Engine, dial: DialPeer) -> None:
+        peer = self.engines.get(dial.address)
+        if peer is None:
+            self._act(engine, engine.core.dial_failed, dial, "connection refused")
+            return
+        if not engine.alive:
+            return
+        here, there = (engine.name, next(self._numbers)), (dial.address, next(self._numbers))
+        self._ends[here], self._ends[there] = there, here
+        self._act(peer, peer.core.accepted, there[1])
+        self._act(engine, engine.core.dialled, dial, here[1])
+
+    def _send(self, engine: Engine, action: SendMessage) -> None:
+        there = self._ends.get((engine.name, action.conn))
+        payload = b"".join(action.payload)
+        if there is not None and engine.alive:
+            # As bytes, so that what the core says is what the wire can say.
+            head = encode(action.message, len(payload))
+            assert decode_head(head[:12]).payload_bytes == len(payload)
+            message = decode(head[12:])
+            self.messages.append((engine.name, there[0], message))
+            if there[0] in self.deaf:
+                self._does_not_get_out(engine, action)
+                return
+            if self.cut(engine.name, there[0], message):
+                self.kill(there[0])
+            elif not self.lose(engine.name, there[0], message):
+                peer = self.engines[there[0]]
+                self._act(peer, peer.core.received, there[1], message, memoryview(payload))
+        if action.item is not None:
+            self._act(engine, engine.core.sent, action.item)
+
+    def _does_not_get_out(self, engine: Engine, action: SendMessage) -> None:
+        """The first that is not taken within patience ends the connection, and nothing before that does."""
+        end = engine.name, action.conn
+        if end not in self._unsent:
+            patience_s = engine.core.transfer_context.limits.patience_s
+            at = self.now + patience_s, next(self._numbers)
+            heapq.heappush(self._event_queue, (*at, lambda: self._stalled(engine, action.conn)))
+        self._unsent.setdefault(end, []).append(action.item)
+
+    def _stalled(self, engine: Engine, conn: int) -> None:
+        if (engine.name, conn) in self._ends:
+            self._act(engine, engine.core.stalled, conn)
+            self._hang_up(engine.name, conn)
+
+    def _hang_up_when_all_is_out(self, name: str, conn: int) -> None:
+        if (name, conn) not in self._unsent:  # else it is never out, and ends with patience
+            self._hang_up(name, conn)
+
+    def _hang_up(self, name: str, conn: int) -> None:
+        there = self._ends.pop((name, conn), None)
+        if there is None:
+            return
+        del self._ends[there]
+        for end, number in ((name, conn), there):
+            engine = self.engines.get(end)
+            if engine is not None:
+                self._act(engine, engine.core.lost, number, "the connection has ended")
+                for item in self._unsent.pop((end, number), []):
+                    if item is not None:
+                        self._act(engine, engine.core.sent, item)
+
+    def _read(self, engine: Engine, action: ReadBlock) -> None:
+        self.reads.append((engine.name, action.key))
+        if action.key in self.hung:
+            return
+        why = self.broken.get(action.key)
+        found = self.stored.get(action.key)
+        if why is None and found is not None:
+            at = 0
+            for part in action.into:
+                part[:] = found[at : at + part.nbytes]
+                at += part.nbytes
+        elif why is None:
+            why = "missing"
+        self._act(engine, engine.core.read_done, action.item, why)
+
+    def _write(self, engine: Engine, action: WriteBlock) -> None:
+        self.stored[action.key] = b"".join(action.content)
+        self._act(engine, engine.core.write_done, action.item, "stored")
+
+
+def assert_clean(*engines: Engine) -> None:
+    """Nothing has leaked: no buffer, lease, place in a queue, or transfer."""
+    for engine in engines:
+        core = engine.core
+        buffers = core.transfer_context.buffers
+        assert core.is_clean, (
+            engine.name,
+            core.stats(engine.world.now),
+            len(core.loads),
+            len(core.pushes),
+            len(core.prompts),
+            buffers._leases.keys(),
+        )
+        assert (buffers.used, buffers.leases, buffers.waiting) == (0, 0, 0)
+        assert sorted(buffers._free) == list(range(buffers.slots))
+        assert core.transfer_context._holders == {}

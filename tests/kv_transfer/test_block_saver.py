@@ -1,0 +1,296 @@
+"""The store beside a step: it is never waited for, whatever it does, and gets what is left of requests."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
+from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
+from sojourn_server.kv_transfer.block_saver import LOOKUP_BATCH_KEYS
+from sojourn_server.kv_transfer.transfer_jobs import FetchJob, SaveJob, TransferJobs
+from sojourn_server.kv_transfer.transfer_worker import TransferWorker
+from toy_transfer_engine import MemoryStore, ToyEngine, expected, run, settle
+
+SOON_S = 60.0
+PATIENCE_S = 1.5
+
+
+class Books:
+    """A traffic manager that takes ``room`` blocks to be stored, and loads nothing."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
+        self.stored: list[tuple[bytes, bytes, bytes]] = []
+
+    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        if len(self.stored) >= self.room:
+            return False
+        self.stored.append((key, parent, b"".join(content)))
+        return True
+
+    def load(self, *arguments: Any, **more: Any) -> Any:
+        raise ValueError("there is none")
+
+
+class Gate:
+    """A store that answers when it may."""
+
+    def __init__(self, have: Sequence[bytes] = (), shut: bool = False) -> None:
+        self.have = set(have)
+        self.asked: list[list[bytes]] = []
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        if not shut:
+            self.open.set()
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        self.asked.append(list(keys))
+        self.reached.set()
+        assert self.open.wait(SOON_S)
+        return next((at for at, key in enumerate(keys) if key not in self.have), len(keys))
+
+
+Make = Callable[..., TransferWorker]
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def make(now: list[float]) -> Iterator[Make]:
+    made: list[tuple[TransferWorker, Gate]] = []
+
+    def worker(books: Books, gate: Gate, strict: bool = True) -> TransferWorker:
+        rows = {f"l{at}": np.arange(64 * 8, dtype=np.uint8).reshape(64, 8) + at for at in range(2)}
+        built = TransferWorker(
+            books, gate.leading, KvBlockArrays(rows, 4), slots=100, strict=strict, patience_s=PATIENCE_S,  # type: ignore[arg-type]
+            clock=lambda: now[0],
+        )  # fmt: skip
+        made.append((built, gate))
+        return built
+
+    yield worker
+    for built, gate in made:
+        gate.open.set()
+        built.close()
+
+
+def saves(count: int, request: str = "r", first: int = 0) -> list[SaveJob]:
+    return [
+        SaveJob(
+            request, at, b"k%d" % at, b"k%d" % (at - 1) if at else b"", [4 * at + one for one in range(4)], []
+        )
+        for at in range(first, count)
+    ]
+
+
+def step(worker: TransferWorker, orders: TransferJobs | None = None) -> None:
+    worker.begin_step(orders or TransferJobs())
+    worker.end_step()
+
+
+def steps(worker: TransferWorker, until: Callable[[], bool]) -> int:
+    """Steps until something is so. How many."""
+    for number in range(100_000):
+        if until():
+            return number
+        step(worker)
+        threading.Event().wait(0.001)
+    raise AssertionError("it never is")
+
+
+def test_a_step_does_not_wait_for_a_store_that_does_not_answer(make: Make) -> None:
+    books, gate = Books(), Gate(shut=True)
+    worker = make(books, gate)
+    worker.begin_step(TransferJobs(saves=saves(2)))
+    assert gate.reached.wait(SOON_S)
+    worker.end_step()
+    for _ in range(2):
+        step(worker, TransferJobs(saves=saves(2)))
+    assert [key for key, _, _ in books.stored] == [b"k0", b"k1"] * 3, "whoever writes sees that it is there"
+    assert worker._saving._looks == 1, "looks do not pile up behind one that hangs"
+    assert not worker.take_results().stored
+
+
+def test_what_the_store_is_seen_to_have_while_the_step_computes_is_not_copied(make: Make) -> None:
+    books, gate = Books(), Gate([b"k0", b"k1", b"k2"])
+    worker = make(books, gate)
+    worker.begin_step(TransferJobs(saves=saves(4)))
+    while len(gate.asked) < 4:
+        threading.Event().wait(0.001)
+    worker.end_step()
+    assert {b"k3"} <= {key for key, _, _ in books.stored} <= {b"k2", b"k3"}
+
+
+def test_what_is_left_of_a_request_is_stored_step_by_step_while_its_blocks_are_held(make: Make) -> None:
+    books, gate = Books(room=4), Gate([b"k0", b"k1"])
+    worker = make(books, gate)
+    step(worker, TransferJobs(saves=saves(12), holds=["r"]))
+    steps(worker, lambda: len(books.stored) == 4)
+    step(worker)
+    assert worker.take_sent() == set()
+    assert worker.open_operations
+    books.room = 1000
+    steps(worker, lambda: len(books.stored) == 10)
+    assert worker.take_sent() == {"r"}
+    assert [key for key, _, _ in books.stored] == [b"k%d" % at for at in range(2, 12)]
+    assert books.stored[3][2] == bytes(range(160, 192)) + bytes(range(161, 193)), "all layers of its blocks"
+    assert worker.open_operations == 0
+    assert not worker.take_results().stored
+
+
+def test_what_the_last_step_gave_is_not_given_again_but_what_it_could_not_give_is(make: Make) -> None:
+    books = Books(room=2)
+    worker = make(books, Gate())
+    step(worker, TransferJobs(saves=saves(4)))
+    assert worker.take_results().stored == {"r": 2}
+    books.room = 1000
+    step(worker, TransferJobs(saves=saves(6), holds=["r"]))
+    steps(worker, lambda: bool(worker.take_sent()))
+    assert [key for key, _, _ in books.stored] == [b"k%d" % at for at in range(6)]
+
+
+@pytest.mark.parametrize("which", ["hangs", "takes nothing"])
+def test_blocks_are_held_no_longer_than_patience_for_a_store_that(
+    make: Make, now: list[float], which: str
+) -> None:
+    books, gate = Books(room=0), Gate(shut=which == "hangs")
+    worker = make(books, gate)
+    step(worker, TransferJobs(saves=saves(3), holds=["r"]))
+    assert gate.reached.wait(SOON_S)
+    now[0] += PATIENCE_S - 0.1
+    step(worker)
+    assert worker.take_sent() == set()
+    now[0] += PATIENCE_S + 0.2
+    step(worker)
+    assert worker.take_sent() == {"r"}
+    assert worker.counts["saves_given_up"] == 3
+    assert worker.open_operations == 0
+
+
+def test_while_a_look_hangs_requests_that_end_leave_nothing_behind(make: Make, now: list[float]) -> None:
+    books, gate = Books(room=0), Gate(shut=True)
+    worker = make(books, gate)
+    step(worker, TransferJobs(saves=saves(3, "first"), holds=["first"]))
+    assert gate.reached.wait(SOON_S)
+    for number in range(200):
+        now[0] += PATIENCE_S / 4
+        name = f"r{number}"
+        step(worker, TransferJobs(saves=saves(20, name), holds=[name]))
+        worker.take_sent()
+    now[0] += PATIENCE_S
+    step(worker)
+    worker.take_sent()
+    assert worker.open_operations == 0
+    lane = worker._saving._lane._work
+    assert lane.qsize() < 10, "looks do not pile up behind one that hangs"
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) is SaveJob and each.request != "r"]
+    assert not kept, "what was given up is not kept for the store to come back"
+
+
+def test_what_ends_while_a_look_hangs_is_given_to_be_stored_without_one(make: Make, now: list[float]) -> None:
+    books, gate = Books(), Gate(shut=True)
+    worker = make(books, gate)
+    worker.begin_step(TransferJobs(saves=saves(2, "running")))
+    assert gate.reached.wait(SOON_S)
+    worker.end_step()
+    given = len(books.stored)
+    now[0] += PATIENCE_S
+    step(worker, TransferJobs(saves=saves(3, "r"), holds=["r"]))
+    assert worker.take_sent() == {"r"}
+    assert [key for key, _, _ in books.stored[given:]] == [b"k0", b"k1", b"k2"]
+    gate.open.set()
+    steps(worker, lambda: not worker._saving._looks)
+    gate.have.add(b"k0")
+    step(worker, TransferJobs(saves=saves(2, "later"), holds=["later"]))
+    steps(worker, lambda: worker.take_sent() == {"later"})
+    assert [key for key, _, _ in books.stored[given + 3 :]] == [b"k1"], "once it answers it is asked again"
+
+
+def test_an_error_while_blocks_are_held_does_not_hold_them_for_ever(
+    make: Make, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = Books()
+
+    def fail(*arguments: Any) -> bool:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(books, "store", fail)
+    worker = make(books, Gate(), strict=False)
+    step(worker, TransferJobs(saves=saves(3), holds=["r"]))
+    steps(worker, lambda: worker.counts["errors"] > 0)
+    now[0] += PATIENCE_S
+    step(worker)
+    assert worker.take_sent() == {"r"}
+
+
+def test_one_look_that_hangs_costs_patience_once(make: Make, now: list[float]) -> None:
+    gate = Gate(shut=True)
+    worker = make(Books(), gate)
+    step(worker, TransferJobs(fetches=[FetchJob(1, [b"a"]), FetchJob(2, [b"b"])]))
+    assert gate.reached.wait(SOON_S)
+    now[0] += PATIENCE_S - 0.1
+    assert not worker.take_results().ready
+    now[0] += 0.1
+    assert worker.take_results().ready == {1: 0, 2: 0}, "who stood behind it has not to wait as long again"
+    step(worker, TransferJobs(fetches=[FetchJob(3, [b"c"])]))
+    assert worker.take_results().ready == {3: 0}, "at once"
+    gate.open.set()
+    for ask in range(4, 10_000):
+        step(worker, TransferJobs(fetches=[FetchJob(ask, [b"d"])]))
+        if [b"d"] in gate.asked:
+            break
+        worker.take_results()
+    assert [b"b"] not in gate.asked, "nobody waited for it any more"
+
+
+def test_a_store_that_answers_slowly_is_waited_for_as_long_as_it_answers(
+    make: Make, now: list[float]
+) -> None:
+    gate = Gate([b"k%d" % at for at in range(90)])
+    leading = gate.leading
+
+    def slow(keys: Sequence[bytes]) -> int:
+        now[0] += PATIENCE_S - 0.1
+        return leading(keys)
+
+    gate.leading = slow  # type: ignore[method-assign]
+    worker = make(Books(), gate)
+    step(worker, TransferJobs(fetches=[FetchJob(1, [b"k%d" % at for at in range(80)])]))
+    ready: dict[int, int] = {}
+    steps(worker, lambda: bool(ready.update(worker.take_results().ready) or ready))
+    assert worker.counts["looks_given_up"] == 0
+    assert [len(keys) for keys in gate.asked] == [LOOKUP_BATCH_KEYS] * 5
+
+
+def test_a_long_prompt_with_a_short_answer_is_stored_whole(tmp_path: Path) -> None:
+    store = MemoryStore()
+    made = [ToyEngine(name, store, f"unix:{tmp_path / name}", max_saves=2) for name in "pd"]
+    p, d = made
+    try:
+        tokens = prompt(1, 20 * FULL_TOKENS + 5)
+        first = p.add(Request("r", tokens, to_prefill("t", d.address)))
+        run(lambda: "r" in p.done, p, d)
+        d.add(Request("r", tokens, first.answer))
+        settle(p, d)
+        assert d.done["r"].request.output == expected(tokens, 1)
+        assert set(store.blocks) == set(full_keys(tokens))
+        longer = [*tokens, *prompt(2, 3 * FULL_TOKENS)]
+        second = p.add(Request("s", longer, to_prefill("u", d.address)), on_device=20 * FULL_TOKENS)
+        run(lambda: "s" in p.done, p, d)
+        assert second.answer is not None
+        d.add(Request("s", longer, {**second.answer, "stored": 0}))
+        settle(p, d)
+        assert set(store.blocks) == set(full_keys(longer)), "however much of it stood there before"
+    finally:
+        for engine in made:
+            engine.close()

@@ -1,0 +1,87 @@
+"""The socket at which a traffic manager tells how it goes, for another process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.kv_transfer import stats_server
+from sojourn_server.kv_transfer.stats_server import StatsServer, StatsUnavailable, fetch_stats
+
+
+def test_it_tells_what_there_is_each_time() -> None:
+    counts = {"asked": 0}
+
+    def told() -> dict[str, Any]:
+        counts["asked"] += 1
+        return counts
+
+    one = StatsServer(told)
+    try:
+        assert [fetch_stats(one.address) for _ in range(3)] == [{"asked": number} for number in (1, 2, 3)]
+        assert Path(one.address).parent.stat().st_mode & 0o077 == 0, "its user's alone"
+    finally:
+        one.close()
+
+
+def test_nothing_to_tell_is_told_as_such() -> None:
+    one = StatsServer(lambda: None)
+    try:
+        assert fetch_stats(one.address) is None
+    finally:
+        one.close()
+
+
+def test_once_it_is_closed_nobody_answers_and_nothing_is_left() -> None:
+    one = StatsServer(dict)
+    one.close()
+    assert not Path(one.address).parent.exists()
+    with pytest.raises(StatsUnavailable, match="told"):
+        fetch_stats(one.address)
+
+
+def test_what_cannot_be_told_costs_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[Any] = [object(), {"next": 1}]
+    one = StatsServer(lambda: answers.pop(0))
+    try:
+        with pytest.raises(StatsUnavailable):
+            fetch_stats(one.address)
+        assert "could not be told" in caplog.text
+        assert fetch_stats(one.address) == {"next": 1}
+    finally:
+        one.close()
+
+
+def test_who_does_not_read_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_server, "ANSWER_TIMEOUT_S", 60.0)
+    big, small = {"a": "b" * (1 << 23)}, {"a": "b"}
+    answers = [big, small]
+    one = StatsServer(lambda: answers.pop(0), answer_s=0.05)
+    try:
+        with socket.socket(socket.AF_UNIX) as lazy:
+            lazy.connect(one.address)
+            assert fetch_stats(one.address) == small
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"[]", b"{", b"1", b"\xff"])
+def test_nonsense_is_named(said: bytes, tmp_path: Path) -> None:
+    address = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+
+        def answer() -> None:
+            there, _ = listening.accept()
+            with there:
+                there.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(StatsUnavailable, match=r"/s: "):
+            fetch_stats(address)
+        thread.join()

@@ -1,0 +1,321 @@
+"""The ways of KV between two engines and their store, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_transfers import BLOCK_BYTES, LAYERS, World, assert_clean, content, key, keys, layers_of
+from sojourn_server.kv_transfer.transfer_actions import (
+    BlockStoreEnded,
+    LayerLoaded,
+    LoadEnded,
+    PromptTransferEnded,
+    PushEnded,
+)
+from sojourn_server.kv_transfer.transfer_wire import (
+    DataMessage,
+    NeedMessage,
+    OfferMessage,
+    ProgressMessage,
+    ReadMessage,
+)
+
+CONTEXT = keys(*range(8))
+
+
+def test_what_is_stored_is_read_here(  # the prefill side's path
+) -> None:
+    world = World()
+    engine = world.engine("p")
+    world.put(*CONTEXT)
+    assert engine.load("a", CONTEXT) == 8
+    world.run()
+    assert engine.over(LoadEnded, "a") == LoadEnded("a", 8)
+    assert [event.layer for event in engine.events if isinstance(event, LayerLoaded)] == list(range(LAYERS))
+    assert engine.taken("a") == [content(one) for one in CONTEXT]
+    assert_clean(engine)
+
+
+def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
+) -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    world.put(*CONTEXT)
+    here.load("t", CONTEXT, address="d", total=9)
+    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
+    assert {name for name, _ in world.reads} == {"d"}
+    said = [
+        message for sender, _, message in world.messages if isinstance(message, DataMessage) and sender == "d"
+    ]
+    assert [message.layer for message in said] == sorted(message.layer for message in said)
+    assert here.taken("t") == [content(one) for one in CONTEXT]
+
+    # What was read there stays there: of the whole context only the ninth block is sent.
+    whole = [*CONTEXT, b"tail of t"]
+    here.offer("t", "d", whole)
+    here.give("t", whole)
+    there.do(there.core.expect, "t")
+    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
+    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
+    assert here.over(PushEnded, "t") == PushEnded("t", True)
+    assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
+    assert there.prompt("t") == [content(one) for one in whole]
+    assert_clean(here, there)
+
+
+def test_a_read_split_over_both_sides_is_two_loads_of_one_context() -> None:
+    world = World()
+    here, there = (
+        world.engine("p", rates={"storage_read": 960.0}),
+        world.engine("d", rates={"storage_read": 960.0}),
+    )
+    world.put(*CONTEXT)
+    began = world.now
+    here.load("mine", CONTEXT[:4])
+    here.load("t", CONTEXT[4:], address="d", total=8)
+    world.run(until=lambda: all(here.over(LoadEnded, name) for name in ("mine", "t")))
+    assert world.now - began == pytest.approx(4 * BLOCK_BYTES / 960, abs=0.02)  # half of what one side takes
+    assert here.taken("mine") + here.taken("t") == [content(one) for one in CONTEXT]
+    there.do(there.core.end_prompt, "t")
+    assert_clean(here, there)
+
+
+def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    there.do(there.core.expect, "t")
+    here.offer("t", "d", CONTEXT)
+    for layer in range(LAYERS):
+        here.do(here.core.give, "t", layer, layers_of(CONTEXT, layer))
+        world.run(0.5)
+        assert there.core.transfer_context.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
+    world.run(until=lambda: there.over(PromptTransferEnded, "t") is not None)
+    assert there.prompt("t") == [content(one) for one in CONTEXT]
+    assert here.core.transfer_context.counts["bytes_pushed"] == 8 * BLOCK_BYTES
+    assert_clean(here, there)
+
+
+def test_layers_may_be_given_before_the_peer_has_answered() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    here.offer("t", "d", CONTEXT)
+    here.give("t", CONTEXT)
+    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    there.do(there.core.expect, "t")  # after all of it has come
+    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
+    assert there.prompt("t") == [content(one) for one in CONTEXT]
+    assert_clean(here, there)
+
+
+def test_pushes_that_share_a_prefix_send_it_once() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    tails = {name: [*CONTEXT, f"tail of {name}".encode()] for name in "abc"}
+    for name, wanted in tails.items():
+        here.offer(name, "d", wanted)
+    for name, wanted in tails.items():
+        here.give(name, wanted)
+        there.do(there.core.expect, name)
+    world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
+    assert here.core.transfer_context.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
+    for name, wanted in tails.items():
+        assert there.prompt(name) == [content(one) for one in wanted]
+    assert_clean(here, there)
+
+
+def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
+    world = World()
+    engine = world.engine("p", rates={"storage_read": 10_000.0}, limits={"slots": 8})
+    world.put(*CONTEXT)
+    for number in range(1000):
+        engine.load(str(number), CONTEXT)
+    world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in engine.events) == 1000)
+    assert len(world.reads) == 8
+    assert engine.core.transfer_context.buffers.most_used == 8
+    for number in range(1000):
+        assert engine.taken(str(number)) == [content(one) for one in CONTEXT]
+    assert_clean(engine)
+
+
+def test_a_thousand_transfers_of_one_prefix_are_read_once_by_the_peer_too() -> None:
+    world = World()
+    here, there = world.engine("p", limits={"slots": 8}), world.engine("d", limits={"slots": 8})
+    world.put(*CONTEXT)
+    for number in range(1000):
+        here.load(str(number), CONTEXT, address="d")
+    world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in here.events) == 1000)
+    assert len(world.reads) == 8
+    assert (
+        sum(isinstance(message, DataMessage) for _, _, message in world.messages) == 4 * LAYERS
+    )  # two a chunk
+    for number in range(1000):
+        assert here.taken(str(number)) == [content(one) for one in CONTEXT]
+    there.do(there.core.end_prompt, "0")
+    assert_clean(here, there)
+
+
+def test_reads_are_first_come_first_served_by_request() -> None:
+    world = World()
+    engine = world.engine("p", rates={"storage_read": 9600.0})
+    contexts = {str(number): keys(*range(10 * number, 10 * number + 5)) for number in range(6)}
+    for name, wanted in contexts.items():
+        world.put(*wanted)
+        engine.load(name, wanted)
+    world.run()
+    assert [one for _, one in world.reads] == [one for wanted in contexts.values() for one in wanted]
+    over = [event.load for event in engine.events if isinstance(event, LoadEnded)]
+    assert over == list(contexts)
+    for name in contexts:
+        engine.taken(name)
+    assert_clean(engine)
+
+
+def test_who_does_not_fit_waits_and_is_not_passed_by() -> None:
+    world = World()
+    engine = world.engine("p", limits={"slots": 8})
+    world.put(*keys(*range(30)))
+    engine.load("large", keys(*range(6)))
+    engine.load("larger", keys(*range(10, 18)))
+    engine.load("small", keys(20))
+    world.run(1.0)
+    assert engine.over(LoadEnded, "large") is not None
+    assert (engine.over(LoadEnded, "larger"), engine.over(LoadEnded, "small")) == (None, None)
+    engine.taken("large")
+    world.run(1.0)
+    assert engine.over(LoadEnded, "larger") == LoadEnded("larger", 8)
+    engine.taken("larger")
+    world.run(1.0)
+    engine.taken("small")
+    assert_clean(engine)
+
+
+def test_blocks_are_stored_in_order_and_their_memory_is_free_when_it_is_said() -> None:
+    world = World()
+    engine = world.engine("d", rates={"storage_write": 960.0})
+    for before, number in enumerate(range(1, 5)):
+        assert engine.do(engine.core.store, "r", key(number), key(before), [memoryview(content(key(number)))])
+    assert engine.events == []
+    world.run()
+    assert [event for event in engine.events if isinstance(event, BlockStoreEnded)] == [
+        BlockStoreEnded("r", key(number), "stored") for number in range(1, 5)
+    ]
+    assert world.stored[key(4)] == content(key(4))
+    assert_clean(engine)
+
+
+def test_no_more_writes_wait_than_may() -> None:
+    world = World()
+    engine = world.engine("d", rates={"storage_write": 96.0}, limits={"max_waiting_writes": 2})
+    block = [memoryview(content(key(1)))]
+    taken = [engine.do(engine.core.store, "r", key(number), b"", block) for number in range(5)]
+    assert taken == [True, True, True, False, False]  # one is being written
+    assert engine.core.transfer_context.counts["writes_refused"] == 2
+    with pytest.raises(ValueError, match="a block has 96 bytes"):
+        engine.do(engine.core.store, "r", key(9), b"", [memoryview(b"short")])
+    world.run()
+    assert_clean(engine)
+
+
+def test_every_transfer_says_of_which_class_it_is() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    world.put(*CONTEXT)
+    here.load("t", CONTEXT, address="d")
+    world.run(until=lambda: here.over(LoadEnded, "t") is not None)
+    here.offer("t", "d", [*CONTEXT, b"tail"])
+    here.give("t", [*CONTEXT, b"tail"])
+    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    classes = [getattr(message, "traffic_class", None) for _, _, message in world.messages]
+    assert {one.value for one in classes if one is not None} == {"kv"}
+    assert sum(one is not None for one in classes) == sum(
+        isinstance(message, (DataMessage, OfferMessage, ReadMessage)) for _, _, message in world.messages
+    )
+    here.taken("t")
+    there.do(there.core.end_prompt, "t")
+    assert_clean(here, there)
+
+
+def test_a_long_queue_is_no_stall_however_long_it_takes() -> None:
+    """Twenty seconds of reading in front of it, and a patience of one and a half."""
+    world = World()
+    here, there = (
+        world.engine("p", limits={"slots": 500}),
+        world.engine("d", rates={"storage_read": 4 * BLOCK_BYTES}, limits={"slots": 500}),
+    )
+    world.put(*keys(*range(300)))
+    there.load("before", keys(*range(100, 180)))
+    here.load("t", CONTEXT, address="d")
+    world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
+    assert here.core.transfer_context.counts["stalls"] == 0
+    assert sum(isinstance(message, ProgressMessage) for _, _, message in world.messages) > 30
+    here.taken("t")
+    there.do(there.core.end_prompt, "t")
+    there.taken("before")
+    assert_clean(here, there)
+
+
+def test_one_block_that_takes_longer_than_patience_by_its_rate_is_no_stall() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d", rates={"storage_read": BLOCK_BYTES / 5.0})
+    world.put(*CONTEXT)
+    here.load("t", CONTEXT[:2], address="d")
+    world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 2)
+    here.taken("t")
+    there.do(there.core.end_prompt, "t")
+    assert_clean(here, there)
+
+
+@pytest.mark.parametrize("wanted", [[], keys(1, 1)], ids=["none", "twice"])
+def test_a_load_of_no_blocks_or_of_one_twice_is_refused(wanted: list[bytes]) -> None:
+    world = World()
+    engine = world.engine("p")
+    with pytest.raises(ValueError, match="blocks"):
+        engine.load("a", wanted)
+    with pytest.raises(ValueError, match="blocks"):
+        engine.offer("t", "d", wanted)
+    assert_clean(engine)
+
+
+def test_names_in_use_are_refused_and_what_is_not_over_is_not_handed_out() -> None:
+    world = World()
+    engine = world.engine("p", rates={"storage_read": 96.0})
+    world.put(*CONTEXT)
+    engine.load("a", CONTEXT)
+    with pytest.raises(ValueError, match="under way already"):
+        engine.load("a", CONTEXT)
+    with pytest.raises(ValueError, match="not over"):
+        engine.core.load_blocks("a")
+    with pytest.raises(ValueError, match="not there"):
+        engine.core.load_layer("a", 0)
+    with pytest.raises(ValueError, match="gone"):
+        engine.core.load_blocks("b")
+    engine.do(engine.core.expect, "t")
+    with pytest.raises(ValueError, match="expected already"):
+        engine.do(engine.core.expect, "t")
+    with pytest.raises(ValueError, match="not complete"):
+        engine.core.prompt_blocks("t")
+    engine.do(engine.core.end_load, "a")
+    engine.do(engine.core.end_prompt, "t")
+    world.run()
+    assert_clean(engine)
+
+
+def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
+    world = World()
+    here, there = world.engine("p"), world.engine("d")
+    here.offer("t", "d", CONTEXT)
+    with pytest.raises(ValueError, match="expected 0 of 3"):
+        here.do(here.core.give, "t", 1, layers_of(CONTEXT, 1))
+    with pytest.raises(ValueError, match="8 were offered"):
+        here.do(here.core.give, "t", 0, layers_of(CONTEXT[:3], 0))
+    with pytest.raises(ValueError, match="32 bytes"):
+        here.do(here.core.give, "t", 0, [memoryview(b"x")] * 8)
+    here.give("t", CONTEXT)
+    with pytest.raises(ValueError, match="expected 3 of 3"):
+        here.do(here.core.give, "t", 3, layers_of(CONTEXT, 0))
+    world.run(until=lambda: here.over(PushEnded, "t") is not None)
+    assert here.do(here.core.give, "t", 0, layers_of(CONTEXT, 0)) is False
+    there.do(there.core.end_prompt, "t")
+    assert_clean(here, there)

@@ -1,0 +1,175 @@
+"""Two engines, their requests and their deaths at random: every byte is right, and nothing is left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from simulated_transfers import BLOCK_BYTES, World, assert_clean, content, key, keys
+from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded
+from sojourn_server.kv_transfer.transfer_wire import DataMessage
+
+CONTEXTS = st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(0, 3), st.just(size)))
+"""Contexts of four programs, as long as a few turns: those of one share their beginnings."""
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "context": CONTEXTS,
+        "cut": st.floats(0, 1),
+        "pause": st.sampled_from([0.0, 0.01, 0.3, 2.0]),
+        "gives_up": st.none() | st.sampled_from([0.0, 0.05, 0.5, 3.0]),
+        "expects": st.booleans(),
+        "wants": st.booleans(),
+        "or_read_locally": st.booleans(),
+    }
+)
+
+
+def _request(context: tuple[int, int], *, cut: float = 0.0, pause: float = 0.0) -> dict[str, Any]:
+    said = {"gives_up": None, "expects": False, "wants": False, "or_read_locally": False}
+    return {"context": context, "cut": cut, "pause": pause, **said}
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(  # the last one's buffers are granted after four leases
+    requests=[_request(context) for context in ((0, 1), (1, 2), (0, 6), (1, 2))]
+    + [_request((0, 4), pause=2.0), _request((2, 2), cut=0.51)],
+    broken=set(),
+    slots=7,
+    rates={},
+    dies_at=None,
+    which="p",
+)
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=8),
+    broken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=4),
+    slots=st.integers(6, 24),
+    rates=st.sampled_from([{}, {"storage_read": 2000.0, "compute": 5000.0}]),
+    dies_at=st.none() | st.integers(0, 60),
+    which=st.sampled_from(["p", "d"]),
+)
+def test_whatever_happens(
+    requests: list[dict[str, Any]],
+    broken: set[tuple[int, int]],
+    slots: int,
+    rates: dict[str, float],
+    dies_at: int | None,
+    which: str,
+) -> None:
+    world = World()
+    here = world.engine("p", rates=rates, limits={"slots": slots})
+    there = world.engine("d", rates=rates, limits={"slots": slots})
+    for program in range(4):
+        world.put(*(key(100 * program + at) for at in range(8)))
+    world.broken = {key(100 * program + at): "damaged" for program, at in broken}
+    if dies_at is not None:
+        world.cut = lambda sender, receiver, message: (
+            receiver == which and len(world.messages) > dies_at and bool(world.engines.get(receiver))
+        )
+
+    asked: dict[str, tuple[int, int]] = {}
+    """Loads: of how many blocks, and of those how many can be read."""
+    for number, request in enumerate(requests):
+        program, size = request["context"]
+        context = keys(*(100 * program + at for at in range(size)))
+        cut = round(request["cut"] * size)
+        mine, theirs, whole = context[:cut], context[cut:], [*context, f"tail {number}".encode()]
+        name, push = f"r{number}", f"t{number}"
+        if "p" in world.engines and mine:
+            asked[name] = here.load(name, mine), len(mine)
+        if "p" in world.engines and theirs:
+            peer = {"address": "d", "total": len(whole), "or_read_locally": request["or_read_locally"]}
+            asked[push] = here.load(push, theirs, **peer), len(theirs)
+        if request["wants"] and "d" in world.engines:
+            there.do(there.core.want, [push])
+        world.run(request["pause"])
+        if request["gives_up"] is not None and "p" in world.engines:
+            world.run(request["gives_up"])
+            here.do(here.core.end_load, name)
+            here.do(here.core.end_load, push)
+            asked.pop(name, None)
+            asked.pop(push, None)
+        if "p" in world.engines:
+            here.offer(push, "d", whole)
+            here.give(push, whole)
+        if request["expects"] and "d" in world.engines:
+            there.do(there.core.expect, push)
+        assert all(engine.core.transfer_context.buffers.used <= slots for engine in world.engines.values())
+    # Everybody takes what is his as soon as it is there, once.
+    seen = dict.fromkeys("pd", 0)
+    for _ in range(60):
+        world.run(0.5)
+        for engine in list(world.engines.values()):
+            news, seen[engine.name] = engine.events[seen[engine.name] :], len(engine.events)
+            for event in news:
+                if isinstance(event, LoadEnded) and event.load in engine.core.loads._loads:
+                    assert len(engine.taken(event.load)) == event.good
+                elif isinstance(event, PromptTransferEnded) and event.complete:
+                    offered = engine.core.prompts._prompts[event.transfer].offer
+                    assert offered is not None
+                    assert engine.prompt(event.transfer) == [content(one) for one in offered.keys]
+                elif isinstance(event, PromptTransferEnded):
+                    engine.do(engine.core.end_prompt, event.transfer)
+    alive = list(world.engines.values())
+    if here.alive:
+        for name in asked:
+            assert here.over(LoadEnded, name) is not None, name
+        for number in range(len(requests)):
+            if here.core.pushes.find(f"t{number}") is not None:
+                raise AssertionError(f"t{number} is still being pushed")
+    # Of what was given up here, buffers there are kept for a lease, in case it is offered yet; and where they
+    # are few, the next in line gets them only then.
+    lease_s = max(engine.core.transfer_context.limits.lease_s for engine in alive)
+    world.run(lease_s * (len(requests) + 2))
+    assert_clean(*alive)
+    assert all(engine.core.transfer_context.buffers.most_used <= slots for engine in alive)
+
+    # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.
+    for engine in alive:
+        counts, links = engine.core.transfer_context.counts, engine.core.links(world.now)
+        assert links["storage read"].moved_bytes == BLOCK_BYTES * (
+            counts["blocks_read"] + counts["blocks_unread"]
+        )
+        assert links["compute network"].moved_bytes >= counts["bytes_pushed"] + counts["bytes_streamed"]
+    if len(alive) == 2:
+        to_peer = sum(
+            BLOCK_BYTES // 3 * len(message.indices)
+            for sender, _, message in world.messages
+            if sender == "p" and isinstance(message, DataMessage)
+        )
+        assert to_peer == here.core.links(world.now)["compute network"].moved_bytes
+        assert there.core.transfer_context.counts["bytes_taken"] <= to_peer
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=12),
+    width=st.integers(1, 3),
+    from_peer=st.booleans(),
+)
+def test_requests_are_served_in_the_order_in_which_they_came(
+    sizes: list[int], width: int, from_peer: bool
+) -> None:
+    world = World()
+    options: dict[str, Any] = {
+        "rates": {"storage_read": 3000.0},
+        "limits": {"slots": 100, "read_width": width},
+    }
+    here, there = world.engine("p", **options), world.engine("d", **options)
+    expected = []
+    for number, size in enumerate(sizes):
+        context = keys(*(100 * number + at for at in range(size)))
+        world.put(*context)
+        expected += context
+        here.load(str(number), context, **({"address": "d"} if from_peer else {}))
+    world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in here.events) == len(sizes))
+    assert [one for _, one in world.reads] == expected
+    over = [event.load for event in here.events if isinstance(event, LoadEnded)]
+    assert over == [str(number) for number in range(len(sizes))]
+    for number in range(len(sizes)):
+        here.taken(str(number))
+        there.do(there.core.end_prompt, str(number))
+    world.run(1.0)
+    assert_clean(here, there)
+    assert not [event for event in here.events if isinstance(event, PushEnded)]

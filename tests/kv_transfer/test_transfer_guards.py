@@ -1,0 +1,115 @@
+"""Each guard of what comes in, and of time, alone: without it something here goes wrong."""
+
+from __future__ import annotations
+
+from simulated_transfers import LAYER_BYTES, World, assert_clean, content, keys, layers_of
+from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded, SendMessage
+from sojourn_server.kv_transfer.transfer_wire import AbortMessage, DataMessage, NeedMessage
+
+CONTEXT = keys(*range(4))
+
+
+def test_a_block_that_somebody_else_brings_is_not_taken_from_a_peer_who_was_not_asked_for_it() -> None:
+    world = World()
+    p, q, d = world.engine("p"), world.engine("q"), world.engine("d")
+    p.offer("first", "d", CONTEXT)
+    world.run(0.1)
+    q.offer("second", "d", CONTEXT)
+    world.run(0.1)
+    needs = [(to, message) for _, to, message in world.messages if isinstance(message, NeedMessage)]
+    assert [(to, len(message.indices)) for to, message in needs] == [("p", 4), ("q", 0)]
+    [conn] = q.core.pushes.conns()
+    wrong = [memoryview(b"x" * LAYER_BYTES)]
+    data = DataMessage(transfer="second", layer=0, indices=[0], traffic_class="kv")  # type: ignore[arg-type]
+    q.core.transfer_context.actions.append(SendMessage(conn, data, wrong))
+    world.carry_out(q)
+    world.run(0.1)
+    assert not q.over(PushEnded, "second").complete
+    assert [message.transfer for _, _, message in world.messages if isinstance(message, AbortMessage)] == [
+        "second"
+    ]
+    p.give("first", CONTEXT)
+    d.do(d.core.expect, "first")
+    world.run(1.0)
+    assert d.prompt("first") == [content(one) for one in CONTEXT]
+    world.run(1.0)
+    assert_clean(p, q, d)
+
+
+def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> None:
+    world = World()
+    p, q, d = world.engine("p"), world.engine("q"), world.engine("d")
+    p.offer("first", "d", CONTEXT)
+    p.do(p.core.give, "first", 0, layers_of(CONTEXT, 0))
+    world.run(0.1)
+    q.offer("second", "d", CONTEXT)
+    world.run(0.1)
+    slots = list(d.core.transfer_context.buffers._used.values())
+    assert [slot.filled for slot in slots] == [1] * 4
+    world.kill("p")
+    world.run(0.2)
+    # Layers come in order from one sender: the half of another is of no use to anybody, nor ever found.
+    assert all(slot.bad for slot in slots)
+    world.run(0.2)
+    d.do(d.core.expect, "second")
+    world.run(3.0)
+    assert not d.over(PromptTransferEnded, "second").complete
+    d.do(d.core.end_prompt, "second")
+    q.offer("third", "d", CONTEXT)
+    q.give("third", CONTEXT)
+    d.do(d.core.expect, "third")
+    world.run(1.0)
+    assert d.prompt("third") == [content(one) for one in CONTEXT]
+    world.run(40.0)
+    assert_clean(q, d)
+
+
+def test_a_sender_that_computes_for_long_has_its_patience_from_its_last_layer_on() -> None:
+    world = World()
+    p = world.engine("p")
+    world.engine("d")
+    p.offer("t", "d", CONTEXT)
+    world.run(0.1)
+    # D says nothing more, and all that can be done is P's own computing.
+    world.lose = lambda sender, receiver, message: sender == "d"
+    world.run(5.0)
+    assert p.over(PushEnded, "t") is None
+    p.give("t", CONTEXT)
+    world.run(p.core.transfer_context.limits.patience_s - 0.5)
+    assert p.over(PushEnded, "t") is None
+    world.run(2.0)
+    assert p.over(PushEnded, "t").why == "the peer shows no progress"
+
+
+def test_hung_storage_is_told_as_a_queue_that_grows() -> None:
+    for rates in ({}, {"storage_read": 1e6}):
+        world = World()
+        it = world.engine("d", rates=rates)
+        wanted = keys(*range(8))
+        world.put(*wanted)
+        world.hung.update(wanted)
+        it.load("l", wanted)
+        world.run(0.1)
+        known = it.core.links(world.now)["storage read"].queued_s
+        assert known is None if not rates else known is not None and known < 0.1
+        world.run(1.0)
+        begun = it.core.links(world.now)["storage read"].queued_s
+        assert begun == it.core.transfer_context.limits.patience_s
+        world.run(14.0)
+        queued_s = it.core.links(world.now)["storage read"].queued_s
+        assert it.over(LoadEnded, "l").good == 0
+        assert queued_s is not None
+        assert queued_s > 14.0
+
+
+def test_one_hung_read_of_several_is_told_as_a_queue_of_some_length() -> None:
+    world = World()
+    it = world.engine("d", limits={"read_width": 2})
+    wanted = keys(*range(4))
+    world.put(*wanted)
+    world.hung.add(wanted[0])
+    it.load("l", wanted)
+    world.run(60.0)
+    queued_s = it.core.links(world.now)["storage read"].queued_s
+    assert queued_s == it.core.transfer_context.limits.patience_s
+    it.do(it.core.end_load, "l")

@@ -1,0 +1,441 @@
+"""The traffic manager with real threads and sockets: what virtual time cannot show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+from simulated_transfers import LAYER_BYTES, LAYERS, content, identity, key, keys, layers_of
+from sojourn_server.kv_offload.disk_store import DiskStore
+from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_transfer.load_table import ReadingPeer
+from sojourn_server.kv_transfer.peer_transport import (
+    UnixTransport,
+    UnknownTransport,
+    builtin_transports,
+    transport_for,
+)
+from sojourn_server.kv_transfer.transfer_actions import (
+    BlockStoreEnded,
+    LoadEnded,
+    PromptTransferEnded,
+    PushEnded,
+)
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
+from sojourn_server.kv_transfer.transfer_manager import TransferManager
+from sojourn_server.kv_transfer.transfer_wire import WIRE_VERSION
+from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, eventually, manager, threads_of
+
+CONTEXT = keys(*range(8))
+WHOLE = [*CONTEXT, b"tail of t"]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/d.sock" if request.param == "unix" else "tcp:127.0.0.1:0"
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    made = MemoryStore()
+    made.fill(*CONTEXT)
+    return made
+
+
+@pytest.fixture
+def pair(store: MemoryStore, address: str) -> Iterator[tuple[TransferManager, TransferManager]]:
+    there = manager(store, "d", [address])
+    here = manager(store, "p", limits={"chunk_bytes": 3 * LAYER_BYTES})
+    yield here, there
+    assert here.close()
+    assert there.close()
+    assert threads_of("p") + threads_of("d") == []
+
+
+def waits_for(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_S)
+
+
+def take(blocks: list[memoryview]) -> list[bytes]:
+    return [bytes(block) for block in blocks]
+
+
+def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager]) -> None:
+    here, there = pair
+    (to,) = there.addresses
+    mine = here.load("mine", CONTEXT[:3])
+    theirs = here.load(
+        "t", CONTEXT[3:], peer=ReadingPeer(address=to, transfer="t", total=9, epoch=there.epoch)
+    )
+    assert mine.requested_blocks == 3
+    for layer in range(LAYERS):
+        assert mine.wait_layer(layer, PATIENCE_S)
+        assert theirs.wait_layer(layer, PATIENCE_S)
+        found = [bytes(block) for block in mine.layer(layer) + theirs.layer(layer)]
+        assert found == [bytes(block) for block in layers_of(CONTEXT, layer)]
+    assert (mine.wait(PATIENCE_S), theirs.wait(PATIENCE_S)) == (LoadEnded("mine", 3), LoadEnded("t", 5))
+    mine.end()
+    theirs.end()
+    push = here.offer("t", to, WHOLE, epoch=there.epoch)
+    prompt = there.expect("t", epoch=there.epoch)
+    for layer in range(LAYERS):
+        assert push.give(layer, layers_of(WHOLE, layer))
+    assert prompt.wait(PATIENCE_S) == PromptTransferEnded("t", True)
+    assert push.wait(PATIENCE_S) == PushEnded("t", True)
+    assert take(prompt.blocks()) == [content(one) for one in WHOLE]
+    prompt.end()
+    assert_clean(here, there)
+    moved = here.links()["compute network"].moved_bytes
+    assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
+
+
+def test_a_thousand_threads_that_want_one_prefix_read_it_once(
+    pair: tuple[TransferManager, TransferManager], store: MemoryStore
+) -> None:
+    here, there = pair
+    gate = threading.Event()
+    store.before = lambda what, key: waits_for(gate)
+    (to,) = there.addresses
+    loads = [
+        here.load(
+            str(number),
+            CONTEXT,
+            peer=ReadingPeer(address=to, transfer=str(number), total=8) if number % 2 else None,
+        )
+        for number in range(1000)
+    ]
+    gate.set()
+    for load in loads:
+        assert load.wait(PATIENCE_S) == LoadEnded(load.name, 8)
+    assert sorted(store.reads) == sorted(CONTEXT)
+    assert take(loads[999].blocks()) == [content(one) for one in CONTEXT]
+    for load in loads:
+        load.end()
+    assert_clean(here, there)
+
+
+def test_a_large_transfer_over_small_chunks_and_both_ways_at_once(
+    pair: tuple[TransferManager, TransferManager], store: MemoryStore
+) -> None:
+    here, there = pair
+    (to,) = there.addresses
+    contexts = {f"t{number}": keys(*range(100 * number, 100 * number + 40)) for number in range(6)}
+    for wanted in contexts.values():
+        store.fill(*wanted)
+    handles = {}
+    for name, wanted in contexts.items():
+        handles[name] = here.load(name, wanted[:20], peer=ReadingPeer(address=to, transfer=name, total=40))
+    for name, wanted in contexts.items():
+        outcome = handles[name].wait(PATIENCE_S)
+        assert outcome == LoadEnded(name, 20)
+        handles[name].end()
+        push = here.offer(name, to, wanted)
+        for layer in range(LAYERS):
+            push.give(layer, layers_of(wanted, layer))
+        prompt = there.expect(name)
+        assert prompt.wait(PATIENCE_S) == PromptTransferEnded(name, True)
+        assert take(prompt.blocks()) == [content(one) for one in wanted]
+        prompt.end()
+        assert push.wait(PATIENCE_S) == PushEnded(name, True)
+    assert_clean(here, there)
+
+
+def test_blocks_are_stored_and_it_is_said_outside_the_lock(tmp_path: Path) -> None:
+    stored: list[BlockStoreEnded] = []
+    own = DiskStore.open(tmp_path, identity(), budget_bytes=1 << 20, name="d")
+    with closing(SharedStore(own)) as shared:
+
+        def told(event: BlockStoreEnded) -> None:
+            made.stats()  # which takes the lock
+            stored.append(event)
+
+        made = TransferManager(shared, TransferLimits(slots=8), name="d", on_stored=told)
+        parent = b""
+        for one in CONTEXT:
+            assert made.store("r", one, parent, [memoryview(content(one))])
+            parent = one
+        eventually(lambda: len(stored) == 8)
+        assert {event.outcome for event in stored} == {"stored"}
+        load = made.load("again", CONTEXT)
+        assert load.wait(PATIENCE_S) == LoadEnded("again", 8)
+        assert take(load.blocks()) == [content(one) for one in CONTEXT]
+        load.end()
+        assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
+        assert_clean(made)
+        assert made.close()
+
+
+def test_a_store_that_raises_anything_at_all_is_answered(store: MemoryStore) -> None:
+    def fails(what: str, key: bytes) -> None:
+        raise RuntimeError("out of cheese")
+
+    store.before = fails
+    stored: list[BlockStoreEnded] = []
+    made = manager(store, "p", on_stored=stored.append)
+    load = made.load("a", CONTEXT)
+    assert load.wait(PATIENCE_S) == LoadEnded("a", 0, "RuntimeError: out of cheese")
+    load.end()
+    made.store("r", key(1), b"", [memoryview(content(key(1)))])
+    eventually(lambda: [event.outcome for event in stored] == ["failed"])
+    assert_clean(made)
+    assert made.close()
+
+
+def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(store: MemoryStore) -> None:
+    gate = threading.Event()
+    store.before = lambda what, one: waits_for(gate) if one == key(3) else None
+    made = manager(store, "p")
+    load = made.load("a", CONTEXT)
+    assert load.wait(PATIENCE_S) == LoadEnded("a", 3, "storage has not answered")
+    load.end()
+    assert made.stats()["slots_used"] == 1
+    gate.set()
+    assert_clean(made)
+    assert made.close()
+
+
+def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: Path) -> None:
+    there = manager(store, "d", [f"unix:{tmp_path}/d.sock"])
+    here = manager(store, "p", rates={"storage_read": 96.0})
+    load = here.load("a", CONTEXT)
+    push = here.offer("t", there.addresses[0], CONTEXT)
+    prompt = there.expect("t")
+    eventually(lambda: there.stats()["leases"] == 1)
+    waited = []
+    thread = threading.Thread(target=lambda: waited.append(load.wait(PATIENCE_S)))
+    thread.start()
+    assert here.close()
+    thread.join(PATIENCE_S)
+    assert waited == [LoadEnded("a", 0, "the engine is closing")]
+    assert push.wait(PATIENCE_S) is not None
+    outcome = prompt.wait(PATIENCE_S)
+    assert outcome is not None
+    assert not outcome.complete
+    prompt.end()
+    assert_clean(there)
+    assert there.close()
+    assert there.close(), "closing again does no harm"
+    with pytest.raises(ValueError, match="closed"):
+        here.load("b", CONTEXT)
+    load.end()
+
+
+DYING = textwrap.dedent(
+    """
+    import sys
+    sys.path[:0] = {path!r}
+    from transfer_manager_harness import MemoryStore, manager
+    from simulated_transfers import keys
+    store = MemoryStore()
+    store.fill(*keys(*range(8)))
+    rates = {{"storage_read": 96.0 * 40, "compute": 96.0 * 4}}
+    made = manager(store, "d", ["unix:" + sys.argv[1]], rates=rates)
+    print("listening", flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING.format(path=[*sys.path]), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"listening\n"
+        here = manager(MemoryStore(), "p")
+        to = f"unix:{path}"
+        load = here.load("t", CONTEXT, peer=ReadingPeer(address=to, transfer="t", total=9))
+        push = here.offer("u", to, [b"tail"])
+        assert load.wait_layer(0, PATIENCE_S)
+        os.kill(process.pid, signal.SIGKILL)
+        outcome = load.wait(PATIENCE_S)
+        assert outcome is not None
+        assert outcome.good == 0
+        assert push.wait(PATIENCE_S) is not None
+        load.end()
+        process.wait()  # till then a listening socket of it may still take calls
+        again = here.offer("v", to, CONTEXT)
+        outcome_again = again.wait(PATIENCE_S)
+        assert outcome_again is not None
+        assert "cannot reach unix:" in outcome_again.why
+        assert_clean(here)
+        assert here.close()
+    finally:
+        process.kill()
+        process.communicate()
+    # Its socket is a dead engine's: the next may have the place, and nobody else's is taken.
+    with manager(MemoryStore(), "d", [to]), pytest.raises(OSError, match="another process listens"):
+        manager(MemoryStore(), "e", [to])
+    assert threads_of("e") == []
+    path.write_text("not a socket")
+    with pytest.raises(FileExistsError, match="no socket"):
+        manager(MemoryStore(), "e", [to])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"SJ\x09\x00" + bytes(8),
+        b"SJ\x01\x00\x01\x00\x00\x00\x00\x00\x00\x00\xc1",
+        b"",
+    ],
+)
+def test_strangers_are_hung_up_on_and_leave_nothing(tmp_path: Path, said: bytes) -> None:
+    path = tmp_path / "d.sock"
+    made = manager(MemoryStore(), "d", [f"unix:{path}"], limits={"patience_s": 0.4, "beat_s": 0.1})
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(str(path))
+        stranger.sendall(said)
+        with suppress(ConnectionResetError):
+            while stranger.recv(1000):
+                pass
+    assert_clean(made)
+    assert made.close()
+
+
+def test_only_its_owner_may_use_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with manager(MemoryStore(), "d", [f"unix:{path}"]):
+        assert path.stat().st_mode & 0o077 == 0
+    assert not path.exists()
+
+
+def test_addresses_that_are_none_are_said_to_be() -> None:
+    for wrong in ("here", "unix:", "tcp:host", "tcp:host:port", "tcp::80", "tcp:host:99999"):
+        with pytest.raises(ValueError, match=r"no address|no host and port"):
+            manager(MemoryStore(), "d", [wrong])
+    with pytest.raises(ValueError, match="at most 107 bytes"):
+        manager(MemoryStore(), "d", ["unix:/" + "x" * 107])
+    with pytest.raises(UnknownTransport, match="there is no transport 'ib' here; use tcp or unix"):
+        transport_for("ib:x", builtin_transports())
+    made = manager(MemoryStore(), "p")
+    push = made.offer("t", "nixl:decode-0", CONTEXT)
+    outcome = push.wait(PATIENCE_S)
+    assert outcome is not None
+    assert "NIXL is not built in; use tcp or unix, or give the traffic manager a Transport" in outcome.why
+    assert_clean(made)
+    assert made.close()
+
+
+def test_a_transport_of_ones_own_takes_the_place_of_one_that_is_not_built_in(tmp_path: Path) -> None:
+    """As one for NIXL would: the manager knows it by its scheme and nothing else."""
+    store = MemoryStore()
+    mine = {**builtin_transports(), "nixl": UnixTransport()}
+    path = tmp_path / "d.sock"
+    with (
+        manager(store, "d", [f"unix:{path}"]) as there,
+        manager(store, "p", transports=mine) as here,
+    ):
+        push = here.offer("t", f"nixl:{path}", CONTEXT)
+        for layer in range(LAYERS):
+            push.give(layer, layers_of(CONTEXT, layer))
+        assert push.wait(PATIENCE_S) == PushEnded("t", True)
+        prompt = there.expect("t")
+        assert take(prompt.blocks()) == [content(one) for one in CONTEXT]
+        prompt.end()
+        assert_clean(here, there)
+
+
+def test_nobody_is_his_own_peer(pair: tuple[TransferManager, TransferManager]) -> None:
+    """It would wait for a block that it has asked itself for."""
+    _, there = pair
+    (own,) = there.addresses
+    with pytest.raises(ValueError, match="this engine's own address"):
+        there.load("t", CONTEXT, peer=ReadingPeer(address=own, transfer="t", total=8))
+    assert_clean(there)
+
+
+def test_a_link_with_a_rate_takes_as_long_as_the_rate_says(store: MemoryStore) -> None:
+    """No upper bound: the machine may be busy."""
+    made = manager(store, "p", rates={"storage_read": 96.0 * 40})
+    loop = asyncio.new_event_loop()
+    began = loop.time()
+    load = made.load("a", CONTEXT)
+    assert load.wait(PATIENCE_S) == LoadEnded("a", 8)
+    assert loop.time() - began >= 8 / 40 - 0.11
+    loop.close()
+    load.end()
+    assert_clean(made)
+    assert made.close()
+
+
+# -- whoever dials ----------------------------------------------------------------
+
+
+def dialled(address: str) -> socket.socket:
+    host, port = address.removeprefix("tcp:").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def frame(message_bytes: int, payload_bytes: int) -> bytes:
+    return struct.pack("<2sBBII", b"SJ", WIRE_VERSION, 0, message_bytes, payload_bytes)
+
+
+@pytest.mark.parametrize(("message", "payload"), [(100, 1), (1 << 20, 0)])
+def test_who_has_not_said_who_he_is_cannot_have_much_kept_for_him(
+    store: MemoryStore, message: int, payload: int
+) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]) as stranger:
+        stranger.sendall(frame(message, payload))
+        assert stranger.recv(1) == b"", "hung up before anything of it was awaited"
+        eventually(lambda: here.core.transfer_context.counts["not_understood"] == 1)
+
+
+def test_strangers_are_turned_away_beyond_a_number(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn_server.kv_transfer.transfer_manager.MAX_UNIDENTIFIED_PEERS", 2)
+    with manager(store, "d", ["tcp:127.0.0.1:0"], limits={"patience_s": 20.0}) as here, ExitStack() as open_:
+        first = [open_.enter_context(dialled(here.addresses[0])) for _ in range(2)]
+        eventually(lambda: len(here._conns) == 2)
+        third = open_.enter_context(dialled(here.addresses[0]))
+        assert third.recv(1) == b""
+        eventually(lambda: here.core.transfer_context.counts["turned_away"] == 1)
+        first[0].close()
+        eventually(lambda: len(here._conns) == 1)
+        with manager(store, "p") as there:
+            push = there.offer("t", here.addresses[0], CONTEXT)
+            prompt = here.expect("t")
+            for layer in range(LAYERS):
+                push.give(layer, layers_of(CONTEXT, layer))
+            assert prompt.wait(PATIENCE_S) is not None
+            prompt.end()
+
+
+def test_a_peer_whose_machine_vanished_is_noticed(store: MemoryStore) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]):
+        eventually(lambda: len(here._conns) == 1)
+        [conn] = here._conns.values()
+        sock = conn.stream._writer.get_extra_info("socket")  # type: ignore[attr-defined]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def test_that_a_peer_refuses_is_logged_once(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    other = MemoryStore(identity(model="/weights/of/p"))
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(other, "p") as here:
+        for number in range(3):
+            push = here.offer(f"t{number}", there.addresses[0], CONTEXT)
+            assert push.wait(PATIENCE_S) is not None
+        eventually(lambda: there.core.transfer_context.counts["refused"] == 3)
+    lines = [
+        record.getMessage() for record in caplog.records if "no KV goes to or from" in record.getMessage()
+    ]
+    assert sorted(line.split(":")[0] for line in lines) == ["d", "p"]
+    assert "/weights/of/p" in next(line for line in lines if line.startswith("d:"))

@@ -1,0 +1,376 @@
+"""Peers that stop reading, over real sockets: they are cut off, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from simulated_transfers import content, identity, key, keys
+from sojourn_server.kv_transfer import kv_handshake, peer_connection
+from sojourn_server.kv_transfer.peer_connection import PIECE_BYTES, PeerConnection
+from sojourn_server.kv_transfer.traffic_class import TrafficClass
+from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
+from sojourn_server.kv_transfer.transfer_manager import TransferManager
+from sojourn_server.kv_transfer.transfer_wire import (
+    HEAD_BYTES,
+    DataMessage,
+    HelloMessage,
+    NeedMessage,
+    OfferMessage,
+    ProgressMessage,
+    ReadMessage,
+    WelcomeMessage,
+    WireMessage,
+    decode,
+    decode_head,
+    encode,
+)
+from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, eventually, manager, threads_of
+
+LARGE = identity(block_bytes=4 << 20, layers=2)
+"""One Layer Block of it is more than any socket here takes."""
+CONTEXT = keys(*range(8))
+SOON = {"patience_s": 2.0}
+NOT_SOON = {"patience_s": 4 * PATIENCE_S, "lease_s": 8 * PATIENCE_S}
+
+
+class Stuck:
+    """A peer that greets, asks for all of the first context that is offered, and reads nothing more."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"unix:{path}"
+        self.socket: socket.socket | None = None
+        self.has_stopped = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._greet)
+        self._thread.start()
+
+    def _greet(self) -> None:
+        with suppress(OSError):
+            self.socket, _ = self._listener.accept()
+            self._heard()
+            self.socket.sendall(encode(WelcomeMessage(name="stuck", epoch="e")))
+            while not isinstance(offer := self._heard(), OfferMessage):
+                pass
+            self.say(NeedMessage(transfer=offer.transfer, indices=list(range(len(offer.keys)))))
+            self.has_stopped.set()
+
+    def say(self, message: WireMessage) -> None:
+        assert self.socket is not None
+        self.socket.sendall(encode(message))
+
+    def _heard(self) -> WireMessage:
+        head = decode_head(self._exactly(HEAD_BYTES))
+        return decode(self._exactly(head.message_bytes))
+
+    def _exactly(self, count: int) -> bytes:
+        assert self.socket is not None
+        found = b""
+        while len(found) < count:
+            more = self.socket.recv(count - len(found))
+            if not more:
+                raise OSError("the other end has hung up")
+            found += more
+        return found
+
+    def close(self) -> None:
+        self._listener.close()
+        if self.socket is not None:
+            self.socket.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[Stuck]:
+    made = Stuck(tmp_path / "stuck.sock")
+    yield made
+    made.close()
+
+
+def layer() -> list[memoryview]:
+    return [memoryview(bytes(LARGE.block_bytes // LARGE.layers)) for _ in CONTEXT]
+
+
+def give_all(push: object) -> None:
+    for number in range(LARGE.layers):
+        push.give(number, layer())  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck) -> None:
+    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
+        push = here.offer("t", stuck.address, CONTEXT)
+        give_all(push)
+        assert stuck.has_stopped.wait(PATIENCE_S)
+        assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer takes nothing")
+        eventually(lambda: not here._conns)
+        assert here.stats()["counts"]["stalls"] == 1
+        assert_clean(here)
+    assert threads_of("p") == []
+
+
+def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: Path) -> None:
+    """With so much patience that nothing is cut off while the test runs."""
+    here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
+    there = manager(MemoryStore(LARGE), "d", [f"unix:{tmp_path}/d.sock"], limits=NOT_SOON)
+    first = here.offer("t", stuck.address, CONTEXT)
+    give_all(first)
+    assert stuck.has_stopped.wait(PATIENCE_S)
+    eventually(lambda: here.core.transfer_context.compute.in_flight > 0)
+    second = here.offer("u", there.addresses[0], CONTEXT)
+    give_all(second)
+    prompt = there.expect("u")
+    assert prompt.wait(PATIENCE_S) == PromptTransferEnded("u", True)
+    assert second.wait(PATIENCE_S) == PushEnded("u", True)
+    prompt.end()
+    assert first.outcome is None, "it was not cut off: the other was served beside it"
+    assert len(here._conns) == 2
+    # An engine that closes does not wait for it either, and its memory is its own again.
+    assert here.close(PATIENCE_S)
+    assert first.outcome is not None
+    assert_clean(here, there)
+    assert there.close()
+    assert threads_of("p") + threads_of("d") == []
+
+
+def test_who_is_hung_up_on_for_what_he_said_is_cut_off_though_he_reads_nothing(stuck: Stuck) -> None:
+    """What was said before is let out first; here it never is."""
+    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
+        push = here.offer("t", stuck.address, CONTEXT)
+        give_all(push)
+        assert stuck.has_stopped.wait(PATIENCE_S)
+        stuck.say(WelcomeMessage(name="again", epoch="e"))
+        outcome = push.wait(PATIENCE_S)
+        assert outcome is not None
+        assert not outcome.complete
+        eventually(lambda: not here._conns)
+        assert_clean(here)
+
+
+def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_connection, "MAX_QUEUED_BYTES", 300_000)
+    here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
+    push = here.offer("t", stuck.address, CONTEXT)
+    give_all(push)
+    assert stuck.has_stopped.wait(PATIENCE_S)
+    eventually(lambda: here.core.transfer_context.compute.in_flight > 0)
+    [conn] = here._conns.values()
+    most = 0
+    offers = []
+    for number in range(100):
+        offers.append(here.offer(f"more {number}", stuck.address, keys(*range(500))))
+        most = max(most, conn.waiting_bytes)
+        if push.outcome is not None:
+            break
+    assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer takes nothing")
+    assert most <= 300_000
+    eventually(lambda: not any(conn is each for each in here._conns.values()))
+    assert conn.waiting_bytes == 0
+    assert here.close(PATIENCE_S)
+    assert all(each.outcome is not None for each in offers)
+
+
+def test_a_peer_that_takes_no_offers_is_cut_off_too(stuck: Stuck) -> None:
+    """No KV is under way, and so no place on any link: messages alone fill a socket."""
+    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
+        push = here.offer("t", stuck.address, CONTEXT)
+        assert stuck.has_stopped.wait(PATIENCE_S)
+        eventually(lambda: bool(here._conns))
+        [conn] = here._conns.values()
+        many = keys(*range(100_000))
+        larger = here.offer("larger", stuck.address, many)
+        assert larger.wait(PATIENCE_S) is not None
+        assert push.wait(PATIENCE_S) is not None
+        eventually(lambda: not any(conn is each for each in here._conns.values()))
+        assert_clean(here)
+
+
+def test_a_peer_that_has_blocks_read_here_and_takes_none_is_cut_off(tmp_path: Path) -> None:
+    store = MemoryStore(LARGE)
+    store.blocks.update(dict.fromkeys(CONTEXT, bytes(LARGE.block_bytes)))
+    limits = {**SOON, "lease_s": 3.0, "slots": 8}
+    with manager(store, "d", [f"unix:{tmp_path}/d.sock"], limits=limits) as here:
+        peer = Greeted(here)
+        with peer.socket:
+            read = ReadMessage(transfer="t", keys=CONTEXT, total=8, traffic_class=TrafficClass.KV)
+            peer.socket.sendall(encode(read))
+            eventually(lambda: here.stats()["counts"].get("prompts") == 1)
+            eventually(lambda: not here._conns)
+            assert here.stats()["counts"]["stalls"] == 1
+            assert_clean(here)
+
+
+# -- what is read of a peer -------------------------------------------------------
+
+
+class Greeted:
+    """A peer that has been let in, and says whatever it likes."""
+
+    def __init__(self, here: TransferManager) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(PATIENCE_S)
+        self.socket.connect(here.addresses[0].removeprefix("unix:"))
+        self.socket.sendall(
+            encode(
+                HelloMessage(
+                    name="x", epoch="y", kv=kv_handshake.identity_fields(here.core.transfer_context.identity)
+                )
+            )
+        )
+        head = decode_head(self.socket.recv(HEAD_BYTES))
+        assert isinstance(decode(self.socket.recv(head.message_bytes)), WelcomeMessage)
+
+    def is_hung_up_on(self) -> bool:
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionResetError:
+            pass
+        return True
+
+
+DATA = DataMessage(transfer="t", layer=0, indices=[0], traffic_class=TrafficClass.KV)
+
+
+@pytest.mark.parametrize(
+    ("message", "payload_bytes"),
+    [(DATA, (1 << 20) + 1), (DATA, 60 << 20), (ProgressMessage(transfers=["t"], done=1), 1)],
+    ids=["more than a chunk", "much more", "behind what has no payload"],
+)
+def test_no_more_is_read_of_a_peer_than_a_chunk_can_be(
+    tmp_path: Path, message: WireMessage, payload_bytes: int
+) -> None:
+    with manager(MemoryStore(), "d", [f"unix:{tmp_path}/d.sock"]) as here:
+        peer = Greeted(here)
+        with peer.socket:
+            # Only the announcement: nothing of it is waited for.
+            peer.socket.sendall(encode(message, payload_bytes))
+            assert peer.is_hung_up_on()
+        assert here.stats()["counts"]["not_understood"] == 1
+
+
+@pytest.mark.parametrize("layer_bytes", [32, 3 << 20], ids=["small layers", "layers larger than a chunk"])
+def test_a_chunk_of_the_largest_size_is_read(tmp_path: Path, layer_bytes: int) -> None:
+    of = identity(block_bytes=layer_bytes, layers=1)
+    with manager(MemoryStore(of), "d", [f"unix:{tmp_path}/d.sock"], limits={"slots": 2}) as here:
+        peer = Greeted(here)
+        largest = max(1 << 20, layer_bytes)
+        with peer.socket:
+            peer.socket.sendall(encode(DATA, largest) + bytes(largest))
+            # It is of no transfer that there is, and the peer is still listened to.
+            eventually(lambda: here.core.transfer_context.counts["stray"] == 1)
+            assert here.core.transfer_context.counts["not_understood"] == 0
+
+
+def test_no_more_connections_are_kept_than_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.kv_transfer.transfer_manager.MAX_CONNECTIONS", 2)
+    with manager(MemoryStore(), "d", [f"unix:{tmp_path}/d.sock"]) as here:
+        peers = [Greeted(here) for _ in range(2)]
+        with socket.socket(socket.AF_UNIX) as third:
+            third.settimeout(PATIENCE_S)
+            third.connect(f"{tmp_path}/d.sock")
+            assert third.recv(1) == b""
+        assert here.stats()["counts"]["turned_away"] == 1
+        for peer in peers:
+            peer.socket.close()
+
+
+# -- one connection ---------------------------------------------------------------
+
+
+class Slow:
+    """A stream that takes what it is let take."""
+
+    def __init__(self, takes: int) -> None:
+        self.sizes: list[int] = []
+        self.is_closed = asyncio.Event()
+        self._takes = takes
+
+    async def read(self, count: int) -> bytes:
+        raise EOFError
+
+    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        if len(self.sizes) == self._takes:
+            await self.is_closed.wait()
+            raise OSError("closed")
+        self.sizes.append(sum(len(part) for part in parts))
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_a_message_goes_in_pieces_so_that_patience_is_for_each() -> None:
+    """A large one over a slow network takes as long as it takes."""
+
+    async def talk() -> None:
+        stream, sent, stalls = Slow(takes=100), [], []
+        conn = PeerConnection(stream, 60.0, sent.append, lambda: stalls.append(1))
+        payload = [memoryview(content(key(1))), memoryview(bytes(3 * PIECE_BYTES))]
+        assert conn.say(SendMessage(1, DATA, payload, 7))
+        head = len(encode(DATA, sum(part.nbytes for part in payload)))
+        assert conn.waiting_bytes == head
+        conn.finish()
+        await conn.talk()
+        assert sum(stream.sizes) == head + sum(part.nbytes for part in payload)
+        assert stream.sizes[:-1] == [PIECE_BYTES] * 3
+        assert stream.sizes[-1] <= PIECE_BYTES
+        assert (sent, stalls, conn.waiting_bytes) == ([7], [], 0)
+
+    asyncio.run(talk())
+
+
+def test_what_is_under_way_is_sent_for_its_owner_only_once_the_stream_is_closed() -> None:
+    async def talk() -> None:
+        stream = Slow(takes=1)
+        closed_when_sent: list[bool] = []
+
+        def sent(item: int) -> None:
+            closed_when_sent.append(stream.is_closed.is_set())
+
+        conn = PeerConnection(stream, 0.05, sent, stream.close)
+        conn.say(SendMessage(1, DATA, [memoryview(bytes(2 * PIECE_BYTES))], 7))
+        conn.say(SendMessage(1, DATA, [memoryview(bytes(2))], 8))
+        with pytest.raises(OSError, match="closed"):
+            await conn.talk()
+        assert closed_when_sent == [True]
+        assert conn.unsaid() == [8]
+        assert conn.waiting_bytes == 0
+
+    asyncio.run(talk())
+
+
+def test_a_process_that_stood_still_does_not_blame_its_peers() -> None:
+    """Time went by in which nobody looked whether they took anything."""
+
+    async def talk() -> None:
+        loop, taken = asyncio.get_running_loop(), asyncio.Event()
+        stalls: list[int] = []
+
+        class Blocked(Slow):
+            async def write(self, parts: Sequence[bytes | memoryview]) -> None:
+                loop.call_soon(stand_still)
+                await taken.wait()
+
+        def stand_still() -> None:
+            time.sleep(0.3)
+            loop.call_soon(taken.set)
+
+        conn = PeerConnection(Blocked(1), 0.1, lambda item: None, lambda: stalls.append(1))
+        conn.say(SendMessage(1, ProgressMessage(transfers=["t"], done=1)))
+        conn.finish()
+        await conn.talk()
+        assert stalls == []
+
+    asyncio.run(talk())

@@ -1,0 +1,81 @@
+"""What a traffic manager tells of itself, after real transfers."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from simulated_transfers import LAYERS, identity, keys, layers_of
+from sojourn_server.kv_transfer.kv_handshake import identity_digest
+from sojourn_server.kv_transfer.transfer_manager_stats import UNKNOWN_BLOCK_S, transfer_manager_stats
+from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, manager
+
+CONTEXT = keys(*range(4))
+BLOCK_BYTES = identity().block_bytes
+
+
+def test_before_anything_has_moved_all_is_there_and_nothing() -> None:
+    with manager(MemoryStore(), "p", ["tcp:127.0.0.1:0"]) as here:
+        told = transfer_manager_stats(here, {"errors": 0})
+    assert json.loads(json.dumps(told)) == told
+    assert told["addresses"] == here.addresses
+    assert told["kv"] == identity_digest(identity())
+    assert told["kv"] != identity_digest(identity(hash_scheme="sha256/seed=1/16"))
+    assert not told["addresses"][0].endswith(":0"), "the real port"
+    assert (told["epoch"], told["block_s"]) == (here.epoch, UNKNOWN_BLOCK_S)
+    assert (told["slots"], told["slots_used"], told["received_bytes"]) == (64, 0, 0)
+    assert told["counts"] == {"errors": 0}
+    still = {"queued_bytes": 0, "queued_s": 0.0, "moved_bytes": 0}
+    assert told["links"] == dict.fromkeys(("storage read", "storage write", "compute network"), still)
+
+
+def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
+    store = MemoryStore()
+    store.fill(*CONTEXT)
+    with manager(store, "p") as here, manager(store, "d", ["tcp:127.0.0.1:0"]) as there:
+        load = here.load("l", CONTEXT)
+        assert load.wait(PATIENCE_S) is not None
+        assert transfer_manager_stats(here, {})["slots_used"] == 4
+        push = here.offer("t", there.addresses[0], CONTEXT, epoch=there.epoch)
+        prompt = there.expect("t", epoch=there.epoch)
+        for layer in range(LAYERS):
+            push.give(layer, layers_of(CONTEXT, layer))
+        assert prompt.wait(PATIENCE_S) is not None
+        prompt.end()
+        load.end()
+        assert_clean(here, there)
+        mine, theirs = (
+            transfer_manager_stats(here, {"blocks_not_filled": 2}),
+            transfer_manager_stats(there, {}),
+        )
+    whole = 4 * BLOCK_BYTES
+    assert mine["links"]["storage read"]["moved_bytes"] == whole
+    assert mine["links"]["compute network"]["moved_bytes"] == theirs["received_bytes"] == whole
+    assert mine["block_s"] > 0
+    assert (mine["counts"]["blocks_read"], mine["counts"]["blocks_not_filled"]) == (4, 2)
+    assert mine["slots_used"] == theirs["slots_used"] == 0
+
+
+def test_a_rate_says_what_a_block_takes_before_any_is_read() -> None:
+    with manager(MemoryStore(), "p", rates={"storage_read": 4e6}) as here:
+        assert transfer_manager_stats(here, {})["block_s"] == BLOCK_BYTES / 4e6
+
+
+def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
+    """0 would say that nothing waits, and who hangs would be chosen first."""
+    store, gate = MemoryStore(), threading.Event()
+    store.fill(*CONTEXT)
+    store.before = lambda what, key: assert_in_time(gate)
+    patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
+    with manager(store, "p", limits=patient) as here:
+        load = here.load("l", CONTEXT)
+        assert here.links()["storage read"].queued_s is None
+        link = transfer_manager_stats(here, {})["links"]["storage read"]
+        assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
+        gate.set()
+        assert load.wait(PATIENCE_S) is not None
+        load.end()
+
+
+def assert_in_time(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_S)

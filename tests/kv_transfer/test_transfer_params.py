@@ -1,0 +1,95 @@
+"""What a request may say of its transfer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.kv_transfer.transfer_params import (
+    MAX_TRANSFER_BYTES,
+    WHOLE_REQUEST,
+    TransferRole,
+    context_name,
+    parse_transfer_params,
+    transfer_answer_params,
+)
+
+TO_PREFILL = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+TO_DECODE = {"do_remote_prefill": True, "transfer": "t", "context": "t.1"}
+
+
+@pytest.mark.parametrize("given", [None, {}, {"do_remote_decode": False}, {"program": "a"}])
+def test_who_says_nothing_does_all_of_it(given: Any) -> None:
+    assert parse_transfer_params(given) == WHOLE_REQUEST
+
+
+def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
+    params = parse_transfer_params(
+        {**TO_PREFILL, "decode_share": 1, "epoch": "e", "remote_prefill_cached_tokens": 5}
+    )
+    assert (params.part, params.peer, params.decode_share) == (TransferRole.PREFILL, "unix:/d", 1.0)
+    answer = transfer_answer_params(params, "t.1", 3)
+    decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})
+    assert (decode.part, decode.context, decode.stored, decode.epoch) == (TransferRole.DECODE, "t.1", 3, "e")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({**TO_PREFILL, "do_remote_decode": "yes"}, "true or false"),
+        ({**TO_PREFILL, **TO_DECODE}, "both"),
+        ({**TO_PREFILL, "transfer": ""}, "transfer"),
+        ({**TO_PREFILL, "transfer": "x" * (MAX_TRANSFER_BYTES + 1)}, "at most 200"),
+        ({**TO_PREFILL, "transfer": "\ud800"}, "transfer"),
+        ({**TO_PREFILL, "peer": 7}, "peer is 7"),
+        ({**TO_PREFILL, "decode_share": 1.5}, "0 to 1"),
+        ({**TO_PREFILL, "decode_share": float("nan")}, "decode_share"),
+        ({**TO_PREFILL, "decode_share": True}, "decode_share"),
+        ({**TO_PREFILL, "epoch": 3}, "epoch is 3"),
+        ({**TO_DECODE, "context": None}, "context is None"),
+        ({**TO_DECODE, "stored": -1}, "stored is -1"),
+        ({**TO_DECODE, "stored": "3"}, "stored is '3'"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        parse_transfer_params(given)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+NAMES = [
+    "do_remote_decode",
+    "do_remote_prefill",
+    "transfer",
+    "peer",
+    "decode_share",
+    "epoch",
+    "context",
+    "stored",
+]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JSON))
+def test_nothing_but_a_value_error_comes_of_anything(given: dict[str, Any]) -> None:
+    try:
+        params = parse_transfer_params(given)
+    except ValueError:
+        return
+    assert 0 <= params.decode_share <= 1
+
+
+def test_other_prompts_have_other_names() -> None:
+    names = {
+        context_name("t", b"\1", [1, 2], 34),
+        context_name("u", b"\1", [1, 2], 34),
+        context_name("t", b"\2", [1, 2], 34),
+        context_name("t", b"\1", [12], 34),
+        context_name("t", b"\1", [1, 2], 50),
+    }
+    assert len(names) == 5

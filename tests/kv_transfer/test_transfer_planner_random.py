@@ -1,0 +1,279 @@
+"""Any order of asks, answers, steps, preemptions and ends: nobody waits for ever, nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from fake_transfer_requests import BLOCK_TOKENS, FULL_TOKENS, PER_FULL, Request, prompt, to_prefill
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sojourn_server.kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from sojourn_server.kv_transfer.transfer_params import context_name
+from sojourn_server.kv_transfer.transfer_planner import MAX_FETCHES, ScheduledRequest, TransferPlanner
+
+LENGTHS = st.integers(1, 5 * FULL_TOKENS)
+
+
+@dataclass
+class FakeWorker:
+    """What the worker's half would have open, and what it may answer."""
+
+    fetches: dict[int, int] = field(default_factory=dict)
+    """Asks that are open: how many blocks they are of."""
+    prompts: set[int] = field(default_factory=set)
+    unanswered: set[int] = field(default_factory=set)
+    pushes: set[str] = field(default_factory=set)
+    contexts: set[str] = field(default_factory=set)
+    """Of pushes to here that nobody has expected or dropped."""
+    wanted: set[str] = field(default_factory=set)
+    """Of those, for requests in the queue."""
+    takes: list[str] = field(default_factory=list)
+    asks: set[int] = field(default_factory=set)
+    """All there ever were."""
+
+    def carry_out(self, orders: TransferJobs) -> None:
+        for context in orders.wants:
+            assert context in self.contexts, "nobody will ask for it"
+            assert context not in self.wanted
+            self.wanted.add(context)
+        for ask in orders.ends:
+            assert ask in self.fetches or ask in self.prompts, "an ask was ended twice, or never was"
+            self.fetches.pop(ask, None)
+            self.prompts.discard(ask)
+            self.unanswered.discard(ask)
+        for drop in orders.drops:
+            assert drop.context in self.contexts or drop.context.startswith("foreign")
+            self.contexts.discard(drop.context)
+            self.wanted.discard(drop.context)
+        assert set(orders.aborts) <= set(orders.holds)
+        for fetch in orders.fetches:
+            assert fetch.keys
+            self._begin(fetch.ask)
+            self.fetches[fetch.ask] = len(fetch.keys)
+        for expect in orders.expects:
+            self._begin(expect.ask)
+            self.prompts.add(expect.ask)
+            self.contexts.remove(expect.context)
+            self.wanted.remove(expect.context)
+        for stream in orders.streams:
+            blocks = self.fetches.pop(stream.ask)
+            assert 0 <= stream.skip < stream.skip + len(stream.block_ids) <= blocks * PER_FULL
+            assert stream.ask not in self.unanswered
+        for take in orders.takes:
+            self.prompts.remove(take.ask)
+            assert take.ask not in self.unanswered
+            assert take.block_ids
+            self.takes.append(take.request)
+        for push in orders.pushes:
+            assert push.request not in self.pushes, "pushed twice"
+            assert len(push.keys) == -(-len(push.block_ids) // PER_FULL)
+            self.pushes.add(push.request)
+        late = {save.request for save in orders.saves}
+        for request in orders.holds:
+            assert (request in self.pushes) != (request in late)
+            self.pushes.discard(request)
+        assert not orders.not_filled
+
+    def _begin(self, ask: int) -> None:
+        assert ask not in self.asks
+        self.asks.add(ask)
+        self.unanswered.add(ask)
+
+
+@dataclass
+class Life:
+    """Where vLLM has a request."""
+
+    request: Request
+    stage: str = "waiting"
+    """waiting, remote, running."""
+    ids: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class Planning(RuleBasedStateMachine):
+    """vLLM's side of it, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planner = TransferPlanner(block_tokens=BLOCK_TOKENS, blocks_per_full=PER_FULL, max_saves=2)
+        self.worker = FakeWorker()
+        self.lives: dict[str, Life] = {}
+        self.numbers: Iterator[int] = count()
+        self.saved: dict[str, int] = {}
+
+    def pick(self, data: st.DataObject, *stages: str) -> Life | None:
+        names = [name for name, life in self.lives.items() if life.stage in stages]
+        return self.lives[data.draw(st.sampled_from(names))] if names else None
+
+    @rule(
+        tokens=LENGTHS, part=st.sampled_from(["whole", "prefill", "decode", "foreign"]), share=st.floats(0, 1)
+    )
+    def add(self, tokens: int, part: str, share: float) -> None:
+        number = next(self.numbers)
+        said: dict[str, Any] | None = None
+        ids = prompt(number, tokens)
+        if part == "prefill":
+            said = to_prefill(f"t{number}", decode_share=share)
+        elif part != "whole":
+            context = f"foreign {number}"
+            if part == "decode":
+                request = Request("", ids)
+                whole = tokens // BLOCK_TOKENS
+                last = request.block_hashes[whole - 1] if whole else b""
+                context = context_name(f"t{number}", last, ids[whole * BLOCK_TOKENS :], tokens)
+                self.worker.contexts.add(context)
+            said = {"do_remote_prefill": True, "transfer": f"t{number}", "context": context}
+        life = Life(Request(f"r{number}", ids, said))
+        self.lives[life.request.request_id] = life
+        assert self.planner.arrived(life.request) is None
+
+    @rule(data=st.data(), on_device=st.integers(0, 20), fits=st.booleans())
+    def ask(self, data: st.DataObject, on_device: int, fits: bool) -> None:
+        life = self.pick(data, "waiting")
+        if life is not None:
+            self.admit(life, min(on_device, (life.request.num_tokens - 1) // BLOCK_TOKENS), fits)
+
+    def admit(self, life: Life, on_device: int, fits: bool) -> bool:
+        """Whether it is known what it gets."""
+        name, tokens = life.request.request_id, life.request.num_tokens
+        local = on_device * BLOCK_TOKENS
+        found = self.planner.ask(name, local)
+        if found.tokens is None:
+            return False
+        assert 0 <= local + found.tokens <= tokens
+        assert not found.beside or found.tokens
+        assert found.beside or local + found.tokens < tokens, "nothing is left to compute"
+        if fits:
+            life.ids = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
+            self.planner.allocated(name, life.ids, found.tokens)
+            life.computed = local + found.tokens
+            life.stage = "remote" if found.beside else "running"
+        return True
+
+    @rule(data=st.data(), chunk=st.integers(1, 200))
+    def step(self, data: st.DataObject, chunk: int) -> None:
+        step = []
+        for name, life in self.lives.items():
+            if life.stage == "running" and data.draw(st.booleans()):
+                life.computed = min(life.computed + chunk, life.request.num_tokens)
+                life.ids = list(range(1, 1 + -(-life.computed // BLOCK_TOKENS)))
+                step.append(ScheduledRequest(name, life.computed))
+                if life.computed == life.request.num_tokens:
+                    life.request.output.append(1)
+        self.planner.scheduled(step, lambda name: self.lives[name].ids)
+        self.orders()
+
+    def orders(self) -> None:
+        orders = self.planner.take_jobs()
+        for save in orders.saves:
+            assert save.place <= self.saved.get(save.request, save.place), "a block was left out"
+            self.saved[save.request] = max(self.saved.get(save.request, 0), save.place + 1)
+            assert len(save.block_ids) == PER_FULL
+            assert 0 not in save.block_ids
+            if save.request in orders.holds:
+                assert not save.before
+            else:
+                assert len(save.before) == save.place * PER_FULL
+        for request in orders.holds:
+            self.saved.pop(request, None)
+        self.worker.carry_out(orders)
+
+    @precondition(lambda self: self.worker.unanswered)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def answer(self, data: st.DataObject, share: float) -> None:
+        ask = data.draw(st.sampled_from(sorted(self.worker.unanswered)))
+        reports = TransferResults()
+        if ask in self.worker.fetches:
+            reports.ready[ask] = round(self.worker.fetches[ask] * share)
+        else:
+            reports.prompts[ask] = round(6 * share)
+        self.worker.unanswered.discard(ask)
+        self.planner.take_results(reports)
+
+    @rule(data=st.data(), good=st.integers(0, 5))
+    def taken(self, data: st.DataObject, good: int) -> None:
+        """A context has been copied, all of it or some."""
+        if not self.worker.takes:
+            return
+        life = self.lives.get(self.worker.takes.pop())
+        if life is None or life.stage != "remote":
+            return
+        life.computed = min(life.computed, life.request.num_tokens - 1, good * FULL_TOKENS)
+        life.stage = "running" if life.computed else "waiting"
+        if life.computed:
+            self.planner.allocated(life.request.request_id, life.ids, 0)
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        life = self.pick(data, "running")
+        if life is not None:
+            life.stage, life.computed = "waiting", 0
+
+    @rule(data=st.data(), place=st.integers(0, 5))
+    def refuse_to_save(self, data: st.DataObject, place: int) -> None:
+        if self.saved:
+            name = data.draw(st.sampled_from(sorted(self.saved)))
+            self.planner.take_results(TransferResults(stored={name: min(place, self.saved[name])}))
+            self.saved[name] = min(place, self.saved[name])
+
+    @rule(data=st.data(), well=st.booleans())
+    def finish(self, data: st.DataObject, well: bool) -> None:
+        life = self.pick(data, "waiting", "remote", "running")
+        if life is None:
+            return
+        name = life.request.request_id
+        finished = self.planner.finished(name, well, life.ids)
+        pushed = name in self.worker.pushes
+        assert not (pushed and not finished.hold), "its blocks are being sent"
+        assert (finished.answer is not None) == (pushed and well)
+        assert not (finished.hold and not pushed and not well), "nobody wants what is left of it"
+        del self.lives[name]
+        if not finished.hold:
+            self.saved.pop(name, None)
+
+    @rule()
+    def fail(self) -> None:
+        self.planner.abandon()
+
+    @invariant()
+    def whoever_waits_has_something_to_wait_for(self) -> None:
+        waits = self.planner.open_fetches
+        ordered = len(self.planner._orders.fetches) + len(self.planner._orders.expects)
+        ended = len(self.planner._orders.ends) + len(
+            self.planner._orders.streams + self.planner._orders.takes
+        )
+        assert waits == len(self.worker.fetches) + len(self.worker.prompts) + ordered - ended
+
+    def teardown(self) -> None:
+        """From anywhere: all get an answer in a few rounds, and once all have ended nothing is left."""
+        for _ in range(2 * MAX_FETCHES + 2):
+            self.orders()
+            reports = TransferResults(
+                ready={
+                    ask: self.worker.fetches[ask]
+                    for ask in self.worker.unanswered & self.worker.fetches.keys()
+                },
+                prompts=dict.fromkeys(self.worker.unanswered & self.worker.prompts, 1),
+            )
+            self.worker.unanswered.clear()
+            self.planner.take_results(reports)
+            known = [self.admit(life, 0, True) for life in self.lives.values() if life.stage == "waiting"]
+        assert all(known), "somebody waits for ever"
+        for name in list(self.lives):
+            self.planner.finished(name, False)
+        self.orders()
+        assert (len(self.planner), self.planner.open_fetches, self.planner._asks) == (0, 0, {})
+        assert not self.worker.fetches
+        assert not self.worker.prompts
+        assert not self.worker.pushes
+        assert not self.worker.contexts
+        assert not self.worker.wanted
+
+
+Planning.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+test_any_order = Planning.TestCase

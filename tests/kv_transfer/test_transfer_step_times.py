@@ -1,0 +1,130 @@
+"""How long steps stand still for KV, by a clock that only their waits move; and waiting for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
+from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
+from sojourn_server.kv_transfer import transfer_handles, transfer_worker
+from sojourn_server.kv_transfer.split_fetch import SplitFetch
+from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
+from sojourn_server.kv_transfer.transfer_handles import LoadHandle
+from sojourn_server.kv_transfer.transfer_step_times import TransferStepTimes
+from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, run, settle
+
+Make = Callable[..., ToyEngine]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def spend(self, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, which takes so long."""
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            answer = call(*arguments, **options)
+            self.now_s += seconds
+            return answer
+
+        return slow
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[ToyEngine] = []
+    store = MemoryStore()
+
+    def engine(name: str, **options: Any) -> ToyEngine:
+        made.append(ToyEngine(name, store, f"unix:{tmp_path / name}", **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def test_waiting_and_copying_are_told_apart(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make("e")
+    start = prompt(1, 4 * FULL_TOKENS)
+    engine.add(Request("before", start))
+    settle(engine)
+    assert engine.worker.times == TransferStepTimes(), "nothing was loaded, nothing was waited for"
+
+    clock = Clock()
+    monkeypatch.setattr(transfer_worker.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(SplitFetch, "layer", clock.spend(2.0, SplitFetch.layer))
+    monkeypatch.setattr(KvBlockArrays, "scatter", clock.spend(0.5, KvBlockArrays.scatter))
+    engine.add(Request("after", [*start, *prompt(2, 50)]))
+    settle(engine)
+    assert engine.worker.times.waited_s == 2.0 * LAYERS
+    assert engine.worker.times.copied_s == 0.5 * LAYERS
+    assert engine.worker.times.streamed_s == 0.0
+    assert engine.worker.take_times() == engine.worker.times
+    assert not engine.worker.take_times()
+
+
+def test_what_is_pushed_is_copied_beside_the_computing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("p"), make("d")
+    clock = Clock()
+    monkeypatch.setattr(transfer_worker.time, "perf_counter", clock.perf_counter)
+    p.kv.gather = clock.spend(3.0, p.kv.gather)  # type: ignore[method-assign]
+    p.add(Request("r", prompt(1, 100), to_prefill("t", d.address)))
+    run(lambda: "r" in p.done, p)
+    times = p.worker.times
+    assert times.gathered_s == 3.0 * LAYERS
+    assert 0.0 <= times.push_waited_s <= times.gathered_s
+    d.add(Request("r", prompt(1, 100), p.done["r"].answer))
+    settle(p, d)
+
+
+def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(transfer_handles.time, "perf_counter", clock.perf_counter)
+    load = LoadHandle(None, "l", None)  # type: ignore[arg-type]
+    assert load.streamed_s == 0.0
+    clock.now_s = 107.0
+    load.told(LayerLoaded("l", 0))
+    assert load.streamed_s == 0.0
+    clock.now_s = 109.5
+    load.told(LayerLoaded("l", 1))
+    clock.now_s = 200.0
+    load.told(LoadEnded("l", 3, ""))
+    assert load.streamed_s == 2.5
+
+
+def test_a_peers_layers_are_streamed_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("p"), make("d", rates={"compute": 8_000.0})
+    start = prompt(1, 6 * FULL_TOKENS)
+    d.add(Request("before", start))
+    settle(d)
+    whole = [*start, *prompt(2, 50)]
+    ready_at: list[int] = []
+    ready = SplitFetch.ready
+
+    def watched(self: SplitFetch, *arguments: Any) -> int | None:
+        found = ready(self, *arguments)
+        if found is not None:
+            ready_at.append(self.pieces[-1].load.layers_loaded)
+        return found
+
+    monkeypatch.setattr(SplitFetch, "ready", watched)
+    for layerwise in (True, False):
+        p.worker.layerwise = layerwise
+        before_s = p.worker.times.streamed_s
+        name = f"r{layerwise}"
+        p.add(Request(name, whole, to_prefill(name, d.address, decode_share=1.0)))
+        run(lambda name=name: name in p.done, p)  # type: ignore[misc]
+        assert p.worker.times.streamed_s > before_s
+        d.add(Request(name, whole, p.done[name].answer))
+        settle(p, d)
+        assert d.done[name].request.output == expected(whole, 1)
+    assert ready_at[0] < LAYERS, "it waited for all of it"
+    assert ready_at[1] == LAYERS

@@ -1,0 +1,153 @@
+"""The protocol's bytes: checked-in files that every release of this version must read and write."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_transfers import identity, key, keys
+from sojourn_server.kv_transfer import transfer_wire
+from sojourn_server.kv_transfer.kv_handshake import identity_fields, incompatibility_reason
+from sojourn_server.kv_transfer.traffic_class import TrafficClass
+from sojourn_server.kv_transfer.transfer_wire import (
+    HEAD_BYTES,
+    MESSAGES,
+    AbortMessage,
+    CompleteMessage,
+    DataMessage,
+    FailedMessage,
+    HelloMessage,
+    NeedMessage,
+    OfferMessage,
+    PeerWireError,
+    ProgressMessage,
+    ReadMessage,
+    RefusedMessage,
+    WelcomeMessage,
+    WireMessage,
+    decode,
+    decode_head,
+    encode,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "paths"
+
+PAYLOAD = bytes(range(64))
+EXAMPLES: dict[str, tuple[WireMessage, bytes]] = {
+    "hello": (HelloMessage(name="prefill-0", epoch="5f3a", kv=identity_fields(identity())), b""),
+    "welcome": (WelcomeMessage(name="decode-0", epoch="77c1"), b""),
+    "refused": (RefusedMessage(reason="KV of another kind cannot be used here: the model"), b""),
+    "read": (
+        ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class=TrafficClass.KV),
+        b"",
+    ),
+    "offer": (
+        OfferMessage(transfer="cmpl-1", keys=[*keys(0, 1), b"tail of cmpl-1"], traffic_class=TrafficClass.KV),
+        b"",
+    ),
+    "need": (NeedMessage(transfer="cmpl-1", indices=[2]), b""),
+    "data": (
+        DataMessage(transfer="cmpl-1", layer=1, indices=[0, 1], traffic_class=TrafficClass.MODEL),
+        PAYLOAD,
+    ),
+    "failed": (FailedMessage(transfer="cmpl-1", index=1, reason="its payload is damaged"), b""),
+    "complete": (CompleteMessage(transfer="cmpl-1"), b""),
+    "abort": (AbortMessage(transfer="cmpl-1", reason="the engine has given it up"), b""),
+    "progress": (ProgressMessage(transfers=["cmpl-1", "cmpl-2"], done=1 << 40), b""),
+}
+
+
+def test_there_is_a_golden_file_of_every_message() -> None:
+    assert {type(message) for message, _ in EXAMPLES.values()} == set(MESSAGES)
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_written_and_read_are_the_golden_bytes(name: str) -> None:
+    """If this fails, two releases do not understand each other: count ``WIRE_VERSION`` up."""
+    message, payload = EXAMPLES[name]
+    golden = (GOLDEN / f"{name}.bin").read_bytes()
+    assert encode(message, len(payload)) + payload == golden
+    head = decode_head(golden[:HEAD_BYTES])
+    assert head.payload_bytes == len(payload)
+    end = HEAD_BYTES + head.message_bytes
+    assert decode(golden[HEAD_BYTES:end]) == message
+    assert golden[end:] == payload
+
+
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"GET / HTTP/1", "this is no peer: it began with b'GET '"),
+        (
+            b"SJ\x02\x00" + bytes(8),
+            "wire version 2 is not spoken here, expected 1; run one release everywhere",
+        ),
+        (b"SJ\x01\x00\xff\xff\xff\xff\x00\x00\x00\x00", "a message of 4294967295 bytes"),
+        (b"SJ\x01\x00\x01\x00\x00\x00\xff\xff\xff\xff", "with 4294967295 behind it is too long"),
+    ],
+)
+def test_heads_of_something_else_are_refused(head: bytes, what: str) -> None:
+    with pytest.raises(PeerWireError, match=what):
+        decode_head(head)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc0",
+        b"\x91\xa5other",
+        b"\x92\xa4need\xa1t",
+        b"\x93\xa4need\xa1t\x92\x01\xa1x",
+        b"\x93\xa4need\x01\x90",
+    ],
+    ids=[
+        "nothing",
+        "nil",
+        "another message",
+        "a field missing",
+        "a text for a number",
+        "a number for a text",
+    ],
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(PeerWireError, match="not a message of this wire"):
+        decode(body)
+
+
+def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = encode(CompleteMessage(transfer="x" * 257))
+    with pytest.raises(PeerWireError, match="longer than 256 bytes"):
+        decode(long[HEAD_BYTES:])
+    monkeypatch.setattr(transfer_wire, "MAX_KEYS", 2)
+    many = encode(OfferMessage(transfer="t", keys=keys(1, 2, 3), traffic_class=TrafficClass.KV))
+    with pytest.raises(PeerWireError, match="3 keys in one message; at most 2"):
+        decode(many[HEAD_BYTES:])
+    monkeypatch.setattr(transfer_wire, "MAX_MESSAGE_BYTES", 10)
+    with pytest.raises(PeerWireError, match="too long to send"):
+        encode(NeedMessage(transfer="t", indices=list(range(100))))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    for part in (lambda: decode(data), lambda: decode_head(data.ljust(HEAD_BYTES, b"\0")[:HEAD_BYTES])):
+        with suppress(PeerWireError):
+            part()
+
+
+def test_peers_of_one_kind_are_not_refused_and_a_field_of_a_later_release_is() -> None:
+    ours = identity()
+    assert incompatibility_reason(ours, identity_fields(identity())) is None
+    theirs = {**identity_fields(identity()), "pages": 2}
+    assert incompatibility_reason(ours, theirs) == (
+        "KV of another kind cannot be used here: pages: 2 there, 'unknown' here. Start both engines alike"
+    )
+    del theirs["pages"], theirs["layers"]
+    why = incompatibility_reason(ours, theirs)
+    assert why is not None
+    assert "the number of layers: 'not said' there, 3 here" in why
+    assert key(1) != key(2)

@@ -1,0 +1,318 @@
+"""Both halves of the connector with real traffic managers: what is computed is what the tokens make of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
+from sojourn_server.kv_transfer.split_fetch import SplitFetch
+from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
+
+Make = Callable[..., ToyEngine]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(tmp_path: Path, store: MemoryStore) -> Iterator[Make]:
+    made: list[ToyEngine] = []
+
+    def engine(name: str, **options: Any) -> ToyEngine:
+        given = options.pop("store", store)
+        made.append(ToyEngine(name, given, f"unix:{tmp_path / name}", **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str = "r", **said: Any) -> tuple[Any, Any]:
+    """A request's two jobs, the second with three tokens; both engines are settled."""
+    said = {"peer": d.address, **said}
+    first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
+    run(lambda: name in p.done, p, d)
+    second = d.add(Request(name, tokens, first.answer), max_tokens=3)
+    run(lambda: name in d.done, p, d)
+    settle(p, d)
+    assert first.request.output == expected(tokens, 1)
+    assert second.request.output == expected(tokens, 3)
+    return first, second
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 100, 400, 1000])
+@pytest.mark.parametrize("chunk", [10_000, 96])
+def test_a_cold_prompt_is_pushed_and_the_decode_side_computes_one_token_of_it(
+    make: Make, tokens: int, chunk: int
+) -> None:
+    p, d = make("p", chunk=chunk), make("d")
+    first, second = through(p, d, prompt(1, tokens))
+    assert (first.prefilled, second.prefilled) == (tokens, 1)
+
+
+@pytest.mark.parametrize(("share", "read_by_d"), [(0.0, 0), (1.0, 6), (0.5, 3)])
+def test_what_is_stored_is_read_by_either_side_or_both(
+    make: Make, store: MemoryStore, share: float, read_by_d: int
+) -> None:
+    p, d = make("p"), make("d")
+    start = prompt(1, 6 * FULL_TOKENS)
+    through(p, d, start, "before")
+    assert set(full_keys(start)) <= set(store.blocks)
+    first, second = through(p, d, [*start, *prompt(2, 50)], decode_share=share)
+    assert (first.prefilled, second.prefilled) == (50, 1)
+    counts = {engine: engine.manager.core.transfer_context.counts for engine in (p, d)}
+    assert counts[d]["blocks_read"] == read_by_d
+    assert counts[p]["blocks_read"] == 6 - read_by_d
+    # What the decode side has read is not sent back to it.
+    assert counts[d]["blocks_needed"] == 6 + (6 + 1 - read_by_d)
+
+
+def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
+    p, d = make("p"), make("d")
+    taken: list[int] = []
+
+    def watch(layer: int) -> None:
+        size = 3 * p.kv.layer_bytes
+        if layer + 1 < LAYERS:  # the next layer is not computed before this one has arrived
+            run_out = d.manager.core.transfer_context.counts
+            for _ in range(60_000):
+                if run_out["bytes_taken"] >= (layer + 1) * size:
+                    break
+                d.manager.changed.acquire()
+                d.manager.changed.wait(0.001)
+                d.manager.changed.release()
+            taken.append(run_out["bytes_taken"] // size)
+
+    p.after_layer = watch
+    first = p.add(Request("r", prompt(1, 150), to_prefill("t", d.address)))
+    run(lambda: "r" in p.done, p)
+    assert taken == [1, 2]
+    d.add(Request("r", prompt(1, 150), first.answer))
+    settle(p, d)
+
+
+def test_full_blocks_are_stored_as_they_fill_prompt_and_output(make: Make, store: MemoryStore) -> None:
+    engine = make("e", max_saves=2)
+    tokens = prompt(1, 300)
+    engine.add(Request("r", tokens), max_tokens=100)
+    settle(engine)
+    whole = [*tokens, *expected(tokens, 100)]
+    keys = full_keys(whole[:-1])
+    assert set(store.blocks) == set(keys)
+    assert [store.parents[key] for key in keys] == [b"", *keys[:-1]]
+    for at, key in enumerate(keys):
+        context = whole[: (at + 1) * FULL_TOKENS]
+        layers = [kv_of(context, layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
+        assert store.blocks[key] == b"".join(rows.tobytes() for rows in layers)
+
+
+def test_a_preempted_request_comes_back_from_the_store(make: Make) -> None:
+    engine = make("e")
+    tokens = prompt(1, 300)
+    job = engine.add(Request("r", tokens), max_tokens=40)
+    run(lambda: len(job.request.output) == 20, engine)
+    run(lambda: not engine.manager.links()["storage write"].queued_bytes, engine)
+    engine.preempt("r")
+    settle(engine)
+    assert job.request.output == expected(tokens, 40)
+    assert job.prefilled < 300 + 300 - 4 * FULL_TOKENS + 1
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.5])
+@pytest.mark.parametrize("broken", [0, 2, 5])
+def test_a_block_that_cannot_be_read_is_computed(
+    make: Make, store: MemoryStore, share: float, broken: int
+) -> None:
+    p, d = make("p"), make("d")
+    start = prompt(1, 6 * FULL_TOKENS)
+    through(p, d, start, "before")
+    store.broken.add(full_keys(start)[broken])
+    first, _ = through(p, d, [*start, *prompt(2, 50)], decode_share=share)
+    assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
+
+
+def test_a_peer_that_is_not_there_costs_only_time(make: Make, store: MemoryStore, tmp_path: Path) -> None:
+    p, d = make("p", limits={"patience_s": 0.5, "beat_s": 0.1}), make("d")
+    tokens = prompt(1, 400)
+    through(p, d, tokens, "before")
+    first, second = through(p, d, tokens, peer=f"unix:{tmp_path / 'nobody'}", decode_share=0.5)
+    assert first.prefilled == 16, "what the peer was to read was read here"
+    assert second.prefilled == 16
+
+
+def test_device_blocks_stand_before_what_is_fetched(make: Make, store: MemoryStore) -> None:
+    engine = make("e")
+    tokens = prompt(1, 400)
+    engine.add(Request("before", tokens))
+    settle(engine)
+    job = engine.add(Request("r", tokens), on_device=112)
+    settle(engine)
+    assert job.request.output == expected(tokens, 1)
+    assert job.prefilled == 400 - 384
+
+
+def test_two_requests_of_one_transfer(make: Make) -> None:
+    p, d = make("p"), make("d")
+    tokens = prompt(1, 400)
+    first = p.add(Request("a", tokens, to_prefill("t", d.address)))
+    run(lambda: "a" in p.done, p)
+    twins = [d.add(Request(name, tokens, first.answer)) for name in "bc"]
+    run(lambda: len(d.done) == 2, p, d)
+    assert [job.request.output for job in twins] == [expected(tokens, 1)] * 2
+    settle(p, d)
+
+
+def test_two_prompts_under_one_transfer_at_the_prefill_side(make: Make) -> None:
+    p, d = make("p"), make("d")
+    tokens = prompt(1, 400)
+    jobs = [p.add(Request(name, tokens, to_prefill("t", d.address))) for name in "ab"]
+    run(lambda: len(p.done) == 2, p, d)
+    second = d.add(Request("r", tokens, jobs[1].answer))
+    settle(p, d)
+    assert second.request.output == expected(tokens, 1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 10])
+def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, after: int) -> None:
+    options = {"limits": {"lease_s": 2.0}, "rates": {"compute": 200_000.0, "storage_read": 100_000.0}}
+    p, d = make("p", chunk=200, **options), make("d", **options)
+    tokens = prompt(1, 400)
+    through(p, d, tokens, "before")
+    longer = [*tokens, *prompt(2, 300)]
+    job = p.add(Request("r", longer, to_prefill("t", d.address, decode_share=0.5)))
+    for _ in range(after):
+        p.step()
+    p.abort("r")
+    settle(p, d)
+    job = p.add(Request("s", longer, to_prefill("u", d.address, decode_share=0.5)))
+    run(lambda: "s" in p.done, p, d)
+    d.add(Request("s", longer, job.answer))
+    for _ in range(after):
+        d.step()
+    d.abort("s")
+    settle(p, d)
+
+
+def test_a_context_that_nobody_comes_for_is_let_go_of(make: Make) -> None:
+    p, d = make("p"), make("d")
+    job = p.add(Request("r", prompt(1, 400), to_prefill("t", d.address)))
+    run(lambda: "r" in p.done, p, d)
+    d.add(Request("r", [0], job.answer))
+    d.abort("r")
+    settle(p, d)
+
+
+QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "beat_s": 0.1}
+
+
+def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
+    """D runs one request, and another whose context is here whole waits longer than a lease."""
+    long, tokens = prompt(1, 100), prompt(2, 400)
+    running = d.add(Request("long", long), max_tokens=100_000)
+    run(lambda: bool(running.request.output), d)
+    first = p.add(Request("r", tokens, to_prefill("t", d.address)))
+    run(lambda: "r" in p.done, p, d)
+    job = d.add(Request("r", tokens, first.answer), max_tokens=3)
+    end_s = time.monotonic() + 2.5 * QUEUE["lease_s"]
+    run(lambda: time.monotonic() > end_s, p, d)
+    assert not job.ids
+    return job, tokens
+
+
+def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_all_the_same(
+    make: Make,
+) -> None:
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
+    job, tokens = queue(p, d)
+    d.abort("long")
+    settle(p, d)
+    assert job.request.output == expected(tokens, 3)
+    assert job.prefilled == 1
+    assert d.planner.counts["prompts_whole"] == 1
+
+
+def test_a_request_that_leaves_the_queue_lets_go_of_its_context_at_once(make: Make) -> None:
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
+    queue(p, d)
+    assert d.manager.core.transfer_context.buffers.used == 7
+    d.abort("r")
+    d.step()
+    assert d.manager.core.transfer_context.buffers.used == 0
+    d.abort("long")
+    settle(p, d)
+
+
+@pytest.mark.parametrize("lost_at", [0, 1, LAYERS - 1])
+def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
+    make: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, lost_at: int
+) -> None:
+    p, d = make("p"), make("d")
+    start = prompt(1, 6 * FULL_TOKENS)
+    through(p, d, start, "before")
+    layer_of = SplitFetch.layer
+
+    def lose_some(self: SplitFetch, layer: int, timeout_s: float) -> list[memoryview]:
+        return layer_of(self, layer, timeout_s)[: 2 if layer == lost_at else None]
+
+    monkeypatch.setattr(SplitFetch, "layer", lose_some)
+    whole = [*start, *prompt(2, 100)]
+    first = p.add(Request("r", whole, to_prefill("t", d.address, decode_share=0.5)))
+    run(lambda: "r" in p.done, p, d)
+    assert first.prefilled == 100 + 4 * FULL_TOKENS
+    assert p.worker.counts["blocks_not_filled"] == 4 * PER_FULL
+    assert p.manager.core.transfer_context.counts["pushes_failed"] == 1
+    monkeypatch.undo()
+    second = d.add(Request("r", whole, first.answer), max_tokens=3)
+    settle(p, d)
+    assert first.request.output == expected(whole, 1)
+    assert second.request.output == expected(whole, 3)
+    assert second.prefilled == 100, "it had what is stored"
+
+    monkeypatch.setattr(SplitFetch, "layer", lose_some)
+    longer = [*whole, *prompt(3, 200)]
+    p.add(Request("s", longer))
+    settle(p, d)
+    assert p.worker.counts["blocks_not_filled"] > 4 * PER_FULL
+    for at, key in enumerate(full_keys(longer)):
+        rows = [kv_of(longer[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
+        assert store.blocks[key] == b"".join(each.tobytes() for each in rows)
+
+
+def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: MemoryStore) -> None:
+    p, d = make("p"), make("d", rates={"compute": 20_000.0})
+    start = prompt(1, 6 * FULL_TOKENS)
+    through(p, d, start, "before")
+    whole = [*start, *prompt(2, 50)]
+    p.add(Request("r", whole, to_prefill("t", d.address, decode_share=1.0)))
+    p.after_layer = lambda layer: None if layer else d.close()
+    run(lambda: "r" in p.done, p)
+    settle(p)
+    assert p.done["r"].request.output == expected(whole, 1)
+    assert p.done["r"].prefilled > 50, "it died too late"
+
+
+def test_prompts_larger_than_the_buffers_are_computed(make: Make) -> None:
+    p, d = make("p", limits={"slots": 4}), make("d", limits={"slots": 4})
+    tokens = prompt(1, 400)
+    _, second = through(p, d, tokens, "before")
+    assert second.prefilled == 400
+    first, _ = through(p, d, tokens, decode_share=0.5)
+    assert first.prefilled == 400 - 4 * FULL_TOKENS
+
+
+def test_kv_of_blocks_that_are_not_mine_is_never_touched(make: Make) -> None:
+    p, d = make("p"), make("d")
+    tokens = prompt(1, 100)
+    watched = d.free[0]  # the last that is given out
+    for layer in d.layers:
+        layer[watched] = 7
+    through(p, d, tokens)
+    assert all(np.all(layer[watched] == 7) for layer in d.layers)

@@ -1,0 +1,87 @@
+"""Traffic managers with real threads and sockets, over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from simulated_transfers import content, identity
+from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
+from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_manager import TransferManager
+
+PATIENCE_S = 60.0
+"""After that a test has hung, however busy the machine is."""
+
+
+class MemoryStore:
+    """A ``BlockStore`` in a dictionary, but for ``before`` each call, which may wait and raise."""
+
+    def __init__(self, of: KvIdentity | None = None) -> None:
+        self._identity = of or identity()
+        self.blocks: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes] = {}
+        self.reads: list[bytes] = []
+        self.before: Callable[[str, bytes], None] = lambda what, key: None
+        self._lock = threading.Lock()
+
+    @property
+    def identity(self) -> KvIdentity:
+        return self._identity
+
+    def fill(self, *keys: bytes) -> None:
+        self.blocks.update({key: content(key) for key in keys})
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        found = 0
+        while found < len(keys) and keys[found] in self.blocks:
+            found += 1
+        return found
+
+    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+        with self._lock:
+            self.reads.append(key)
+        self.before("get", key)
+        found = self.blocks.get(key)
+        if found is None:
+            raise BlockNotFound(key)
+        for view in byte_views(buffers, writable=True):
+            view[:], found = found[: view.nbytes], found[view.nbytes :]
+
+    def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
+        self.before("put", key)
+        self.blocks[key] = b"".join(bytes(view) for view in byte_views(buffers))
+        self.parents[key] = parent
+        return PutOutcome.STORED
+
+    def close(self) -> None:
+        pass
+
+
+def manager(store: MemoryStore, name: str, listen: Sequence[str] = (), **options: Any) -> TransferManager:
+    limits = TransferLimits(**{"slots": 64, **options.pop("limits", {})})
+    rates = LinkRates(**options.pop("rates", {}))
+    return TransferManager(store, limits, rates, name=name, listen=listen, **options)
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+def assert_clean(*managers: TransferManager) -> None:
+    """Nothing leaks: no buffer, lease, place in a queue, transfer or handle."""
+    for each in managers:
+        eventually(lambda each=each: bool(each.do(lambda now: each.core.is_clean)))  # type: ignore[misc]
+        assert each._handles == {}
+
+
+def threads_of(name: str) -> list[str]:
+    """Threads of a manager that live."""
+    return [thread.name for thread in threading.enumerate() if thread.name == f"sojourn-paths-{name}"]

@@ -1,0 +1,111 @@
+"""The flags for KV below the device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
+
+GIB = 1 << 30
+
+
+def build(*args, cpu=True, policy="continuum", environ=None, **tiers):
+    facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True)
+    options = ServeOptions(
+        model="m", model_path="m", policy=policy, tiers=KvOffloadOptions(**tiers), engine_args=args
+    )
+    return build_command(options, facts, environ or {})
+
+
+def config(command):
+    return json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
+
+
+def test_without_them_there_is_no_connector():
+    assert "--kv-transfer-config" not in build().argv
+
+
+def test_host_memory_alone():
+    command = build(host_gib=1.5)
+    told = config(command)
+    assert told["kv_connector_extra_config"] == {"host_bytes": GIB * 3 // 2}
+    assert told["kv_load_failure_policy"] == "recompute"
+    assert "PYTHONHASHSEED" not in command.env
+
+
+@pytest.mark.parametrize(
+    ("environ", "set_to"), [({}, "0"), ({"PYTHONHASHSEED": "random"}, "0"), ({"PYTHONHASHSEED": "7"}, None)]
+)
+def test_blocks_on_disk_need_hashes_that_stay(environ, set_to):
+    command = build(host_gib=1, disk="/d", disk_gib=10, environ=environ)
+    extra = config(command)["kv_connector_extra_config"]
+    assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB}
+    assert command.env.get("PYTHONHASHSEED") == set_to
+
+
+def test_a_name_in_a_shared_directory_is_passed_on():
+    extra = config(build(host_gib=1, disk="/d", disk_gib=10, disk_name="b.2"))["kv_connector_extra_config"]
+    assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB, "disk_name": "b.2"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2"), ("-pp", "2")],
+)
+def test_engines_of_several_workers_are_refused_by_our_own(args):
+    with pytest.raises(InvalidOption, match="is 2; tiers below the device support engines with one worker"):
+        build(*args, host_gib=1)
+    assert build(*args)
+    assert build(*args, host_gib=1, backend="vllm", cpu=False)
+    assert build("-tp", "1", host_gib=1)
+
+
+def test_engines_that_plan_steps_ahead_are_refused_by_our_own():
+    for flag in ("--async-scheduling", "--async_scheduling"):
+        with pytest.raises(InvalidOption, match="--async-scheduling"):
+            build(flag, host_gib=1)
+    assert build("--no-async-scheduling", host_gib=1)
+
+
+def test_vllms_own_connector_keeps_outputs_too():
+    told = config(build(host_gib=2, backend="vllm", cpu=False))
+    assert told["kv_connector"] == "OffloadingConnector"
+    assert told["kv_connector_extra_config"] == {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
+
+
+def test_vllms_own_connector_needs_no_scheduler_of_ours():
+    assert config(build(host_gib=2, backend="vllm", cpu=False, policy="stock"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk": "/d", "disk_gib": 1}, "--kv-host-gib"),
+        ({"backend": "vllm"}, "--kv-host-gib"),
+        ({"host_gib": 1, "disk": "/d"}, "--kv-disk-gib"),
+        ({"host_gib": 1, "disk_gib": 1}, "--kv-disk-gib"),
+        ({"host_gib": 0}, "--kv-host-gib is 0"),
+        ({"host_gib": float("nan")}, "--kv-host-gib is nan"),
+        ({"host_gib": 1, "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
+        ({"host_gib": 1, "disk_name": "a"}, "give --kv-disk and --kv-disk-gib too"),
+        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": "../x"}, r"--kv-disk-name is '../x'; exp"),
+        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": ""}, "--kv-disk-name is ''"),
+        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": "x" * 65}, "at most 64"),
+        ({"host_gib": 1, "backend": "lmcache"}, "expected sojourn or vllm"),
+        ({"host_gib": 1, "backend": "vllm"}, "needs CUDA"),
+        ({"host_gib": 1, "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
+        ({"host_gib": 1, "cpu": False}, "on CUDA give --tier-backend vllm"),
+        ({"host_gib": 1, "policy": "stock"}, "choose a policy"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(options, said):
+    with pytest.raises(InvalidOption, match=said):
+        build(**options)
+
+
+def test_two_connectors_are_refused():
+    with pytest.raises(InvalidOption, match="either that flag or --kv-host-gib"):
+        build("--kv-transfer-config", "{}", host_gib=1)

@@ -1,0 +1,157 @@
+"""The flags for an engine of a pair."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from sojourn_server.kv_offload.store_folder import is_store_name
+from sojourn_server.launch.kv_offload_options import KvOffloadOptions
+from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
+
+GIB = 1 << 30
+HOST = "n1.example"
+
+
+def build(*args, role="prefill", store="/kv", cpu=True, policy="observe", environ=None, tiers=None, **pair):
+    facts = LaunchEnvironment(
+        python="/python", cpu_build=cpu, has_vllm_cli=True, plugins=("a",), hostname=HOST
+    )
+    options = ServeOptions(
+        model="m",
+        model_path="m",
+        policy=policy,
+        tiers=tiers or KvOffloadOptions(),
+        pair=PrefillDecodeOptions(role=role, store=store, **pair),
+        engine_args=args,
+    )
+    return build_command(options, facts, environ or {})
+
+
+def config(command):
+    return json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("policy", ["observe", "stock"])
+def test_a_role_and_a_store_are_enough(role, policy):
+    command = build("--port", "8123", role=role, policy=policy)
+    told = config(command)
+    assert told["kv_connector_extra_config"] == {
+        "role": role,
+        "node": HOST,
+        "listen": "tcp:127.0.0.1:0",
+        "store": "/kv",
+        "store_name": f"{HOST}-{role}-8123",
+        "store_bytes": 16 * GIB,
+        "buffer_bytes": GIB,
+    }
+    assert (told["kv_connector"], told["kv_role"]) == ("PathsConnector", "kv_both")
+    assert told["kv_load_failure_policy"] == "recompute"
+    assert command.env["PYTHONHASHSEED"] == "0"
+    assert command.env["VLLM_PLUGINS"] == "a,sojourn", "or nobody could ask it where it listens"
+    assert ("--scheduler-cls" in command.argv) == (policy != "stock")
+
+
+def test_without_a_role_nothing_of_it_is_there():
+    facts = LaunchEnvironment(python="/python", cpu_build=True, has_vllm_cli=True)
+    command = build_command(ServeOptions(model="m", model_path="m", policy="stock"), facts, {})
+    assert "--kv-transfer-config" not in command.argv
+    assert "PYTHONHASHSEED" not in command.env
+    assert command.env["VLLM_PLUGINS"] == ""
+
+
+def test_what_is_said_is_passed_on():
+    command = build(
+        store_gib=2.5,
+        store_name="mine",
+        listen="tcp:10.0.0.7:8500",
+        node="n7",
+        buffer_gib=0.25,
+        storage_gbit=0.032,
+        compute_gbit=8,
+        environ={"PYTHONHASHSEED": "7"},
+    )
+    extra = config(command)["kv_connector_extra_config"]
+    assert (extra["store_name"], extra["listen"], extra["node"]) == ("mine", "tcp:10.0.0.7:8500", "n7")
+    assert (extra["store_bytes"], extra["buffer_bytes"]) == (2.5 * GIB, 0.25 * GIB)
+    assert extra["storage_read_rate"] == extra["storage_write_rate"] == 4e6
+    assert extra["compute_rate"] == 1e9
+    assert "PYTHONHASHSEED" not in command.env, "the user's own, the same for all engines"
+
+
+@pytest.mark.parametrize(
+    ("node", "args", "expected"),
+    [
+        (None, (), f"{HOST}-prefill-8000"),
+        (None, ("--uds", "/s"), f"{HOST}-prefill"),
+        ("a node/2", (), "a-node-2-prefill-8000"),
+        ("_.", (), "node-prefill-8000"),
+        ("x" * 90, (), "x" * 51 + "-prefill-8000"),
+    ],
+)
+def test_each_engine_of_a_node_has_a_name_in_the_store(node, args, expected):
+    name = config(build(*args, node=node))["kv_connector_extra_config"]["store_name"]
+    assert name == expected
+    assert is_store_name(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"role": None}, "for an engine of a pair: add --role"),
+        ({"role": "both"}, "--role is 'both'; expected prefill or decode"),
+        ({"store": None}, "--role prefill needs --kv-store"),
+        ({"cpu": False}, "pairs support CPU engines only"),
+        ({"store_gib": 0}, "--kv-store-gib is 0; expected a size"),
+        ({"buffer_gib": -1}, "--kv-buffer-gib is -1; expected a size"),
+        ({"store_name": "a/b"}, "--kv-store-name is 'a/b'"),
+        (
+            {"listen": "10.0.0.7"},
+            "--kv-listen: '10.0.0.7' is no address; expected unix:PATH or tcp:HOST:PORT",
+        ),
+        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: '10.0.0.7' is no host and port"),
+        ({"listen": "tcp:h:70000"}, "--kv-listen: 'h:70000' is no host and port"),
+        ({"listen": "unix:" + "x" * 120}, "--kv-listen: the path of a Unix socket has at most"),
+        ({"listen": "nixl:h:1"}, "--kv-listen: .*NIXL is not built in"),
+        ({"node": " "}, "--kv-node is ' '"),
+        ({"storage_gbit": 0}, "--storage-nic-gbit is 0; expected Gbit/s above 0"),
+        ({"compute_gbit": float("nan")}, "--compute-nic-gbit is nan"),
+        (
+            {"tiers": KvOffloadOptions(host_gib=1)},
+            "--role prefill and --kv-host-gib both set the place of KV",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
+    with pytest.raises(InvalidOption, match=said):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--kv-transfer-config", "{}"), "give one of the two"),
+        (("-tp", "2"), "the paths of a pair support engines with one worker"),
+        (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
+        (("--async-scheduling",), "support one step at a time"),
+        (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
+        (
+            ("--enable-lora",),
+            "--enable-lora: KV of an adapter .* weights; start an engine of a pair without it",
+        ),
+        (("--enable_lora",), "--enable-lora: "),
+        (
+            ("--no-enable-prefix-caching",),
+            "--no-enable-prefix-caching: stored KV is found by the block hashes",
+        ),
+        (("--block-size", "128"), "--block-size is 128: a Full Block of 64 tokens is not a whole number"),
+    ],
+    ids=str,
+)
+def test_engines_that_would_refuse_to_start_are_refused_at_once(args, said):
+    with pytest.raises(InvalidOption, match=said):
+        build(*args)

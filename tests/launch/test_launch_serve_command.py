@@ -1,0 +1,301 @@
+"""The engine's command line as a function of what the user wrote; no vLLM needed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import sojourn_server
+from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.serve_command import (
+    SCHEDULER_CLS,
+    WORKER_CLASSES,
+    EngineFlags,
+    LaunchEnvironment,
+    ServeOptions,
+    build_command,
+    listen_address,
+)
+
+CPU = LaunchEnvironment(python="/py", cpu_build=True, has_vllm_cli=False, plugins=("lora",), cpus=(0, 1))
+CUDA = LaunchEnvironment(python="/py", cpu_build=False, has_vllm_cli=True, plugins=(), cpus=tuple(range(32)))
+
+
+def build(*args, facts=CUDA, environ=None, **options):
+    options = {"model": "org/m", "model_path": "org/m", "policy": "continuum", **options}
+    return build_command(ServeOptions(engine_args=args, **options), facts, environ or {})
+
+
+def value(command, flag):
+    return EngineFlags(command.argv).value(flag)
+
+
+def sojourn_config(command):
+    return json.loads(value(command, "--additional-config"))["sojourn"]
+
+
+def test_stock_is_plain_vllm():
+    command = build("--port", "1", policy="stock", environ={"VLLM_PLUGINS": "sojourn, mine"})
+    assert command.argv == (
+        "/py", "-m", "vllm.entrypoints.cli.main", "serve", "org/m",
+        "--enable-prompt-tokens-details", "--port", "1",
+    )  # fmt: skip
+    assert command.env == {"VLLM_PLUGINS": "mine"}
+    assert not any("sojourn" in part for part in [*command.argv, *command.env.values()])
+
+
+def test_stock_takes_no_options_of_ours():
+    with pytest.raises(InvalidOption, match="plain vLLM"):
+        build(policy="stock", max_ttl_s=3.0)
+
+
+def test_a_policy_brings_scheduler_plugin_and_settings():
+    command = build(
+        policy="continuum",
+        history_file="/h",
+        profile_file="/p",
+        lease_budget_fraction=0.5,
+        max_ttl_s=60.0,
+        extra={"max_programs": 9},
+    )
+    assert value(command, "--scheduler-cls") == SCHEDULER_CLS
+    assert command.env["VLLM_PLUGINS"] == "sojourn"
+    assert sojourn_config(command) == {
+        "policy": "continuum",
+        "history_file": "/h",
+        "profile_file": "/p",
+        "lease_budget_fraction": 0.5,
+        "max_hinted_ttl_s": 60.0,
+        "max_programs": 9,
+    }
+
+
+@pytest.mark.parametrize(("facts", "platform"), [(CPU, "cpu"), (CUDA, "cuda")])
+def test_a_policy_that_reads_hidden_states_brings_a_worker_that_lets_them_out(facts, platform):
+    command = build(facts=facts, policy="tetris-learned", reads_hidden_states=True, network_file="/n")
+    assert value(command, "--worker-cls") == WORKER_CLASSES[platform]
+    assert sojourn_config(command) == {"policy": "tetris-learned", "network_file": "/n"}
+    assert "--worker-cls" not in build(facts=facts).argv
+    assert value(build("--worker-cls", "a.B", facts=facts), "--worker-cls") == "a.B", (
+        "for the others it is free"
+    )
+
+
+@pytest.mark.parametrize("flag", [("--worker-cls", "a.B"), ("--worker_cls=a.B",)])
+def test_a_worker_of_the_users_is_no_way_to_read_hidden_states(flag):
+    with pytest.raises(
+        InvalidOption, match="policy 'tetris-learned' sets --worker-cls to read hidden states"
+    ):
+        build(*flag, policy="tetris-learned", reads_hidden_states=True)
+
+
+def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
+    with pytest.raises(
+        InvalidOption, match="--sojourn-network is for policies that read hidden states; 'tetris'"
+    ):
+        build(policy="tetris", network_file="/n")
+    with pytest.raises(InvalidOption, match="plain vLLM"):
+        build(policy="stock", network_file="/n")
+
+
+@pytest.mark.parametrize("name", WORKER_CLASSES.values())
+def test_worker_classes_are_where_they_are_said_to_be(name):
+    """Read, not imported: vLLM's CUDA worker cannot be on every machine."""
+    module, _, class_name = name.rpartition(".")
+    path = Path(sojourn_server.__file__).parent.parent / (module.replace(".", "/") + ".py")
+    assert f"class {class_name}(HiddenStateWorkerMixin, " in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("spelling", [("--additional-config", "X"), ("--additional_config=X",)])
+def test_the_users_additional_config_is_kept(spelling):
+    theirs = json.dumps({"other": [1], "sojourn": {"policy": "theirs", "k": 1}})
+    command = build(*[part.replace("X", theirs) for part in spelling], "--seed", "4")
+    assert json.loads(value(command, "--additional-config")) == {
+        "other": [1],
+        "sojourn": {"policy": "continuum", "k": 1},
+    }
+    assert sum(arg.startswith("--additional") for arg in command.argv) == 1
+    assert command.argv[-2:] == ("--seed", "4")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--additional-config", "{"), "not JSON"),
+        (("--additional-config", "[1]"), "expected an object"),
+        (("--additional-config.sojourn.policy", "x"), "one JSON object"),
+        (("--additional-config", '{"sojourn": 1}'), "expected an object"),
+        (("--scheduler_cls=a.B",), "scheduler-cls"),
+        (("--model", "x"), "first argument"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(args, said):
+    with pytest.raises(InvalidOption, match=said):
+        build(*args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease_budget_fraction": -0.1},
+        {"lease_budget_fraction": 1.1},
+        {"max_ttl_s": -1.0},
+        {"max_ttl_s": float("inf")},
+    ],
+)
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(InvalidOption, match="expected"):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("listed", "installed", "expected"),
+    [
+        (None, ("lora", "platform"), "lora,platform,sojourn"),
+        ("mine", ("lora",), "mine,sojourn"),
+        ("", ("lora",), "sojourn"),
+        ("a,sojourn,b,a", (), "a,b,sojourn"),
+    ],
+)
+def test_the_plugin_joins_the_others(listed, installed, expected):
+    facts = LaunchEnvironment(python="/py", cpu_build=False, has_vllm_cli=True, plugins=installed)
+    environ = {} if listed is None else {"VLLM_PLUGINS": listed}
+    assert build(facts=facts, environ=environ).env["VLLM_PLUGINS"] == expected
+
+
+def test_cpu_defaults_and_the_entry_without_metadata():
+    command = build("--port", "1", facts=CPU)
+    assert command.argv[:5] == (
+        "/py", "-W", "ignore::DeprecationWarning:__main__", "-m", "vllm.entrypoints.openai.api_server",
+    )  # fmt: skip
+    assert value(command, "--model") == "org/m"
+    assert value(command, "--block-size") == "32"
+    assert "--enforce-eager" in command.argv
+    assert command.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "--tensor-parallel-size", "-tp", "-pp"])
+def test_cores_are_not_given_to_one_worker_where_there_are_several(flag):
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in build(flag, "2", facts=CPU).env
+
+
+def test_what_the_user_says_about_the_cpu_wins():
+    command = build(
+        "--block_size=64", "--no-enforce-eager", "--kv-cache-memory-bytes", "9", "--max-num-batched-tokens=7",
+        facts=CPU,
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "auto", "OMP_WAIT_POLICY": "ACTIVE"},
+    )  # fmt: skip
+    assert "--block-size" not in command.argv
+    assert "--enforce-eager" not in command.argv
+    assert "--max-num-batched-tokens" not in command.argv
+    assert set(command.env) == {"VLLM_PLUGINS"}
+
+
+def test_a_gpu_gets_no_cpu_defaults():
+    command = build()
+    assert set(command.env) == {"VLLM_PLUGINS"}
+    assert "--block-size" not in command.argv
+
+
+def test_a_model_made_here_gets_its_name_and_tools_unless_told_otherwise():
+    local = {"model": "tiny", "model_path": "/cache/tiny", "chat_template": "/t.jinja"}
+    command = build(**local)
+    assert value(command, "--served-model-name") == "tiny"
+    assert value(command, "--chat-template") == "/t.jinja"
+    assert value(command, "--tool-call-parser") == "hermes"
+    assert "--enable-auto-tool-choice" in command.argv
+    named = build("--served-model-name", "me", "--chat_template", "x", **local)
+    assert value(named, "--served-model-name") == "me"
+    assert "/t.jinja" not in named.argv
+
+
+def test_the_environment_is_changed_and_nothing_else():
+    environ = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/h"}
+    command = build(environ=environ)
+    assert command.environment(environ) == {"HOME": "/h", "VLLM_PLUGINS": "sojourn"}
+
+
+def test_the_dry_run_line_is_what_a_shell_reads_back():
+    command = build("--additional-config", '{"a b": "it\'s"}', environ={"PYTHONDONTWRITEBYTECODE": "1"})
+    parts = shlex.split(command.as_shell())
+    assert parts[:4] == ["env", "-u", "PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS=sojourn"]
+    assert tuple(parts[4:]) == command.argv
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--api-key", "sk-1"),
+        ("--api-key", "sk-1", "sk-2"),
+        ("--api_key=sk-1",),
+        ("--api-k", "sk-1"),
+        ("--hf-token", "sk-1"),
+        ("--hf-token=sk-1",),
+        ("--otlp-traces-endpoint", "http://me:sk-1@host/x"),
+        ("--otlp-traces-endpoint=http://sk-1@host/x",),
+    ],
+)
+@pytest.mark.parametrize("facts", [CPU, CUDA])
+def test_secrets_are_given_to_the_engine_and_not_shown(args, facts):
+    command = build(*args, "--seed", "4", facts=facts)
+    assert command.argv[-len(args) - 2 :] == (*args, "--seed", "4")
+    shown = command.as_shell()
+    assert "sk-" not in shown
+    assert "***" in shown
+    assert shown.endswith("--seed 4")
+
+
+def test_what_is_no_secret_is_shown():
+    shown = build(
+        "--max-num-batched-tokens", "64", "--hf-overrides", "{}", "--api-server-count", "2"
+    ).as_shell()
+    assert "***" not in shown
+
+
+@pytest.mark.parametrize("args", [("--api-server-count", "2"), ("--api_server_count=4",), ("-asc", "2")])
+def test_what_this_vllm_would_ignore_is_said(args):
+    (warning,) = build(*args, facts=CPU).warnings
+    assert "one API server" in warning
+    assert build(*args, facts=CUDA).warnings == ()
+
+
+@pytest.mark.parametrize("args", [(), ("--api-server-count", "1")])
+def test_nothing_is_said_where_nothing_is_ignored(args):
+    assert build(*args, facts=CPU).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), ("", 8000)),
+        (("--port", "1", "--port=90", "--host", "::1"), ("::1", 90)),
+        (("--uds", "/s", "--port", "1"), None),
+    ],
+)
+def test_where_it_will_listen(args, expected):
+    assert listen_address(args) == expected
+
+
+@pytest.mark.parametrize("port", ["x", "-1", "70000"])
+def test_no_port(port):
+    with pytest.raises(InvalidOption, match="port"):
+        listen_address(("--port", port))
+
+
+@pytest.mark.parametrize("what", ["text", "folder", "another"])
+def test_a_file_that_is_no_network_is_refused_before_the_engine_starts(tmp_path, what):
+    from safetensors.numpy import save_file
+
+    file = tmp_path / "network"
+    if what == "text":
+        file.write_text("lengths, mostly")
+    elif what == "folder":
+        file.mkdir()
+    else:
+        save_file({}, file, {"format": "somebody-elses"})
+    with pytest.raises(InvalidOption, match=f"--sojourn-network: {file}.*xpected"):
+        build(policy="tetris-learned", reads_hidden_states=True, network_file=str(file))
+    build(policy="tetris-learned", reads_hidden_states=True, network_file=str(tmp_path / "not there yet"))

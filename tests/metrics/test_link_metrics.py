@@ -1,0 +1,52 @@
+"""Totals of an engine of a pair, as increments and gauges."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import sojourn_server.kv_transfer
+from sojourn_server.kv_offload.disk_store import PutOutcome
+from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, LinkMetrics
+from sojourn_server.metrics.metric_catalog import LINK_LANES, PATH_OUTCOMES
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder
+
+
+def totals(moved: int, received: int = 0, **counts: int) -> dict[str, Any]:
+    links = {name: {"queued_bytes": 7, "queued_s": 0.5, "moved_bytes": moved} for name in LINK_LABELS}
+    return {"slots": 10, "slots_used": 4, "links": links, "received_bytes": received, "counts": counts}
+
+
+def test_totals_become_increments() -> None:
+    recorder = MetricsRecorder(strict=True)
+    meter = LinkMetrics(recorder)
+    assert meter.take(None) == {}
+    meter.take(totals(100, pushes=9, pushes_complete=2))
+    meter.take(totals(150, 30, pushes=9, pushes_complete=3))
+    drained = recorder.drain()["counters"]
+    moved = {(row["link"], row["direction"]): n for row, n in drained["sojourn_link_bytes_total"]}
+    assert moved == {lane: 30 if lane == RECEIVED else 150 for lane in LINK_LANES}
+    assert drained["sojourn_path_outcomes_total"] == [[{"what": "pushes_complete"}, 3]]
+    meter.take(totals(150, 30, pushes_complete=3))
+    assert recorder.drain()["counters"] == {}
+
+
+def test_gauges_show_the_present_state() -> None:
+    recorder = MetricsRecorder(strict=True)
+    gauges = recorder.drain(LinkMetrics(recorder).take(totals(0)))["gauges"]
+    assert gauges["sojourn_path_slots"] == [[{"state": "used"}, 4], [{"state": "free"}, 6]]
+    read = {"link": "storage", "direction": "read"}
+    assert [read, 0.5] in gauges["sojourn_link_queued_seconds"]
+    assert [read, 7] in gauges["sojourn_link_queued_bytes"]
+
+
+def test_outcomes_are_the_counters_of_kv_transfer() -> None:
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in Path(sojourn_server.kv_transfer.__file__).parent.glob("*.py")
+    )
+    counted = {word for line in re.findall(r"counts\[(.*)\]", text) for word in re.findall(r'"(\w+)"', line)}
+    written = {f"write_{outcome}" for outcome in (*(each.value for each in PutOutcome), "failed")}
+    assert counted | written >= PATH_OUTCOMES
+    assert len(counted) > 20

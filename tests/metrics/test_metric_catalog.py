@@ -1,0 +1,132 @@
+"""The catalogue against the nouns it counts and against its own budget."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import get_args
+
+from sojourn.events import AnyEvent
+from sojourn.ids import ProgramId
+from sojourn.wire import Outcome
+from sojourn_server.core.client_event_handler import PROGRAM_OUTCOMES as PROGRAM_ENDS
+from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.metrics.metric_catalog import (
+    ENGINE_LABEL,
+    EVENT_TYPES,
+    LEASE_ENDS,
+    METRIC_CATALOG,
+    OUTCOMES,
+    PLACEMENTS,
+    PROGRAM_OUTCOMES,
+    SERIES_BUDGET,
+    TURN_OUTCOMES,
+    MetricKind,
+)
+from sojourn_server.policies.placement.placement_policy import MoveReason
+from sojourn_server.policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
+from sojourn_server.policies.policy_protocols import DecisionReason
+from sojourn_server.programs.idleness import Idleness
+
+
+def test_label_sets_are_the_enums_of_other_packages() -> None:
+    assert {outcome.value for outcome in TurnFinishReason} == TURN_OUTCOMES
+    assert {*PROGRAM_ENDS, "silent"} == PROGRAM_OUTCOMES
+    assert {reason.value for reason in DecisionReason} >= LEASE_ENDS
+    assert {outcome.value for outcome in Outcome} == OUTCOMES
+    wire_types = {event.__struct_config__.tag for event in get_args(AnyEvent)}
+    assert wire_types | {"unknown"} == EVENT_TYPES
+
+
+def test_what_is_shown_at_zero_can_be_counted() -> None:
+    for spec in METRIC_CATALOG.values():
+        for values in spec.shown_at_zero or ():
+            assert spec.kind is MetricKind.COUNTER
+            assert all(value in spec.labels[name] for name, value in zip(spec.labels, values, strict=True))
+    assert {reason for _, _, reason in PLACEMENTS} == {reason.value for reason in MoveReason}
+
+
+def test_our_policy_moves_programs_as_the_metric_says() -> None:
+    """On random devices, over or under capacity, with and without room below."""
+    draw = random.Random(5)
+    seen: set[tuple[str, str, str]] = set()
+    for _ in range(4000):
+        policy = RelativeIdlenessPlacement(
+            size_by=draw.choice(["context", "peak"]),
+            standstill_s=draw.choice([0.5, math.inf]),
+            patience_s=draw.choice([30.0, math.inf]),
+            absent_s=draw.choice([60.0, math.inf]),
+            exchange_reserve=draw.choice([0.0, 0.25, 1.0]),
+        )
+        moves = policy.moves(drawn_view(draw), now=1000.0)
+        seen |= {(move.to.value, move.when.value, move.reason.value) for move in moves}
+    assert seen <= PLACEMENTS
+    by_the_placer = {MoveReason.GIVEN_UP.value, MoveReason.OVER.value}
+    assert {reason for _, _, reason in PLACEMENTS - seen} <= by_the_placer, "all of these do happen"
+
+
+def drawn_view(draw: random.Random) -> PlacementView:
+    def programs(tier: Tier, most: int, activities: Sequence[ProgramActivity]) -> list[ProgramTierView]:
+        return [
+            ProgramTierView(
+                program_id=ProgramId(f"{tier.value}{number}"),
+                tier=tier,
+                activity=draw.choice(activities),
+                idleness=Idleness(
+                    reasoning_s=draw.choice([1.0, 50.0]), acting_s=draw.choice([0.0, 50.0, 900.0])
+                ),
+                context_blocks=draw.choice([0, 4, 10]),
+                required_blocks=draw.choice([1, 12]),
+                waiting_since_s=draw.choice([900.0, 999.0]),
+                last_active_s=draw.choice([900.0, 999.0]),
+                pending=tier is Tier.DEVICE and draw.random() < 0.2,
+            )
+            for number in range(draw.randrange(most))
+        ]
+
+    calm = draw.choice([[ProgramActivity.ACTING], list(ProgramActivity)])
+    return PlacementView(
+        why=PlacementTrigger.TICK,
+        device=TierCapacity(capacity_blocks=draw.choice([10, 40])),
+        host=TierCapacity(capacity_blocks=draw.choice([0, 15, 60])),
+        disk=TierCapacity(capacity_blocks=draw.choice([0, 15, 60])),
+        on_device=programs(Tier.DEVICE, 5, calm),
+        on_host=programs(Tier.HOST, 4, [ProgramActivity.ACTING, ProgramActivity.READY]),
+        on_disk=programs(Tier.DISK, 3, [ProgramActivity.ACTING, ProgramActivity.READY]),
+        waiting=programs(Tier.WAITING, 4, [ProgramActivity.READY]),
+    )
+
+
+def test_names_follow_prometheus() -> None:
+    for name, spec in METRIC_CATALOG.items():
+        assert name.startswith("sojourn_")
+        assert name.endswith("_total") == (spec.kind is MetricKind.COUNTER)
+        assert bool(spec.buckets) == (spec.kind is MetricKind.HISTOGRAM)
+        assert list(spec.buckets) == sorted(set(spec.buckets))
+        assert spec.help.endswith(".")
+        assert not {ENGINE_LABEL, "le", "program_id", "session_id", "request_id"} & set(spec.labels)
+
+
+def test_the_worst_case_stays_within_the_budget() -> None:
+    comments = 4 * len(METRIC_CATALOG)  # HELP and TYPE, once more for _created
+    assert sum(spec.series() for spec in METRIC_CATALOG.values()) + comments <= SERIES_BUDGET
+
+
+def test_the_engine_side_loads_no_metrics_library() -> None:
+    code = (
+        "import sys, sojourn_server.metrics.metrics_recorder as r; r.MetricsRecorder();"
+        "print([m for m in ('prometheus_client', 'vllm', 'torch', 'fastapi') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[]"

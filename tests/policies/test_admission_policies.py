@@ -1,0 +1,100 @@
+"""Admission: a program waits until earlier ones can still grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sojourn_server.policies.admission.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.forecasting.context_growth import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
+from sojourn_server.policies.policy_views import AdmissionView, ProgramGrowthView
+
+NEWCOMER = AdmissionView(
+    need_blocks=20,
+    free_blocks=100,
+    pool_blocks=1_000,
+    block_size=10,
+    max_context_tokens=100_000,
+    anything_running=True,
+    earlier=(),
+    observed_turns=0,
+    mean_growth_tokens=0.0,
+    observed_programs=0,
+    mean_turns=0.0,
+)
+YOUNG = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
+
+
+def test_the_first_program_always_enters() -> None:
+    assert ExpectedGrowthAdmission().may_admit(replace(NEWCOMER, need_blocks=10_000), 0.0)
+
+
+def test_an_idle_engine_admits_the_first_program() -> None:
+    crowded = replace(NEWCOMER, free_blocks=20, earlier=(YOUNG,) * 9)
+    assert not ExpectedGrowthAdmission().may_admit(crowded, 0.0)
+    assert ExpectedGrowthAdmission().may_admit(replace(crowded, anything_running=False), 0.0)
+
+
+def test_no_context_is_expected_to_grow_beyond_its_limit_and_all_not_beyond_the_pool() -> None:
+    policy = ExpectedGrowthAdmission(reserve=1.0)
+    full = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=95)
+    assert policy.expected_growth_tokens(full, replace(NEWCOMER, max_context_tokens=100)) == 5
+    giants = (ProgramGrowthView(turns=0, first_prompt_tokens=50_000, context_tokens=10),) * 3
+    assert policy.may_admit(replace(NEWCOMER, free_blocks=1_020, earlier=giants), 0.0)
+
+
+def test_everyone_enters_where_the_engine_decides() -> None:
+    assert NoAdmissionControl().may_admit(replace(NEWCOMER, free_blocks=0, earlier=(YOUNG,) * 9), 0.0)
+
+
+def test_priors_hold_until_growth_was_seen() -> None:
+    policy = ExpectedGrowthAdmission(reserve=1.0, prior_turns=11.0, prior_growth=0.3)
+    assert policy.expected_growth_tokens(YOUNG, NEWCOMER) == pytest.approx(10 * 30)
+    seen = replace(
+        NEWCOMER,
+        observed_turns=MIN_TURNS_SEEN,
+        mean_growth_tokens=7.0,
+        observed_programs=MIN_PROGRAMS_SEEN,
+        mean_turns=5.0,
+    )
+    assert policy.expected_growth_tokens(YOUNG, seen) == pytest.approx(4 * 7)
+    few = replace(seen, observed_turns=MIN_TURNS_SEEN - 1, observed_programs=MIN_PROGRAMS_SEEN - 1)
+    assert policy.expected_growth_tokens(YOUNG, few) == pytest.approx(10 * 30)
+
+
+def test_a_program_older_than_expected_still_grows_by_a_turn() -> None:
+    old = replace(NEWCOMER, observed_turns=MIN_TURNS_SEEN, mean_growth_tokens=50.0)
+    aged = ProgramGrowthView(turns=99, first_prompt_tokens=10, context_tokens=900)
+    assert ExpectedGrowthAdmission().expected_growth_tokens(aged, old) == pytest.approx(50.0)
+
+
+def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits() -> None:
+    policy = ExpectedGrowthAdmission(reserve=1.0)
+    # Two earlier programs will each grow by 300 tokens: 60 blocks of 10 are to stay free.
+    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG))
+    assert policy.may_admit(replace(entry, free_blocks=80), 0.0)
+    assert not policy.may_admit(replace(entry, free_blocks=79), 0.0)
+    assert ExpectedGrowthAdmission(reserve=0.5).may_admit(replace(entry, free_blocks=50), 0.0)
+
+
+def test_admission_is_monotonic_in_free_blocks_and_programs() -> None:
+    policy = ExpectedGrowthAdmission()
+    opened = [
+        policy.may_admit(replace(NEWCOMER, free_blocks=free, earlier=(YOUNG,) * 3), 0.0)
+        for free in range(0, 400, 5)
+    ]
+    assert opened == sorted(opened)
+    kept_out = [
+        not policy.may_admit(replace(NEWCOMER, free_blocks=150, earlier=(YOUNG,) * number), 0.0)
+        for number in range(12)
+    ]
+    assert kept_out == sorted(kept_out)
+
+
+def test_a_context_that_was_longer_before_is_expected_to_be_so_again() -> None:
+    seen = replace(NEWCOMER, observed_turns=MIN_TURNS_SEEN, mean_growth_tokens=5.0, max_context_tokens=9_000)
+    shrunk = ProgramGrowthView(turns=99, first_prompt_tokens=10, context_tokens=300, peak_tokens=700)
+    assert ExpectedGrowthAdmission().expected_growth_tokens(shrunk, seen) == pytest.approx(400)
+    assert ExpectedGrowthAdmission().expected_growth_tokens(
+        shrunk._replace(context_tokens=700), seen
+    ) == pytest.approx(5)

@@ -1,0 +1,300 @@
+"""The baselines' policies on views made by hand: admit's rules, Autellix §4.2, InferCept §3.2 and §4."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.ids import ProgramId
+from sojourn_server.policies.admission.admission_policies import WholeProgramAdmission
+from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
+from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import (
+    AdmissionView,
+    BlockShortage,
+    FinishedTurnView,
+    LeaseView,
+    ProgramGrowthView,
+    ReclaimRequest,
+    RunningRequestView,
+    WaitingRequestView,
+)
+from sojourn_server.policies.preemption.victim_policies import MostAttainedServiceVictim
+from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
+from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, StrictProgramFcfs
+from sojourn_server.policies.queue_order.least_attained_service import LeastAttainedService, ServiceLevels
+from sojourn_server.policies.retention.least_waste_retention import LeastWasteRetention
+from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
+from sojourn_server.programs.execution_history import ToolHistory
+
+# -- admit --------------------------------------------------------------------------
+
+NEWCOMER = AdmissionView(
+    need_blocks=20,
+    free_blocks=20,
+    pool_blocks=100,
+    block_size=16,
+    max_context_tokens=10_000,
+    anything_running=True,
+    earlier=(ProgramGrowthView(3, 100, 300),),
+    observed_turns=0,
+    mean_growth_tokens=0.0,
+    observed_programs=0,
+    mean_turns=0.0,
+)
+
+
+def test_a_whole_program_enters_where_its_prompt_fits_and_not_where_it_lacks_a_block() -> None:
+    assert WholeProgramAdmission().may_admit(NEWCOMER, 0.0)
+    assert not WholeProgramAdmission().may_admit(replace(NEWCOMER, free_blocks=19), 0.0)
+
+
+def test_the_earliest_program_always_enters() -> None:
+    assert WholeProgramAdmission().may_admit(replace(NEWCOMER, free_blocks=0, earlier=()), 0.0)
+
+
+def test_an_idle_engine_opens_after_its_patience_only() -> None:
+    idle = replace(NEWCOMER, free_blocks=0, anything_running=False)
+    assert not WholeProgramAdmission().may_admit(replace(idle, idle_s=29.9), 0.0)
+    assert WholeProgramAdmission().may_admit(replace(idle, idle_s=30.0), 0.0)
+
+
+def lease(name: str, rank: int, blocks: int) -> LeaseView:
+    return LeaseView(ProgramId(name), rank, 1e9, blocks, 1.0, False)
+
+
+HELD = [lease("b", 2, 10), lease("d", 4, 10), lease("e", 5, 10)]
+NEED = ReclaimRequest(
+    program_id=ProgramId("c"), program_rank=3, blocks=15, running=False, anything_running=True
+)
+
+
+def test_only_later_programs_give_way_latest_first() -> None:
+    assert LaterProgramsReclaim().release(NEED, HELD, 0.0) == ("e", "d")
+    assert LaterProgramsReclaim().release(replace(NEED, blocks=5), HELD, 0.0) == ("e",)
+    assert LaterProgramsReclaim().release(replace(NEED, blocks=21), HELD, 0.0) is None, "and not for nothing"
+
+
+def test_the_latest_program_reclaims_no_lease_even_if_it_runs() -> None:
+    latest = replace(NEED, program_rank=9, running=True)
+    assert LaterProgramsReclaim().release(latest, HELD, 0.0) is None
+    assert LaterProgramsReclaim().release(replace(latest, idle_s=99.0), HELD, 0.0) is None
+
+
+def test_an_engine_that_stood_idle_breaks_into_what_is_held() -> None:
+    idle = replace(NEED, program_rank=9, anything_running=False)
+    assert LaterProgramsReclaim().release(replace(idle, idle_s=29.0), HELD, 0.0) is None
+    assert LaterProgramsReclaim().release(replace(idle, idle_s=30.0), HELD, 0.0) == ("e", "d")
+
+
+def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:
+    """Otherwise it waits for blocks of the earlier program, which waits for its turn."""
+    earlier, preempted = WaitingRequestView(False, False, 1, 9), WaitingRequestView(True, False, 2, 3)
+    assert StrictProgramFcfs().key(earlier) < StrictProgramFcfs().key(preempted)
+    assert ProgramFcfs().key(preempted) < ProgramFcfs().key(earlier)
+
+
+def test_admit_keeps_what_calls_a_tool_until_the_end() -> None:
+    assert UntilProgramEndRetention().keep(TURN, 0.0) == RetentionDecision(1800.0, DecisionReason.FIXED)
+    assert UntilProgramEndRetention().keep(replace(TURN, tool=None), 0.0).ttl_s == 0.0
+    with pytest.raises(ValueError, match="ttl_s is nan"):
+        UntilProgramEndRetention(ttl_s=math.nan)
+
+
+# -- autellix -------------------------------------------------------------------------
+
+
+def call(arrival: int = 1, **facts: Any) -> WaitingRequestView:
+    return WaitingRequestView(facts.pop("preempted", False), False, arrival, arrival, **facts)
+
+
+PLAS = LeastAttainedService()
+
+
+@pytest.mark.parametrize(
+    ("attained_s", "ran_s", "level"),
+    [(0, 0, 0), (1.99, 0, 0), (2, 0, 1), (3.9, 0, 1), (4, 0, 2), (64, 0, 6), (1e9, 0, 6),
+     (0, 0.99, 0), (0, 1, 1), (0, 2.9, 1), (0, 3, 2), (4, 3.9, 2), (4, 4, 3), (0, 1e9, 6)],
+)  # fmt: skip
+def test_a_call_enters_by_its_programs_service_and_sinks_by_its_own(
+    attained_s: float, ran_s: float, level: int
+) -> None:
+    """Bounds 2, 4, … 64 s; quanta 1, 2, … 64 s."""
+    assert ServiceLevels().level(attained_s, ran_s) == level
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e3), st.floats(0, 1e3))
+def test_more_service_never_raises(attained_s: float, ran_s: float, more: float, longer: float) -> None:
+    levels = ServiceLevels()
+    assert levels.level(attained_s + more, ran_s) >= levels.level(attained_s, ran_s)
+    assert levels.level(attained_s, ran_s + longer) >= levels.level(attained_s, ran_s)
+
+
+def test_least_attained_goes_first_and_within_a_queue_who_came_first() -> None:
+    """PLAS: a later call of a program served little passes an earlier one of a program served much."""
+    calls = [
+        call(1, attained_s=50.0, arrived_s=1.0),
+        call(2, attained_s=0.5, arrived_s=2.0),
+        call(3, attained_s=0.0, arrived_s=3.0),
+        call(4, attained_s=5.0, arrived_s=4.0),
+    ]
+    assert [c.arrival for c in sorted(calls, key=PLAS.key)] == [2, 3, 4, 1]
+
+
+def test_a_preempted_call_has_sunk_by_what_it_ran() -> None:
+    fresh, ran = call(1, attained_s=5.0), call(2, attained_s=5.0, ran_s=4.0, preempted=True)
+    assert (PLAS.key(fresh)[0], PLAS.key(ran)[0]) == (2, 3)
+
+
+def test_waiting_beta_times_its_service_promotes_a_call_to_the_end_of_the_first_queue() -> None:
+    starved = call(1, attained_s=10.0, waited_s=30.0, since_s=100.0, arrived_s=100.0)
+    assert PLAS.promoted_s(starved) == 100.0 + 8 * 10.0 - 30.0
+    before, after = starved._replace(now_s=149.9), starved._replace(now_s=150.0)
+    first_queue = call(2, arrived_s=149.0)
+    assert PLAS.key(before) > PLAS.key(first_queue)
+    assert PLAS.key(first_queue) < PLAS.key(after) < PLAS.key(call(3, arrived_s=151.0))
+
+
+def test_in_the_first_queue_there_is_nothing_to_be_promoted_to() -> None:
+    assert PLAS.promoted_s(call(1, attained_s=1.0, waited_s=1e6)) == math.inf
+
+
+def test_a_program_that_waited_enough_before_is_promoted_as_it_arrives() -> None:
+    assert PLAS.promoted_s(call(1, attained_s=10.0, waited_s=81.0, since_s=7.0)) == 7.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 200), st.floats(0, 50)), min_size=1, max_size=8),
+    st.integers(0, 7),
+    st.floats(0, 1000),
+)
+def test_no_request_waits_for_ever_behind_new_ones(
+    lives: list[tuple[float, float]], index: int, later_s: float
+) -> None:
+    """A request that has waited beta times its service precedes all later arrivals."""
+    attained_s, ran_s = lives[index % len(lives)]
+    old = call(1, attained_s=attained_s, ran_s=ran_s, since_s=10.0, arrived_s=10.0)
+    now = 10.0 + PLAS.beta * (attained_s + ran_s) + later_s
+    newcomer = call(2, arrived_s=now + 1e-3, since_s=now + 1e-3, now_s=now + 1.0)
+    assert PLAS.key(old._replace(now_s=now + 1.0)) < PLAS.key(newcomer)
+
+
+def test_the_victim_is_in_the_lowest_queue_there_the_last_admitted() -> None:
+    running = [
+        RunningRequestView("long", 1, 0, 9, 100.0, 0.0),
+        RunningRequestView("mine", 2, 1, 9, 0.0, 0.5),
+        RunningRequestView("longer", 3, 2, 9, 90.0, 0.0),
+        RunningRequestView("short", 4, 3, 9, 0.0, 0.1),
+    ]
+    assert MostAttainedServiceVictim().victim(running, BlockShortage(), 0.0) == "longer"
+    assert MostAttainedServiceVictim().victim([running[1], running[3]], BlockShortage(), 0.0) == "short"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('order = { policy = "least-attained", beta = 0 }', "beta is 0; expected"),
+        ('order = { policy = "least-attained", beta = inf }', "beta is inf; expected"),
+        ('order = { policy = "least-attained", levels = 0 }', "levels 0"),
+        ('order = { policy = "least-attained", first_s = -1.0 }', "first_s -1.0"),
+        ('victim = { policy = "most-attained", quantum_s = 0.0 }', "quantum_s is 0.0"),
+        ('retention = { policy = "least-waste", max_ttl_s = nan }', "max_ttl_s is nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PresetError, match=f"x: .*{message}"):
+        parse_preset(f'extends = "autellix"\n{text}', source="x")
+
+
+def test_autellix_measures_order_and_victim_alike() -> None:
+    preset = load_preset("autellix")
+    assert isinstance(preset.order, LeastAttainedService)
+    assert isinstance(preset.victim, MostAttainedServiceVictim)
+    assert preset.order._levels == preset.victim._levels
+
+
+# -- infercept --------------------------------------------------------------------------
+
+TURN = FinishedTurnView(
+    program_id=ProgramId("p"),
+    tool="bash",
+    context_tokens=1000,
+    kv_blocks=63,
+    reload_s=2.0,
+    mean_evicted_wait_s=99.0,
+    memoryfulness=1.0,
+    history=ToolHistory(),
+    chunked_reload_s=1.5,
+    running_tokens=4000,
+)
+
+
+def waste(turn: FinishedTurnView, elapsed_s: float) -> tuple[float, float]:
+    """InferCept's Eq. 2 and Eq. 4, in token-seconds: preserve, with T as long as it has taken; discard."""
+    preserve = elapsed_s * turn.context_tokens
+    discard = turn.reload_s * turn.context_tokens / 2 + turn.chunked_reload_s * turn.running_tokens
+    return preserve, discard
+
+
+@given(
+    context=st.integers(1, 200_000),
+    running=st.integers(0, 500_000),
+    reload_s=st.floats(0.01, 30.0),
+    share=st.floats(0.1, 1.0),
+    early=st.floats(0.0, 0.999),
+    late=st.floats(1.001, 3.0),
+)
+def test_it_is_kept_as_long_as_keeping_wastes_less(
+    context: int, running: int, reload_s: float, share: float, early: float, late: float
+) -> None:
+    turn = replace(
+        TURN,
+        context_tokens=context,
+        running_tokens=running,
+        reload_s=reload_s,
+        chunked_reload_s=reload_s * share,
+    )
+    keep = LeastWasteRetention(max_ttl_s=1e12).keep(turn, 0.0)
+    assert keep.reason is DecisionReason.LEAST_WASTE
+    for elapsed_s, pays in ((early * keep.ttl_s, True), (late * keep.ttl_s, False)):
+        preserve, discard = waste(turn, elapsed_s)
+        assert (preserve < discard) is pays
+
+
+def test_the_numbers_of_one_turn() -> None:
+    assert LeastWasteRetention().keep(TURN, 0.0).ttl_s == pytest.approx(2.0 / 2 + 1.5 * 4)
+
+
+def test_a_program_that_runs_alone_wastes_only_its_own_memory() -> None:
+    assert LeastWasteRetention().keep(replace(TURN, running_tokens=0), 0.0).ttl_s == pytest.approx(1.0)
+
+
+def test_with_host_memory_the_cheaper_of_swap_and_discard_decides() -> None:
+    """Continuum §3.2: over a fast host cache preserving is rarely worth it."""
+    assert LeastWasteRetention().keep(replace(TURN, host_reload_s=0.05), 0.0).ttl_s == 0.05
+    assert LeastWasteRetention().keep(replace(TURN, host_reload_s=50.0), 0.0).ttl_s == pytest.approx(7.0)
+
+
+def test_queueing_and_history_do_not_enter_into_it() -> None:
+    """What Continuum adds to InferCept."""
+    history = ToolHistory()
+    for _ in range(500):
+        history.observe("bash", 0.01)
+    other = replace(TURN, mean_evicted_wait_s=0.0, memoryfulness=-1.0, history=history)
+    assert LeastWasteRetention().keep(other, 0.0) == LeastWasteRetention().keep(TURN, 0.0)
+
+
+def test_where_no_prefill_was_seen_yet_nothing_is_kept() -> None:
+    unknown = replace(TURN, reload_s=0.0, chunked_reload_s=0.0)
+    assert LeastWasteRetention().keep(unknown, 0.0) == RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
+
+
+def test_no_call_is_no_interception_and_the_bound_is_ours() -> None:
+    assert LeastWasteRetention().keep(replace(TURN, tool=None), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NO_TOOL_CALL
+    )
+    assert LeastWasteRetention().keep(replace(TURN, reload_s=1e6), 0.0).ttl_s == 300.0

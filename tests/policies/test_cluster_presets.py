@@ -1,0 +1,123 @@
+"""Cluster presets: what ships loads, an ablation differs in one line, bad ones say what was wrong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from sojourn_server.policies.cluster_preset import (
+    POLICY_CLASSES,
+    POLICY_PROTOCOLS,
+    PresetError,
+    cluster_preset_names,
+    load_cluster_preset,
+    parse_cluster_preset,
+    read_cluster_preset,
+)
+from sojourn_server.policies.preset import preset_names
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+
+
+def test_these_ship() -> None:
+    assert cluster_preset_names() == [
+        "mori",
+        "mori-least-room",
+        "mori-paper",
+        "prefix-affinity",
+        "random",
+        "round-robin",
+        "saga",
+        "saga-no-affinity",
+        "saga-no-shares",
+        "saga-no-stealing",
+        "sojourn",
+    ]
+
+
+@pytest.mark.parametrize("name", cluster_preset_names())
+def test_each_loads_under_its_own_name_for_an_engine_that_there_is(name: str) -> None:
+    preset = load_cluster_preset(name)
+    assert preset.name == name
+    assert preset.paper
+    assert preset.engine in {"stock", *preset_names()}
+
+
+def test_every_policy_of_the_registry_can_be_chosen_and_every_question_has_a_protocol() -> None:
+    assert POLICY_PROTOCOLS.keys() == POLICY_CLASSES.keys()
+    for question, known in POLICY_CLASSES.items():
+        for name in known:
+            text = (
+                f'routing = "random"\n{question} = "{name}"\n'
+                if question != "routing"
+                else f'routing = "{name}"'
+            )
+            preset = parse_cluster_preset(text, source="x")
+            assert type(getattr(preset, question)).__name__ == known[name].partition(":")[2]
+
+
+def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
+    whole, part = load_cluster_preset("saga"), load_cluster_preset("saga-no-stealing")
+    assert whole.stealing.steals
+    assert not part.stealing.steals
+    assert (whole.routing, whole.sharing, whole.send_below_load) == (part.routing, part.sharing, 1.0)
+    assert whole.routing == SessionAffinityRouting(most_load=0.8)
+    assert load_cluster_preset("mori-paper").routing == CapacityRouting(size_by="context")
+
+
+def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
+    preset = parse_cluster_preset('routing = "round-robin"', source="mine.toml")
+    assert preset.name == "mine.toml"
+    assert preset.engine == "stock"
+    assert preset.routing == RoundRobinRouting()
+    assert not preset.stealing.steals
+    assert not preset.sharing.divides_capacity
+    assert not preset.yielding.yields
+    assert preset.send_below_load == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("routing = ", "not TOML"),
+        ("", "routing is None"),
+        ('routing = "session-afinity"', "did you mean 'session-affinity'"),
+        ('routing = { policy = "session-affinity", most_load = 0 }', "most_load is 0"),
+        ('routing = "random"\nsend_below_load = 0', "send_below_load is 0"),
+        ('routing = "random"\nsend_below_load = "1"', "expected a number"),
+        ('routing = "random"\nsend_below_load = true', "expected a number"),
+        ('routing = "random"\nsize_quantile = 1', "size_quantile is 1"),
+        ('routing = "random"\nretention = "none"', "unknown key 'retention'"),
+        ('extends = "sage"', "extends unknown preset 'sage'"),
+        ('routing = "mine:Router"', "only in a file"),
+    ],
+)
+def test_bad_presets_say_what_was_wrong(text: str, told: str) -> None:
+    with pytest.raises(PresetError, match=r"mine\.toml") as caught:
+        parse_cluster_preset(text, source="mine.toml")
+    assert told in str(caught.value)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(PresetError, match="did you mean 'saga'"):
+        load_cluster_preset("sga")
+
+
+def test_an_operators_file_may_name_a_class_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class First:\n"
+        "    reads_prefixes = False\n"
+        "    def route(self, view, replicas, now):\n"
+        "        return (replicas[0].replica_id, 'first')\n"
+        "class Lame: pass\n"
+    )
+    file = tmp_path / "mine.toml"
+    file.write_text('routing = "mine:First"')
+    assert type(read_cluster_preset(file).routing).__name__ == "First"
+    file.write_text('routing = "mine:Lame"')
+    told = r"has no reads_prefixes and no route; routing needs what RoutingPolicy in .*\.routing_policies"
+    with pytest.raises(PresetError, match=told):
+        read_cluster_preset(file)
+    with pytest.raises(PresetError, match="No such file"):
+        read_cluster_preset(tmp_path / "none.toml")

@@ -1,0 +1,168 @@
+"""The prefill curve recovers what made the points, and the profile survives being written down."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts, StepSample
+
+LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000, 65536, 131072)
+NON_NEGATIVE = st.floats(min_value=0, max_value=1, allow_nan=False)
+
+
+@given(NON_NEGATIVE, NON_NEGATIVE, NON_NEGATIVE, st.integers(3, len(LENGTHS)))
+def test_points_of_a_quadratic_give_it_back(a: float, b: float, c: float, count: int) -> None:
+    made = PrefillCurve(a, b * 1e-3, c * 1e-8)
+    points = [(n, made.seconds(n)) for n in LENGTHS[:count]]
+    fitted = PrefillCurve.fit(points)
+    for tokens, seconds in points:
+        assert fitted.seconds(tokens) == pytest.approx(seconds, rel=1e-6, abs=1e-9)
+    assert fitted.residual(points) == pytest.approx(0.0, abs=1e-6 * max(1e-3, points[-1][1]))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200_000), st.floats(0, 100)), min_size=1, max_size=12),
+    st.lists(st.integers(-5, 400_000), min_size=2, max_size=8),
+)
+def test_any_fit_is_non_negative_and_never_falls(points: list[tuple[int, float]], asked: list[int]) -> None:
+    curve = PrefillCurve.fit(points)
+    seconds = [curve.seconds(tokens) for tokens in sorted(asked)]
+    assert all(value >= 0 for value in seconds)
+    assert all(a <= b for a, b in itertools.pairwise(seconds))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(LENGTHS), st.floats(0.01, 10)), min_size=4, max_size=8),
+    st.tuples(NON_NEGATIVE, NON_NEGATIVE, NON_NEGATIVE),
+)
+def test_no_other_non_negative_curve_fits_better(
+    points: list[tuple[int, float]], other: tuple[float, float, float]
+) -> None:
+    if len({n for n, _ in points}) < 3:
+        return
+    rival = PrefillCurve(other[0] * 10, other[1] * 1e-3, other[2] * 1e-8)
+    assert PrefillCurve.fit(points).residual(points) <= rival.residual(points) * (1 + 1e-6) + 1e-9
+
+
+def test_falling_measurements_become_a_constant_not_a_negative_slope() -> None:
+    curve = PrefillCurve.fit([(1000, 3.0), (2000, 2.0), (4000, 1.0)])
+    assert (curve.b_s_per_token, curve.c_s_per_token2) == (0.0, 0.0)
+    assert curve.a_s == pytest.approx(2.0)
+
+
+def test_few_points_give_simpler_curves() -> None:
+    assert PrefillCurve.fit([(1000, 0.5), (1000, 0.7)]).seconds(2000) == pytest.approx(1.2)
+    line = PrefillCurve.fit([(1000, 1.0), (3000, 2.0)])
+    assert line.seconds(5000) == pytest.approx(3.0)
+    assert line.c_s_per_token2 == 0.0
+
+
+def test_no_tokens_take_no_time() -> None:
+    assert PrefillCurve(1.0, 1.0, 1.0).seconds(0) == 0.0
+    assert PrefillCurve(1.0, 1.0, 1.0).seconds(-3) == 0.0
+    assert PrefillCurve(0.5, 0.25, 0.125).seconds(2) == 0.5 + 0.5 + 0.5
+
+
+@pytest.mark.parametrize("points", [[], [(0, 1.0)], [(10, -1.0)], [(10, math.nan)]])
+def test_points_that_are_none_are_refused(points: list[tuple[int, float]]) -> None:
+    with pytest.raises(ValueError, match="prefill point"):
+        PrefillCurve.fit(points)
+
+
+def test_a_curve_that_would_fall_is_refused() -> None:
+    with pytest.raises(ValueError, match="b_s_per_token is -1"):
+        PrefillCurve(0.0, -1.0, 0.0)
+
+
+PROFILE = EngineProfile(
+    model='acme/"llama"\n\x7f-8b',
+    hardware="1x Ütopia GPU",
+    engine="vllm 0.32.0",
+    block_size=16,
+    prefill=PrefillCurve(0.01, 1e-4, 3.25e-11),
+    points=((1000, 0.11), (2000, 0.21)),
+    device_to_host_bytes_per_s=2.5e10,
+    host_to_device_bytes_per_s=None,
+    decode_points=((1000, 0.02),),
+    measured_at="2025-01-02T03:04:05Z",
+    versions={"torch": "2.13.0", "vllm.cpu": "0.32.0"},
+    limits=EngineLimits(kv_pool_tokens=1600, max_num_seqs=4),
+    steps=StepCosts(0.01, 1e-4, 1e-9, 0.0, 1e-6, 0.003),
+    step_samples=(StepSample(0.11, 1, 1000, 500500, 1000, 1, 1), StepSample(0.0125, 1, 2, 33.0, 33.5, 2)),
+)
+
+
+def test_a_profile_survives_toml() -> None:
+    assert EngineProfile.from_toml(PROFILE.to_toml()) == PROFILE
+    bare = EngineProfile("m", "h", "e", 128, PrefillCurve(0, 0, 0), ())
+    assert EngineProfile.from_toml(bare.to_toml()) == bare
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("version = 2", "version = 9", "version is 9"),
+        ("version = 2", "version =", "not TOML"),
+        ("block_size = 16", "block_size = 0", "block_size is 0"),
+        ("block_size = 16", 'block_size = "16"', "block_size is '16'"),
+        ("hardware = ", "hardwear = ", "hardware is None"),
+        ("[prefill]", "[postfill]", r"section \[prefill\] is missing"),
+        ("a_s = 0.01", "a_s = -0.01", "a_s is -0.01"),
+        ("a_s = 0.01", "a_s = nan", "prefill.a_s is nan"),
+        ("[1000, 0.11]", "[1000]", r"prefill.points holds \[1000\]"),
+        (
+            "device_to_host_bytes_per_s = 25000000000.0",
+            "device_to_host_bytes_per_s = 0",
+            "bandwidth.device_to",
+        ),
+        ("max_num_seqs = 4", "max_num_seqs = 0", "limits.max_num_seqs is 0"),
+        ("max_num_seqs = 4", "max_sequences = 4", "limits.max_sequences is unknown"),
+        ("request_s = 1e-06", "request_s = -1e-06", "steps.request_s is -1e-06"),
+        ("request_s = 1e-06\n", "", "steps.request_s is None"),
+        ("[0.11, 1, ", "[0.11, ", r"steps.samples holds \[0.11, 1000"),
+    ],
+)
+def test_a_broken_profile_says_which_field(old: str, new: str, reason: str) -> None:
+    text = PROFILE.to_toml()
+    assert old in text
+    with pytest.raises(ValueError, match=reason):
+        EngineProfile.from_toml(text.replace(old, new, 1))
+
+
+def test_a_profile_of_version_one_is_still_read() -> None:
+    old = """
+version = 1
+model = "m"
+hardware = "h"
+engine = "e"
+block_size = 16
+measured_at = "2026-01-01T00:00:00Z"
+
+[prefill]
+a_s = 0.5
+b_s_per_token = 0.001
+c_s_per_token2 = 0.0
+points = [[1000, 1.5]]
+
+[bandwidth]
+host_to_device_bytes_per_s = 1e9
+
+[versions]
+"""
+    profile = EngineProfile.from_toml(old)
+    assert profile.prefill.seconds(1000) == pytest.approx(1.5)
+    assert (profile.steps, profile.step_samples, profile.limits) == (None, (), EngineLimits())
+
+
+def test_reload_takes_the_faster_way_back() -> None:
+    profile = EngineProfile(
+        "m", "h", "e", 16, PrefillCurve(0, 1e-3, 0), ((1000, 1.0),), host_to_device_bytes_per_s=1e9
+    )
+    assert profile.reload_seconds(1000) == 1.0
+    assert profile.reload_seconds(1000, 10**8, offloaded=True) == pytest.approx(0.1)
+    assert profile.reload_seconds(1000, 10**10, offloaded=True) == 1.0

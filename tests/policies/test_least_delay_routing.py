@@ -1,0 +1,219 @@
+"""Programs move in where delays are least and memory lasts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.routing.least_delay_routing import (
+    LeastDelayRouting,
+    mutual_delay,
+    peak_resident_tokens,
+)
+from sojourn_server.policies.routing.replica_views import (
+    NO_REPLICA,
+    ReplicaView,
+    ResidentProgramGroup,
+    RoutingDecision,
+    RoutingView,
+)
+
+POOL = 1000
+
+
+def replica(
+    name: str, *there: ResidentProgramGroup, load: float = 0.0, takes_new: bool = True
+) -> ReplicaView:
+    return ReplicaView(name, load, 1, 0, homed=len(there), takes_new=takes_new, memory_tokens=POOL)
+
+
+def request(
+    turns_left: float = 10.0, size_tokens: int = 200, **residents: tuple[ResidentProgramGroup, ...]
+) -> RoutingView:
+    return RoutingView("r", 0, 100, size_tokens, turns_left=turns_left, residents=residents)
+
+
+def to(view: RoutingView, policy: LeastDelayRouting | None = None) -> RoutingDecision:
+    replicas = [replica(name, *view.residents.get(name, ())) for name in "ab"]
+    return (policy or LeastDelayRouting()).route(view, replicas, 0.0)
+
+
+ENDS_SOON = ResidentProgramGroup(400, 400, 99, 2.0)
+STAYS = ResidentProgramGroup(300, 300, 20, 100.0)
+
+
+def test_a_program_of_few_turns_and_one_of_many_choose_differently() -> None:
+    there = {"a": (ENDS_SOON,), "b": (STAYS,)}
+    assert to(request(2.0, 100, **there)) == RoutingDecision("b", "least_delay"), (
+        "the other is there as long as it"
+    )
+    assert to(request(50.0, 100, **there)) == RoutingDecision("a", "least_delay"), "the other is gone soon"
+
+
+def test_a_request_that_is_alone_goes_where_the_load_is_least() -> None:
+    view = request(1.0, 100, b=(STAYS,))
+    replicas = [replica("a", load=0.3), replica("b", STAYS, load=0.1)]
+    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == "b"
+    assert LeastDelayRouting().route(view._replace(turns_left=1.5), replicas, 0.0).replica_id == "a"
+
+
+def test_a_single_turn_request_does_not_wait() -> None:
+    full = (ResidentProgramGroup(950, 950, 1, 10.0),)
+    assert to(request(1.0, 500, a=full, b=full)) == RoutingDecision("a", "least_loaded", passes=True)
+    assert to(request(1.5, 500, a=full, b=full)) == RoutingDecision(None, "no_room")
+
+
+def test_a_replica_with_nothing_to_do_takes_one_in() -> None:
+    full = (ResidentProgramGroup(950, 950, 1, 10.0),)
+    view = request(10.0, 500, a=full, b=full)
+    for changed in ({"in_flight": 0, "queued": 1}, {"in_flight": 1}):
+        replicas = [replica("a", *full), replica("b", *full)._replace(**changed)]
+        assert LeastDelayRouting().route(view, replicas, 0.0).replica_id is None
+    replicas = [replica("a", *full), replica("b", *full)._replace(in_flight=0)]
+    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == "b"
+
+
+def test_whom_it_would_slow_counts_as_much_as_who_would_slow_it() -> None:
+    # Alike for the newcomer, but of these one has nearly done all its turns and the other none.
+    nearly_done, begins = ResidentProgramGroup(200, 200, 990, 10.0), ResidentProgramGroup(200, 200, 0, 10.0)
+    assert to(request(10.0, 100, a=(begins,), b=(nearly_done,))).replica_id == "b"
+
+
+def test_memory_lasts_where_programs_end_at_different_times() -> None:
+    # Sizes come to 1,200 of 1,000, but the one there has ended before the newcomer has grown.
+    there = {"a": (ResidentProgramGroup(690, 700, 9, 1.0),), "b": (ResidentProgramGroup(300, 700, 9, 10.0),)}
+    view = request(10.0, 500, **there)
+    assert to(view) == RoutingDecision("a", "least_delay")
+    both = request(10.0, 500, a=there["b"], b=there["b"])
+    assert to(both) == RoutingDecision(None, "no_room")
+    assert to(both).needs_tokens == 0, "later requests wait behind it"
+    assert to(both, LeastDelayRouting(most_full=1.0)).replica_id is None
+    assert (
+        to(request(10.0, 290, a=there["b"], b=there["b"]), LeastDelayRouting(most_full=1.0)).replica_id == "a"
+    )
+
+
+def test_a_program_too_large_for_all_goes_to_an_empty_replica() -> None:
+    assert to(request(10.0, 5000, a=(STAYS,))).replica_id == "b"
+
+
+def test_it_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:
+    full = replica("a", *(STAYS,) * 4, load=1.5)
+    replicas = [full, replica("b")]
+    at_home = request()._replace(home=full, cached=True)
+    assert LeastDelayRouting().route(at_home, replicas, 0.0) == RoutingDecision("a", "home")
+    assert LeastDelayRouting().route(at_home._replace(cached=False), replicas, 0.0) == RoutingDecision(
+        "b", "returns"
+    )
+    child = request()._replace(parent_home=full)
+    assert LeastDelayRouting().route(child, replicas, 0.0) == RoutingDecision("a", "near_parent")
+    shut = full._replace(takes_new=False)
+    assert (
+        LeastDelayRouting().route(child._replace(parent_home=shut), [shut, replicas[1]], 0.0).replica_id
+        == "b"
+    )
+    assert LeastDelayRouting().route(request(), [shut], 0.0) == NO_REPLICA
+
+
+@pytest.mark.parametrize("resident_for_s", [-0.1, float("nan")])
+def test_a_time_is_not_negative(resident_for_s: float) -> None:
+    with pytest.raises(ValueError, match="expected seconds ≥ 0"):
+        LeastDelayRouting(resident_for_s=resident_for_s)
+
+
+@pytest.mark.parametrize("most_full", [0.0, -1.0, 1.01])
+def test_a_share_of_memory_is_one(most_full: float) -> None:
+    with pytest.raises(ValueError, match="expected above 0"):
+        LeastDelayRouting(most_full=most_full)
+
+
+residents = st.lists(
+    st.builds(
+        lambda context, more, turns, left: ResidentProgramGroup(context, context + more, turns, float(left)),
+        st.integers(1, 500),
+        st.integers(0, 500),
+        st.integers(0, 50),
+        st.integers(1, 50),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(programs=residents)
+def test_the_most_is_what_turn_after_turn_comes_to(programs: list[ResidentProgramGroup]) -> None:
+    def tokens(one: ResidentProgramGroup, turn: int) -> float:
+        return one.context_tokens + (one.size_tokens - one.context_tokens) * turn / one.turns_left
+
+    turns = range(1, 51)
+    most = max(sum(tokens(one, at) for one in programs if one.turns_left >= at) for at in turns)
+    assert peak_resident_tokens(programs) == pytest.approx(most)
+    assert peak_resident_tokens(programs) <= sum(one.size_tokens for one in programs) + 1e-6
+
+
+@given(programs=residents, newcomer=residents.map(lambda some: some[0]))
+def test_one_more_program_never_reduces_the_delay(
+    programs: list[ResidentProgramGroup], newcomer: ResidentProgramGroup
+) -> None:
+    assert mutual_delay(newcomer, ()) == 0.0
+    assert mutual_delay(newcomer, programs) >= mutual_delay(newcomer, programs[1:]) > -1e-9
+    assert mutual_delay(newcomer, programs) == pytest.approx(mutual_delay(newcomer, programs[::-1]))
+
+
+def together(programs: list[ResidentProgramGroup]) -> tuple[ResidentProgramGroup, ...]:
+    """Those alike as one."""
+    found: dict[tuple[float, int], ResidentProgramGroup] = {}
+    for one in programs:
+        before = found.get(
+            (one.turns_left, one.turns), ResidentProgramGroup(0, 0, one.turns, one.turns_left, 0)
+        )
+        found[one.turns_left, one.turns] = before._replace(
+            context_tokens=before.context_tokens + one.context_tokens,
+            size_tokens=before.size_tokens + one.size_tokens,
+            programs=before.programs + 1,
+        )
+    return tuple(found[alike] for alike in sorted(found))
+
+
+alike = residents.map(lambda some: [one for one in some for _ in range(1 + one.turns % 3)])
+
+
+@given(programs=alike, newcomer=residents.map(lambda some: some[0]))
+def test_those_alike_count_as_each_of_them_would(
+    programs: list[ResidentProgramGroup], newcomer: ResidentProgramGroup
+) -> None:
+    assert mutual_delay(newcomer, together(programs)) == pytest.approx(mutual_delay(newcomer, programs))
+    assert peak_resident_tokens(together(programs)) == pytest.approx(peak_resident_tokens(programs))
+
+
+@given(
+    there=st.lists(residents | st.just([]), min_size=1, max_size=5),
+    newcomer=residents.map(lambda some: some[0]),
+    in_flight=st.lists(st.integers(0, 1), min_size=5, max_size=5),
+    loads=st.lists(st.sampled_from([0.1, 0.5]), min_size=5, max_size=5),
+)
+def test_it_is_the_first_of_the_best_where_memory_lasts(
+    there: list[list[ResidentProgramGroup]],
+    newcomer: ResidentProgramGroup,
+    in_flight: list[int],
+    loads: list[float],
+) -> None:
+    names = [f"r{number}" for number in range(len(there))]
+    replicas = [
+        replica(name, *some, load=load)._replace(in_flight=busy)
+        for name, some, busy, load in zip(names, there, in_flight, loads, strict=False)
+    ]
+    view = request(
+        newcomer.turns_left, newcomer.size_tokens, **dict(zip(names, map(tuple, there), strict=True))
+    )
+    comes = ResidentProgramGroup(view.context_tokens, max(newcomer.size_tokens, 100), 0, newcomer.turns_left)
+    view = view._replace(size_tokens=comes.size_tokens)
+    alone, best, chosen = newcomer.turns_left <= 1.0, None, None
+    for one, some in zip(replicas, there, strict=True):
+        if some and not alone and one.in_flight and peak_resident_tokens([*some, comes]) > 0.9 * POOL:
+            continue
+        delayed = mutual_delay(comes, some)
+        rank = (one.load, delayed, one.homed) if alone else (delayed, one.load, one.homed)
+        if best is None or rank < best:
+            best, chosen = rank, one.replica_id
+    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == chosen

@@ -1,0 +1,629 @@
+"""Placement by relative idleness: the paper's rules on examples worked out by hand (M2–M6, M8, M9)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sojourn.ids import ProgramId
+from sojourn_server.policies.eviction.block_labels import BlockLabel, device_eviction_rank, label_of_tier
+from sojourn_server.policies.eviction.eviction_policies import TypedLabelEviction
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, NoPlacement, TierMove
+from sojourn_server.policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
+from sojourn_server.policies.placement.relative_idleness import LOOKAHEAD, RelativeIdlenessPlacement
+from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
+from sojourn_server.programs.idleness import Idleness, IdlenessPhase
+
+NOW = 1000.0
+DEVICE, HOST, DISK, WAITING = Tier
+REASONING, READY, ACTING = ProgramActivity
+PAPER = RelativeIdlenessPlacement(
+    size_by="context", patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf, exchange_reserve=1.0
+)
+
+
+def program(
+    name: str, tier: Tier, activity: ProgramActivity, idleness: float = 0.5, blocks: int = 10, **other: Any
+) -> ProgramTierView:
+    """One of constant idleness. A ready one has waited for a second."""
+    made: dict[str, Any] = {
+        "context_blocks": blocks,
+        "required_blocks": blocks if activity is READY else 0,
+        "resident_blocks": blocks if tier is DEVICE else 0,
+        "waiting_since_s": NOW - 1.0,
+        "last_active_s": NOW - 1.0,
+        "returning": True,
+    }
+    shown = Idleness(1.0 - idleness, idleness)
+    return ProgramTierView(
+        program_id=ProgramId(name), tier=tier, activity=activity, idleness=shown, **{**made, **other}
+    )
+
+
+def newcomer(name: str, blocks: int = 10, **other: Any) -> ProgramTierView:
+    return program(name, WAITING, READY, 0.0, 0, **{"required_blocks": blocks, "returning": False, **other})
+
+
+def view(*programs: ProgramTierView, device: int = 100, host: int = 100, disk: int = 0) -> PlacementView:
+    groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
+    for each in programs:
+        groups[each.tier].append(each)
+    return PlacementView(
+        why=PlacementTrigger.TICK,
+        device=TierCapacity(capacity_blocks=device),
+        host=TierCapacity(capacity_blocks=host),
+        disk=TierCapacity(capacity_blocks=disk),
+        on_device=groups[DEVICE],
+        on_host=groups[HOST],
+        on_disk=groups[DISK],
+        waiting=groups[WAITING],
+    )
+
+
+def moved(policy: RelativeIdlenessPlacement, seen: PlacementView, now: float = NOW) -> dict[str, Tier]:
+    """What moves at once, and where to."""
+    return {move.program_id: move.to for move in policy.moves(seen, now) if move.when is MoveTiming.NOW}
+
+
+def lazily(policy: RelativeIdlenessPlacement, seen: PlacementView, now: float = NOW) -> list[str]:
+    return [move.program_id for move in policy.moves(seen, now) if move.when is MoveTiming.AFTER_TURN]
+
+
+# -- demotion (M3, §4.3.1) -------------------------------------------------------------------
+
+
+def test_acting_programs_leave_before_reasoning_ones_the_most_idle_first() -> None:
+    """Five of 30 blocks on a device of 100: two must go. Acting ones, though a reasoning one is more idle."""
+    seen = view(
+        program("reasoning, very idle", DEVICE, REASONING, 0.99, 30),
+        program("reasoning, busy", DEVICE, REASONING, 0.05, 30),
+        program("acting, idle", DEVICE, ACTING, 0.8, 30),
+        program("acting, idler", DEVICE, ACTING, 0.9, 30),
+        program("acting, busy", DEVICE, ACTING, 0.1, 30),
+    )
+    assert moved(PAPER, seen) == {"acting, idler": HOST, "acting, idle": HOST}
+    assert [move.reason for move in PAPER.moves(seen, NOW)] == [MoveReason.OVER_CAPACITY] * 2
+    assert lazily(PAPER, seen) == []
+
+
+def test_no_more_leave_than_have_to() -> None:
+    seen = view(
+        program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, ACTING, 0.8, 30),
+        program("c", DEVICE, REASONING, 0.1, 11),
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"a": HOST}
+    assert PAPER.moves(replace(seen, device=TierCapacity(capacity_blocks=101)), NOW) == ()
+
+
+def test_a_reasoning_victim_finishes_its_turn() -> None:
+    """§4.3.1: "If only Reasoning programs remain, … the victim finishes its current inference step"."""
+    a, b = program("a", DEVICE, REASONING, 0.7, 60), program("b", DEVICE, REASONING, 0.2, 60)
+    assert PAPER.moves(view(a, b), NOW) == (
+        TierMove(ProgramId("a"), HOST, MoveTiming.AFTER_TURN, MoveReason.OVER_CAPACITY),
+    )
+    pending = replace(a, pending=True)
+    assert PAPER.moves(view(pending, b), NOW) == (), "marked once"
+    over = replace(pending, activity=ACTING)
+    assert moved(PAPER, view(over, b)) == {"a": HOST}
+    returned = replace(pending, activity=READY)
+    assert moved(PAPER, view(returned, b)) == {"a": HOST}, "its next request came in the meantime, and waits"
+
+
+def test_it_stays_if_there_is_room_again_by_then() -> None:
+    pending = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
+    for activity in (REASONING, ACTING, READY):
+        answer = PAPER.moves(view(replace(pending, activity=activity)), NOW)
+        assert answer == (TierMove(ProgramId("a"), DEVICE, MoveTiming.NOW, MoveReason.KEPT),)
+
+
+def test_a_program_that_starts_to_act_leaves_instead_of_a_pending_one() -> None:
+    pending = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
+    acting = program("b", DEVICE, ACTING, 0.2, 60)
+    assert moved(PAPER, view(pending, acting)) == {"b": HOST, "a": DEVICE}
+
+
+def test_a_program_about_to_run_is_not_demoted() -> None:
+    a, b = program("a", DEVICE, READY, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60)
+    assert lazily(PAPER, view(a, b)) == ["b"]
+    assert PAPER.moves(view(a, replace(b, activity=READY)), NOW) == ()
+
+
+def test_the_idleness_is_the_one_of_now() -> None:
+    """One that has acted for long overtakes one that was more idle: §4.2, responsive."""
+    a = replace(
+        program("a", DEVICE, ACTING, blocks=60),
+        idleness=Idleness(10.0, 0.0, IdlenessPhase.ACTING, since_s=NOW),
+    )
+    b = program("b", DEVICE, ACTING, 0.5, 60)
+    assert moved(PAPER, view(a, b), NOW + 1.0) == {"b": HOST}
+    assert moved(PAPER, view(a, b), NOW + 11.0) == {"a": HOST}
+
+
+def test_ties_go_to_the_least_recently_active_program() -> None:
+    a, b = program("a", DEVICE, ACTING, blocks=60), program("b", DEVICE, ACTING, blocks=60)
+    assert moved(PAPER, view(a, b)) == moved(PAPER, view(b, a)) == {"a": HOST}
+    assert moved(PAPER, view(a, replace(b, last_active_s=NOW - 9.0))) == {"b": HOST}
+
+
+@pytest.mark.parametrize(("host", "to"), [(60, HOST), (59, WAITING), (0, WAITING)])
+def test_a_program_too_large_for_host_memory_loses_its_kv(host: int, to: Tier) -> None:
+    """M6; §3.4: "Programs that cannot be admitted to either tier must be evicted entirely"."""
+    seen = view(program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60), host=host)
+    assert moved(PAPER, seen) == {"a": to}
+
+
+def test_host_memory_that_holds_too_much_drops_the_most_idle_first() -> None:
+    """§4.1: "A CPU memory capacity constraint is enforced analogously"."""
+    seen = view(
+        program("busy", HOST, ACTING, 0.2, 30), program("idle", HOST, ACTING, 0.9, 30),
+        program("ready", HOST, READY, 0.95, 30), program("there", DEVICE, REASONING, 0.1, 100),
+        host=60,
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"idle": WAITING}
+    assert moved(PAPER, replace(seen, disk=TierCapacity(capacity_blocks=30))) == {"idle": DISK}
+
+
+# -- promotion (M4, §4.3.1) ------------------------------------------------------------------
+
+
+def test_promotion_goes_host_then_returning_then_new_each_in_its_order() -> None:
+    line = [
+        program("host, busy", HOST, READY, 0.1),
+        program("host, idle", HOST, READY, 0.9),
+        program("disk, busy", DISK, READY, 0.0),
+        program("returning, busy", WAITING, READY, 0.05),
+        program("returning, idle", WAITING, READY, 0.5),
+        newcomer("new, small", 10),
+        newcomer("new, large", 20),
+    ]
+    for room in range(1, 8):
+        seen = view(*reversed(line), device=10 * room, disk=10)
+        assert list(moved(PAPER, seen)) == [each.program_id for each in line[:room]][:6]
+    assert len(moved(PAPER, view(*line, device=80, disk=10))) == 7
+
+
+def test_an_acting_program_is_not_promoted() -> None:
+    """Neither from host memory nor from the Waiting queue: only ready programs are promoted."""
+    assert PAPER.moves(view(program("a", HOST, ACTING), program("b", WAITING, ACTING)), NOW) == ()
+    assert PAPER.moves(view(program("a", HOST, ACTING)), NOW) == ()
+
+
+def test_among_new_programs_the_smallest_goes_first_then_the_earliest() -> None:
+    a, b = newcomer("a", 30), newcomer("b", 20)
+    c = newcomer("c", 20, waiting_since_s=NOW - 5.0)
+    assert list(moved(PAPER, view(a, b, c))) == ["c", "b", "a"]
+
+
+def test_a_program_that_does_not_fit_is_skipped() -> None:
+    """And no program is promoted beyond the capacity (M6)."""
+    there = program("there", DEVICE, REASONING, 0.5, 70)
+    seen = view(there, program("large", HOST, READY, 0.1, 31), program("small", HOST, READY, 0.9, 30))
+    assert moved(PAPER, seen) == {"small": DEVICE}
+
+
+def test_blocks_of_untracked_requests_are_not_available() -> None:
+    seen = view(program("there", DEVICE, REASONING, 0.5, 50), program("a", HOST, READY, 0.5, 40))
+    assert moved(PAPER, seen) == {"a": DEVICE}
+    assert (
+        PAPER.moves(replace(seen, device=TierCapacity(capacity_blocks=100, untracked_blocks=11)), NOW) == ()
+    )
+
+
+def test_what_demotion_frees_is_filled_in_the_same_answer() -> None:
+    seen = view(
+        program("grown", DEVICE, REASONING, 0.1, 50), program("idle", DEVICE, ACTING, 0.9, 60),
+        program("a", HOST, READY, 0.2, 50), program("b", HOST, READY, 0.3, 5),
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"idle": WAITING, "a": DEVICE}, (
+        "host memory has 45 left when the idle one goes"
+    )
+
+
+def test_size_is_the_predicted_peak_unless_the_paper_s_context_is_asked_for() -> None:
+    there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
+    ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
+    peak = replace(PAPER, size_by="peak")
+    assert peak.moves(view(there, ready), NOW) == ()
+    assert moved(peak, view(there, replace(ready, peak_blocks=20))) == {"ready": DEVICE}
+    assert moved(PAPER, view(there, ready)) == {"ready": DEVICE}
+    assert moved(peak, view(there, replace(ready, peak_blocks=0))) == {"ready": DEVICE}, "nothing predicted"
+    assert peak.device_blocks(replace(there, context_blocks=90)) == 90, "a prediction it has outgrown"
+    assert PAPER.device_blocks(replace(ready, required_blocks=17)) == 17, (
+        "its answer and tool output come on top"
+    )
+    assert PAPER.device_blocks(replace(there, resident_blocks=25)) == 25, "branches side by side"
+    assert peak.device_blocks(newcomer("new", 0)) == 1
+
+
+def test_below_the_device_a_context_counts_and_not_a_peak() -> None:
+    idle = program("idle", DEVICE, ACTING, 0.9, 20, peak_blocks=90)
+    grown = program("grown", DEVICE, REASONING, 0.1, 20, peak_blocks=20)
+    assert moved(RelativeIdlenessPlacement(), view(idle, grown, host=20)) == {"idle": HOST}
+
+
+# -- stickiness (M8, §4.3) -------------------------------------------------------------------
+
+
+def test_without_a_violation_or_room_nothing_moves() -> None:
+    """§1: "until a capacity violation forces a demotion or idle capacity … allows promotion"."""
+    seen = view(
+        program("idle", DEVICE, ACTING, 1.0, 60),
+        program("reasoning", DEVICE, REASONING, 0.9, 40),
+        program("busy, ready", HOST, READY, 0.0, 60),
+        program("returning", WAITING, READY, 0.0, 60),
+        newcomer("new"),
+    )
+    assert PAPER.moves(seen, NOW) == ()
+    assert PAPER.moves(seen, NOW + 50.0) == ()
+    assert PAPER.moves(view(), NOW) == ()
+
+
+def test_in_an_exchange_acting_programs_leave_for_ready_ones() -> None:
+    """Not in the paper: a place on the device is no more than a copy where host memory takes it."""
+    idle, other = program("idle", DEVICE, ACTING, 0.2, 50), program("other", DEVICE, REASONING, 1.0, 50)
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    for ready in (program("ready", WAITING, READY, 0.9, 50), newcomer("ready", 50)):
+        seen = view(idle, other, ready, host=80)
+        assert exchanging.moves(seen, NOW) == (
+            TierMove(ProgramId("ready"), DEVICE, MoveTiming.NOW, MoveReason.EXCHANGE),
+            TierMove(ProgramId("idle"), HOST, MoveTiming.NOW, MoveReason.EXCHANGE),
+        )
+        assert exchanging.moves(view(idle, other, ready, host=66), NOW) == (), "16 would be left"
+        assert PAPER.moves(seen, NOW) == ()
+
+
+def test_a_promoted_program_leaves_its_place_in_host_memory_to_the_demoted_one() -> None:
+    idle, ready = program("idle", DEVICE, ACTING, 0.2, 100), program("ready", HOST, READY, 0.9, 100)
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    assert len(exchanging.moves(view(idle, ready, host=140), NOW)) == 2
+    assert exchanging.moves(view(idle, ready, host=130), NOW) == (), "30 are free now, and would be then"
+
+
+def test_most_idle_first_and_no_more_than_needed_leave_in_an_exchange() -> None:
+    acting = [program(f"p{tenth}", DEVICE, ACTING, tenth / 10, 25) for tenth in range(4)]
+    seen = view(*acting, program("ready", WAITING, READY, 0.5, 50), host=1000)
+    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
+    assert [move.program_id for move in moves] == ["ready", "p3", "p2"]
+
+
+def test_small_ones_stay_where_the_large_one_that_leaves_is_enough() -> None:
+    small = [program(f"s{tenth}", DEVICE, ACTING, 0.5 + tenth / 10, 1) for tenth in range(4)]
+    large = program("large", DEVICE, ACTING, 0.1, 96)
+    seen = view(*small, large, program("ready", WAITING, READY, 0.5, 96), host=1000)
+    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
+    assert [move.program_id for move in moves] == ["ready", "large"]
+
+
+def test_in_an_exchange_only_the_most_idle_go_to_disk() -> None:
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    ready = program("ready", WAITING, READY, 0.5, 60)
+    for idleness, host, to in ((0.95, 200, DISK), (0.95, 0, DISK), (0.85, 200, HOST)):
+        acting = program("acting", DEVICE, ACTING, idleness, 60)
+        moves = exchanging.moves(view(acting, ready, host=host, disk=100), NOW)
+        assert [move.to for move in moves] == [DEVICE, to]
+    busy = program("acting", DEVICE, ACTING, 0.85, 60)
+    assert exchanging.moves(view(busy, ready, host=70, disk=100), NOW) == (), "the disk is not for it"
+
+
+def test_overflow_of_a_lower_tier_makes_room_for_an_exchange_in_the_same_answer() -> None:
+    exchanging = replace(PAPER, exchange_reserve=0.25)
+    seen = view(
+        program("acting", DEVICE, ACTING, 0.0, 80),
+        program("large", HOST, ACTING, 0.9, 110),
+        program("ready", WAITING, READY, 0.5, 80),
+        host=108,
+    )
+    moves = {move.program_id: move.to for move in exchanging.moves(seen, NOW)}
+    assert moves == {"large": WAITING, "ready": DEVICE, "acting": HOST}
+
+
+def test_no_program_leaves_for_one_that_would_still_not_fit() -> None:
+    seen = view(
+        program("acting", DEVICE, ACTING, 0.5, 50),
+        program("reasoning", DEVICE, REASONING, 0.5, 50),
+        program("large", WAITING, READY, 0.5, 51),
+        host=1000,
+    )
+    assert replace(PAPER, exchange_reserve=0.0).moves(seen, NOW) == ()
+
+
+# -- disk (M9, §7.1) -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("idleness", "host", "disk", "to"),
+    [
+        (0.95, 60, 60, DISK),
+        (0.89, 60, 60, HOST),
+        (0.95, 60, 59, HOST),
+        (0.89, 59, 60, DISK),
+        (0.95, 59, 59, WAITING),
+    ],
+)
+def test_the_most_idle_go_to_disk(idleness: float, host: int, disk: int, to: Tier) -> None:
+    seen = view(
+        program("a", DEVICE, ACTING, idleness, 60), program("b", DEVICE, REASONING, 0.1, 60),
+        host=host, disk=disk,
+    )  # fmt: skip
+    assert moved(PAPER, seen) == {"a": to}
+
+
+def test_the_idle_leave_host_memory_for_the_busier() -> None:
+    victim, grown = program("victim", DEVICE, ACTING, 0.5, 60), program("grown", DEVICE, REASONING, 0.1, 60)
+    below = [program("idlest", HOST, ACTING, 0.97, 40), program("idle", HOST, ACTING, 0.93, 40)]
+    assert moved(PAPER, view(victim, grown, *below, disk=100)) == {
+        "idlest": DISK, "victim": HOST,
+    }, "one of them is enough"  # fmt: skip
+    assert moved(PAPER, view(victim, grown, *below, disk=39)) == {"victim": WAITING}
+    assert moved(PAPER, view(victim, grown, *below, host=99, disk=39)) == {"victim": WAITING}
+    busy = [replace(each, idleness=Idleness(0.2, 0.8)) for each in below]
+    assert moved(PAPER, view(victim, grown, *busy, disk=100)) == {"victim": DISK}
+    ready = [replace(each, activity=READY, required_blocks=41) for each in below]
+    assert moved(PAPER, view(victim, grown, *ready, device=100, disk=100))["victim"] is DISK
+
+
+# -- no starvation ---------------------------------------------------------------------------
+
+OURS = RelativeIdlenessPlacement(
+    exchange_reserve=1.0,
+    absent_s=math.inf,
+    size_by="context",
+    patience_s=120.0,
+    standstill_s=2.0,
+    overdue_gap_s=0.0,
+)
+
+
+def test_the_first_candidate_enters_an_empty_device_whatever_its_size() -> None:
+    giant = program("giant", HOST, READY, 0.5, 500)
+    assert moved(PAPER, view(giant, newcomer("new", 1), host=500)) == {"giant": DEVICE}
+    alone = replace(giant, tier=DEVICE, resident_blocks=500)
+    for activity in (READY, REASONING, ACTING):
+        there = replace(alone, activity=activity)
+        assert PAPER.moves(view(there), NOW) == (), "alone it may stay"
+        assert PAPER.moves(view(there, newcomer("new", 1)), NOW) == (), "and stays alone"
+    assert lazily(PAPER, view(replace(alone, activity=REASONING), program("b", DEVICE, READY))) == ["giant"]
+
+
+def test_one_that_outgrew_the_device_is_alone_there_at_last() -> None:
+    giant = program("giant", DEVICE, REASONING, 0.1, 120)
+    others = [program(f"p{i}", DEVICE, ACTING, 0.5, 10) for i in range(3)]
+    assert moved(PAPER, view(giant, *others)) == {"p0": HOST, "p1": HOST, "p2": HOST}
+
+
+def test_the_device_does_not_stand_still_for_long() -> None:
+    """A parent that fills the device waits for a sub-agent that is new and cannot enter: rule 3."""
+    parent = program("parent", DEVICE, ACTING, 0.9, 95, last_active_s=NOW)
+    child = newcomer("child", 20)
+    assert OURS.moves(view(parent, child), NOW + 1.9) == ()
+    assert OURS.moves(view(parent, child), NOW + 2.0) == (
+        TierMove(ProgramId("child"), DEVICE, MoveTiming.NOW, MoveReason.STANDSTILL),
+        TierMove(ProgramId("parent"), HOST, MoveTiming.NOW, MoveReason.STANDSTILL),
+    )
+    assert PAPER.moves(view(parent, child), NOW + 1e6) == (), "as the paper has it"
+    running = program("running", DEVICE, REASONING, 0.1, 5)
+    assert OURS.moves(view(parent, running, child), NOW + 59.0) == (), "a program runs"
+    assert OURS.moves(view(parent, replace(running, activity=READY), child), NOW + 59.0) == (), (
+        "or is about to"
+    )
+    assert OURS.moves(view(parent), NOW + 60.0) == (), "no program is ready"
+
+
+def test_a_long_absent_program_leaves_for_any_ready_one() -> None:
+    policy = replace(PAPER, absent_s=60.0)
+    gone = program("gone", DEVICE, ACTING, 0.9, 50, last_active_s=NOW - 60.0)
+    away = program("away", DEVICE, ACTING, 0.95, 50, last_active_s=NOW - 59.0)
+    full = view(gone, away, newcomer("new", 30), device=100)
+    assert {(move.program_id, move.to, move.reason) for move in policy.moves(full, NOW)} == {
+        ("new", DEVICE, MoveReason.ABSENT),
+        ("gone", HOST, MoveReason.ABSENT),
+    }
+    assert policy.moves(view(gone, away, device=100), NOW) == (), "no program needs its place"
+    assert policy.moves(view(gone, away, newcomer("new", 60), device=100), NOW) == (), "nor is it enough"
+
+
+def test_at_a_standstill_only_as_many_leave_as_the_first_in_line_needs() -> None:
+    there = [program(f"p{i}", DEVICE, ACTING, i / 10, 25, last_active_s=NOW) for i in range(4)]
+    ready = program("ready", HOST, READY, 0.5, 30)
+    assert moved(OURS, view(*there, ready), NOW + 5.0) == {"ready": DEVICE, "p3": HOST, "p2": HOST}
+
+
+def test_acting_programs_leave_for_an_overdue_one_however_busy() -> None:
+    there = [program("acting", DEVICE, ACTING, 0.1, 50), program("reasoning", DEVICE, REASONING, 0.9, 50)]
+    waits = program("waits", HOST, READY, 0.9, 40)
+    assert OURS.moves(view(*there, waits), NOW + 118.0) == ()
+    assert OURS.moves(view(*there, waits), NOW + 119.0) == (
+        TierMove(ProgramId("waits"), DEVICE, MoveTiming.NOW, MoveReason.OVERDUE),
+        TierMove(ProgramId("acting"), HOST, MoveTiming.NOW, MoveReason.OVERDUE),
+    )
+    assert PAPER.moves(view(*there, waits), NOW + 1e6) == ()
+
+
+def test_overdue_programs_wait_for_turns_to_end_and_are_not_overtaken() -> None:
+    a, b = program("a", DEVICE, REASONING, 0.1, 45), program("b", DEVICE, REASONING, 0.2, 45)
+    waits = program("waits", WAITING, READY, 0.9, 50)
+    small = program("small", HOST, READY, 0.0, 10, waiting_since_s=NOW + 119.0)
+    assert OURS.moves(view(a, b, waits, small), NOW + 120.0) == (
+        TierMove(ProgramId("b"), HOST, MoveTiming.AFTER_TURN, MoveReason.OVERDUE),
+    ), "the 10 free blocks are kept for it"
+    b = replace(b, pending=True)
+    assert OURS.moves(view(a, b, waits, small), NOW + 121.0) == ()
+    b = replace(b, activity=ACTING)
+    assert moved(OURS, view(a, b, waits, small), NOW + 130.0) == {"waits": DEVICE, "b": HOST}
+
+
+def test_the_longest_waiting_overdue_program_is_first() -> None:
+    there = program("there", DEVICE, REASONING, 0.1, 60)
+    first = program("first", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 300.0)
+    second = program("second", HOST, READY, 0.0, 40, waiting_since_s=NOW - 299.0)
+    assert moved(OURS, view(there, first, second)) == {"first": DEVICE}
+    assert lazily(OURS, view(there, first, second)) == ["there"], "and the second is already prepared for"
+
+
+def test_overdue_promotions_are_a_gap_apart() -> None:
+    """Each has to be computed again: were all served that are overdue, little else would be done."""
+    there = [program(f"there-{i}", DEVICE, ACTING, 0.1, 50) for i in range(2)]
+    waits = [program(f"waits-{i}", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 200 + i) for i in range(2)]
+    policy = replace(OURS, overdue_gap_s=30.0)
+    assert moved(policy, view(*there, *waits))["waits-0"] is DEVICE
+    assert "waits-1" not in moved(policy, view(*there, *waits))
+    served = replace(view(*there, *waits), last_overdue_promotion_s=NOW - 29.0)
+    assert moved(policy, served) == {}
+    assert moved(policy, replace(served, last_overdue_promotion_s=NOW - 30.0)) == {
+        "waits-0": DEVICE,
+        "there-0": HOST,
+    }
+    room = replace(served, device=TierCapacity(capacity_blocks=150))
+    assert moved(policy, room) == {"waits-0": DEVICE}, "with room for it no program leaves"
+    both = replace(OURS, overdue_gap_s=0.0)
+    assert set(moved(both, served)) == {"waits-0", "waits-1", "there-0", "there-1"}
+
+
+def test_programs_leave_for_an_overdue_new_one_too() -> None:
+    there = program("there", DEVICE, ACTING, 0.9, 80)
+    large, small = newcomer("large", 40, waiting_since_s=NOW - 200.0), newcomer("small", 10)
+    running = program("running", DEVICE, REASONING, 0.5, 1)
+    assert moved(PAPER, view(there, running, large, small)) == {"small": DEVICE}, "the small ones first"
+    assert moved(OURS, view(there, running, large, small)) == {
+        "large": DEVICE,
+        "there": HOST,
+        "small": DEVICE,
+    }
+
+
+def test_a_clock_that_jumped_back_keeps_no_program_waiting() -> None:
+    there = program("there", DEVICE, ACTING, 0.9, 90)
+    assert moved(OURS, view(there, newcomer("new", 50)), NOW - 500.0) == {"new": DEVICE, "there": HOST}
+    waits = program("waits", HOST, READY, 0.9, 40)
+    assert "waits" in moved(OURS, view(there, program("x", DEVICE, REASONING, 0.1, 5), waits), NOW - 500.0)
+    assert PAPER.moves(view(there, waits), -math.inf) == ()
+
+
+# -- many programs ---------------------------------------------------------------------------
+
+
+def test_a_sorted_waiting_queue_gives_the_same_answer() -> None:
+    policy = RelativeIdlenessPlacement()
+    line = [
+        program(
+            f"p{i}", WAITING, READY, (i * 7 % 11) / 11, 5 + i % 9,
+            returning=i % 3 > 0, waiting_since_s=NOW - (i * 37 % 300),
+        )
+        for i in range(200)
+    ]  # fmt: skip
+    there = program("there", DEVICE, REASONING, 0.5, 50)
+    unordered = view(there, *line, device=400)
+    ordered = replace(
+        unordered,
+        waiting=sorted(line, key=lambda each: policy.waiting_key(each, NOW)),
+        waiting_sorted=True,
+        longest_waiting=sorted(line, key=lambda each: (each.waiting_since_s, each.program_id))[:80],
+    )
+    answer = policy.moves(unordered, NOW)
+    assert len(answer) > 10
+    assert policy.moves(ordered, NOW) == answer
+    assert [policy.waiting_key(each, NOW + 1e6) for each in line] == [
+        policy.waiting_key(each, NOW) for each in line
+    ], "waiting alone changes no place"
+
+
+def test_only_a_bounded_number_of_waiting_programs_is_skipped() -> None:
+    there = program("there", DEVICE, REASONING, 0.5, 95)
+    large = [program(f"l{i:02}", WAITING, READY, 0.1, 50) for i in range(LOOKAHEAD)]
+    small = newcomer("small", 5)
+    assert PAPER.moves(view(there, *large, small), NOW) == ()
+    assert moved(PAPER, view(there, *large[1:], small)) == {"small": DEVICE}
+
+
+def test_ten_thousand_waiting_programs_are_not_all_compared() -> None:
+    """A line in order is a sequence of which only the front is read."""
+
+    class Counted(list[ProgramTierView]):
+        read = 0
+
+        def __iter__(self) -> Any:
+            for each in list.__iter__(self):
+                Counted.read += 1
+                yield each
+
+    line = Counted([newcomer(f"n{i:05}", 50) for i in range(10_000)])
+    there = [program(f"p{i}", DEVICE, REASONING, 0.5, 1) for i in range(80)]
+    seen = replace(view(*there), waiting=line, waiting_sorted=True)
+    assert RelativeIdlenessPlacement().moves(seen, NOW) == ()
+    assert Counted.read <= 2 * LOOKAHEAD
+
+
+# -- labels (M5, §4.3.2) ---------------------------------------------------------------------
+
+
+def test_labels_follow_the_queue() -> None:
+    labels = [label_of_tier(tier) for tier in Tier]
+    assert labels == [BlockLabel.BUSY, BlockLabel.IDLE, BlockLabel.COLD, BlockLabel.INACTIVE]
+
+
+def test_the_device_keeps_busy_programs_longest() -> None:
+    """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"."""
+    busy, idle, cold, inactive = BlockLabel
+    assert sorted(BlockLabel, key=device_eviction_rank) == [inactive, cold, idle, busy]
+
+
+def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over_is_inactive() -> None:
+    order, scale = TypedLabelEviction(), EvictionScoreScale()
+    owners = {
+        "busy, old": EvictionCandidateView(1, False, 1.0, tier=DEVICE),
+        "busy, new": EvictionCandidateView(2, False, 9.0, tier=DEVICE),
+        "idle, new": EvictionCandidateView(3, False, 9.0, tier=HOST),
+        "idle, on disk": EvictionCandidateView(4, False, 5.0, tier=DISK),
+        "gone": EvictionCandidateView(5, False, 9.0, tier=WAITING),
+        "over": EvictionCandidateView(6, True, 8.0, tier=DEVICE),
+    }
+    ranked = sorted(owners, key=lambda name: order.score(order.standing(owners[name]), scale))
+    assert ranked == ["over", "gone", "idle, on disk", "idle, new", "busy, old", "busy, new"]
+
+
+# -- settings --------------------------------------------------------------------------------
+
+
+def test_no_placement_never_moves_programs() -> None:
+    crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
+    assert NoPlacement().moves(crowded, NOW) == ()
+    assert not NoPlacement().places
+    assert NoPlacement().waiting_key(newcomer("b"), NOW) < NoPlacement().waiting_key(newcomer("c"), NOW + 9.0)
+
+
+def test_defaults_are_the_papers_where_it_has_them() -> None:
+    policy = RelativeIdlenessPlacement()
+    assert (policy.k, policy.tick_s, policy.size_by) == (5, 5.0, "peak")
+    assert policy.exchange_reserve == 1
+    assert policy == RelativeIdlenessPlacement()
+    assert hash(policy) == hash(RelativeIdlenessPlacement())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"k": 0}, "k is 0; expected"),
+        ({"k": 2.5}, "k is 2.5; expected"),
+        ({"tick_s": 0.0}, "tick_s is 0.0; expected"),
+        ({"tick_s": math.inf}, "tick_s is inf; expected"),
+        ({"idle_tick_s": 0.0}, "idle_tick_s is 0.0; expected"),
+        ({"size_by": "most"}, "size_by is 'most'; expected \"peak\""),
+        ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
+        ({"patience_s": -1.0}, "patience_s is -1.0; expected"),
+        ({"standstill_s": math.nan}, "standstill_s is nan; expected"),
+        ({"exchange_reserve": -0.1}, "exchange_reserve is -0.1; expected 0 to 1"),
+        ({"exchange_reserve": math.nan}, "exchange_reserve is nan; expected 0 to 1"),
+    ],
+)
+def test_settings_that_make_no_sense(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RelativeIdlenessPlacement(**options)

@@ -1,0 +1,499 @@
+"""Placement against a world of programs that arrive, act, return, grow and end as they like.
+
+After each event the policy is asked and its answer applied, and the rules that must hold for any answer are
+checked; at the end every ready program must get to run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sojourn.ids import ProgramId
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+from sojourn_server.policies.placement.placement_views import (
+    PlacementTrigger,
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement, has_elapsed
+from sojourn_server.programs.idleness import IdlenessTracker
+
+DEVICE, HOST, DISK, WAITING = Tier
+REASONING, READY, ACTING = ProgramActivity
+PATIENCE_S, STANDSTILL_S = 60.0, 2.0
+POLICIES = [
+    RelativeIdlenessPlacement(
+        patience_s=PATIENCE_S,
+        standstill_s=STANDSTILL_S,
+        size_by=size,
+        exchange_reserve=reserve,
+        overdue_gap_s=gap_s,
+    )
+    for size in ("peak", "context")
+    for reserve in (1.0, 0.25)
+    for gap_s in (0.0, 3.0)
+] + [RelativeIdlenessPlacement(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
+
+
+@dataclass
+class Agent:
+    """A program as its engine knows it."""
+
+    name: ProgramId
+    since_s: float
+    prompt: int
+    peak: int
+    tier: Tier = WAITING
+    activity: ProgramActivity = READY
+    context: int = 0
+    last_active_s: float = 0.0
+    returning: bool = False
+    pending: bool = False
+    had_a_turn: bool = False
+    """Since it was last promoted."""
+    turns: int = 0
+    clock: IdlenessTracker = field(default_factory=lambda: IdlenessTracker(3))
+
+    def seen(self) -> ProgramTierView:
+        return ProgramTierView(
+            program_id=self.name,
+            tier=self.tier,
+            activity=self.activity,
+            idleness=self.clock.reading(),
+            context_blocks=self.context,
+            required_blocks=self.prompt if self.activity is READY else 0,
+            resident_blocks=self.context if self.tier is DEVICE else 0,
+            peak_blocks=self.peak,
+            waiting_since_s=self.since_s,
+            last_active_s=self.last_active_s,
+            returning=self.returning,
+            pending=self.pending,
+        )
+
+
+CHOSEN_ELSE = (MoveReason.EXCHANGE, MoveReason.ABSENT)
+"""Programs demoted for these reasons need not be the most idle ones."""
+
+
+class World(RuleBasedStateMachine):
+    """What happens to programs, and what the policy makes of it."""
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        device=st.integers(10, 40),
+        host=st.integers(0, 40),
+        disk=st.sampled_from([0, 10, 60]),
+        crowd=st.lists(
+            st.tuples(
+                st.integers(1, 12),
+                st.integers(0, 6),
+                st.sampled_from([1.0, 5.0]),
+                st.sampled_from([0.0, 2.0, 10.0, 100.0]),
+                st.sampled_from([REASONING, READY, ACTING, ACTING]),
+            ),
+            max_size=14,
+        ),
+    )
+    def begin(
+        self,
+        policy: RelativeIdlenessPlacement,
+        device: int,
+        host: int,
+        disk: int,
+        crowd: list[tuple[int, int, float, float, ProgramActivity]],
+    ) -> None:
+        self.policy = policy
+        self.capacity = {DEVICE: device, HOST: host, DISK: disk}
+        self.now = 1000.0
+        self.agents: dict[ProgramId, Agent] = {}
+        self.last_overdue_promotion_s = -math.inf
+        self.born = 0
+        for blocks, growth, reasoning_s, acting_s, activity in crowd:
+            self.settle(blocks, growth, reasoning_s, acting_s, activity)
+        self.now += 100.0
+        self.ask(PlacementTrigger.TICK)
+
+    def settle(
+        self, blocks: int, growth: int, reasoning_s: float, acting_s: float, activity: ProgramActivity
+    ) -> None:
+        """A program that ran before and stands in the first queue where it fits."""
+        self.born += 1
+        name = ProgramId(f"p{self.born:03}")
+        began_s = self.now
+        agent = Agent(name, began_s, blocks, blocks + growth, context=blocks, returning=True)
+        self.agents[name] = agent
+        for tier in (DEVICE, HOST, DISK):
+            view = self.view(PlacementTrigger.TICK)
+            group = {DEVICE: view.on_device, HOST: view.on_host, DISK: view.on_disk}[tier]
+            held = sum(self.size(each) if tier is DEVICE else each.context_blocks for each in group)
+            need = self.size(agent.seen()) if tier is DEVICE else blocks
+            if held + need <= self.capacity[tier]:
+                agent.tier = tier
+                break
+        agent.clock.admitted("r", began_s)
+        agent.last_active_s = began_s + reasoning_s
+        agent.clock.finished("r", agent.last_active_s)
+        agent.had_a_turn = True
+        agent.activity = ACTING
+        if activity is not ACTING:
+            agent.since_s = agent.last_active_s + acting_s
+            agent.clock.arrived("r", agent.since_s)
+            agent.activity = READY
+        if activity is REASONING and agent.tier is DEVICE:
+            agent.clock.admitted("r", agent.since_s)
+            agent.activity = REASONING
+
+    # -- what happens -------------------------------------------------------------------------
+
+    @rule(prompt=st.integers(1, 15), growth=st.integers(0, 20), seconds=st.sampled_from([0.0, 1.0]))
+    def arrive(self, prompt: int, growth: int, seconds: float) -> None:
+        self.now += seconds
+        self.born += 1
+        name = ProgramId(f"p{self.born:03}")
+        agent = Agent(name, self.now, prompt, prompt + growth, last_active_s=self.now)
+        agent.clock.arrived("r", self.now)
+        self.agents[name] = agent
+        self.ask(PlacementTrigger.ARRIVAL)
+
+    @rule(pick=st.integers(0, 99), seconds=st.sampled_from([0.0, 0.5]))
+    def run(self, pick: int, seconds: float) -> None:
+        if agent := self.any_of(pick, lambda a: a.tier is DEVICE and a.activity is READY and not a.pending):
+            self.now += seconds
+            self.start(agent)
+            self.ask(PlacementTrigger.CAPACITY)
+
+    @rule(pick=st.integers(0, 99), blocks=st.integers(0, 6), seconds=st.sampled_from([0.1, 3.0, 20.0]))
+    def end_turn(self, pick: int, blocks: int, seconds: float) -> None:
+        if agent := self.any_of(pick, lambda a: a.activity is REASONING):
+            self.now += seconds
+            agent.context += blocks
+            self.stop(agent)
+            self.ask(PlacementTrigger.TURN_ENDED)
+
+    @rule(pick=st.integers(0, 99), blocks=st.integers(1, 9))
+    def grow(self, pick: int, blocks: int) -> None:
+        if agent := self.any_of(pick, lambda a: a.activity is REASONING):
+            agent.context += blocks
+            self.ask(PlacementTrigger.CAPACITY)
+
+    @rule(pick=st.integers(0, 99), blocks=st.integers(0, 5), seconds=st.sampled_from([0.0, 0.5, 30.0]))
+    def end_tool(self, pick: int, blocks: int, seconds: float) -> None:
+        if agent := self.any_of(pick, lambda a: a.activity is ACTING):
+            self.now += seconds
+            self.come_back(agent, blocks)
+            self.ask(PlacementTrigger.TOOL_ENDED)
+
+    @rule(pick=st.integers(0, 99))
+    def come_back_before_the_policy_knows(self, pick: int) -> None:
+        """The next request comes in the same moment as the turn ends."""
+        if agent := self.any_of(pick, lambda a: a.activity is REASONING):
+            self.stop(agent)
+            self.come_back(agent, 1)
+            self.ask(PlacementTrigger.TOOL_ENDED)
+
+    @rule(pick=st.integers(0, 99))
+    def give_up(self, pick: int) -> None:
+        if agent := self.any_of(pick, lambda a: a.activity is READY and a.returning):
+            agent.activity, agent.had_a_turn = ACTING, True
+            agent.clock.finished("r", self.now)
+            self.ask(PlacementTrigger.TURN_ENDED)
+
+    @rule(pick=st.integers(0, 99))
+    def end(self, pick: int) -> None:
+        if agent := self.any_of(pick, lambda a: True):
+            del self.agents[agent.name]
+            self.ask(PlacementTrigger.TURN_ENDED)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 61.0, -30.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.ask(PlacementTrigger.TICK)
+
+    @precondition(lambda self: self.capacity[HOST] > 0)
+    @rule(tier=st.sampled_from([DEVICE, HOST, DISK]), blocks=st.integers(1, 4))
+    def shrink(self, tier: Tier, blocks: int) -> None:
+        self.capacity[tier] = max(1, self.capacity[tier] - blocks)
+        self.ask(PlacementTrigger.CAPACITY)
+
+    # -- how it happens -----------------------------------------------------------------------
+
+    def any_of(self, pick: int, which: object) -> Agent | None:
+        found = [agent for agent in self.agents.values() if which(agent)]  # type: ignore[operator]
+        return found[pick % len(found)] if found else None
+
+    def start(self, agent: Agent) -> None:
+        assert agent.tier is DEVICE
+        agent.clock.admitted("r", self.now)
+        agent.activity, agent.returning = REASONING, True
+        agent.context = max(agent.context, agent.prompt)
+
+    def stop(self, agent: Agent) -> None:
+        agent.clock.finished("r", self.now)
+        agent.activity, agent.had_a_turn, agent.last_active_s = ACTING, True, self.now
+        agent.turns += 1
+
+    def come_back(self, agent: Agent, blocks: int) -> None:
+        agent.clock.arrived("r", self.now)
+        agent.activity, agent.prompt, agent.since_s = READY, agent.context + blocks, self.now
+
+    # -- the question and its answer ----------------------------------------------------------
+
+    def view(self, why: PlacementTrigger) -> PlacementView:
+        groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
+        for agent in self.agents.values():
+            groups[agent.tier].append(agent.seen())
+        states = {tier: TierCapacity(capacity_blocks=blocks) for tier, blocks in self.capacity.items()}
+        return PlacementView(
+            why=why,
+            device=states[DEVICE],
+            host=states[HOST],
+            disk=states[DISK],
+            on_device=groups[DEVICE],
+            on_host=groups[HOST],
+            on_disk=groups[DISK],
+            waiting=groups[WAITING],
+            last_overdue_promotion_s=self.last_overdue_promotion_s,
+        )
+
+    def ask(self, why: PlacementTrigger) -> None:
+        view = self.view(why)
+        answer = self.policy.moves(view, self.now)
+        self.same_however_it_is_asked(view, answer)
+        self.moves_are_allowed(view, answer)
+        self.nothing_moves_without_cause(view, answer)
+        self.demotion_is_in_order(view, answer)
+        self.promotion_is_in_order(view, answer)
+        for move in answer:
+            self.apply(move)
+        self.tiers_hold_what_they_can(answer)
+        assert self.policy.moves(self.view(why), self.now) == (), "an answer is complete"
+
+    def apply(self, move: TierMove) -> None:
+        agent = self.agents[move.program_id]
+        if move.reason is MoveReason.OVERDUE and move.to is DEVICE:
+            gap_s = self.policy.overdue_gap_s
+            assert gap_s == 0 or not 0 <= self.now - self.last_overdue_promotion_s < gap_s, "one at a time"
+            self.last_overdue_promotion_s = self.now
+        if move.when is MoveTiming.AFTER_TURN:
+            agent.pending = True
+        elif move.reason is MoveReason.KEPT:
+            agent.pending = False
+        elif move.to is DEVICE:
+            agent.tier, agent.had_a_turn = DEVICE, False
+        else:
+            if agent.tier is DEVICE:
+                assert agent.had_a_turn, "a promotion is worth a turn: no ping-pong"
+            agent.tier, agent.pending = move.to, False
+
+    def same_however_it_is_asked(self, view: PlacementView, answer: object) -> None:
+        assert self.policy.moves(view, self.now) == answer
+        line = sorted(view.waiting, key=lambda program: self.policy.waiting_key(program, self.now))
+        below = [each for each in (*view.on_host, *view.on_disk, *view.waiting) if each.activity is READY]
+        other = replace(
+            view,
+            on_device=view.on_device[::-1],
+            on_host=view.on_host[::-1],
+            on_disk=view.on_disk[::-1],
+            waiting=line,
+            waiting_sorted=True,
+            longest_waiting=sorted(below, key=lambda program: (program.waiting_since_s, program.program_id)),
+        )
+        assert set(self.policy.moves(other, self.now)) == set(answer)  # type: ignore[call-overload]
+
+    def moves_are_allowed(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
+        names = [move.program_id for move in answer]
+        assert len(set(names)) == len(names), "no program moves twice"
+        for move in answer:
+            agent = self.agents[move.program_id]
+            if move.when is MoveTiming.AFTER_TURN:
+                assert (agent.tier, agent.activity, agent.pending) == (DEVICE, REASONING, False)
+                assert move.to is not DEVICE
+            elif move.reason is MoveReason.KEPT:
+                assert (agent.tier, agent.pending, move.to) == (DEVICE, True, DEVICE)
+            elif move.to is DEVICE:
+                assert agent.tier is not DEVICE
+                assert agent.activity is READY, "only ready programs are promoted"
+            else:
+                assert list(Tier).index(move.to) > list(Tier).index(agent.tier), "down"
+                assert agent.activity is not REASONING
+                assert agent.tier is not DEVICE or agent.activity is ACTING or agent.pending
+
+    def size(self, program: ProgramTierView) -> int:
+        return self.policy.device_blocks(program)
+
+    def room(self, view: PlacementView) -> int:
+        return view.device.budget_blocks - sum(map(self.size, view.on_device))
+
+    def nothing_moves_without_cause(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
+        """Stickiness (M8): a violation, room for a ready program, or one of our own rules."""
+        ready = [
+            program
+            for group in (view.on_host, view.on_disk, view.waiting)
+            for program in group
+            if program.activity is READY
+        ]
+        over = any(
+            sum(program.context_blocks for program in group) > state.budget_blocks
+            for group, state in ((view.on_host, view.host), (view.on_disk, view.disk))
+        )
+        room = self.room(view)
+        fits = any(self.size(program) <= room or not view.on_device for program in ready)
+        due = any(map(self.is_overdue, ready))
+        still = all(program.activity is ACTING for program in view.on_device) and ready
+        absent = ready and any(
+            each.activity is ACTING and has_elapsed(each.last_active_s, self.policy.absent_s, self.now)
+            for each in view.on_device
+        )
+        sticky = self.policy.exchange_reserve == 1 and not absent
+        if room >= 0 and not over and not fits and not due and not still and sticky:
+            assert all(move.reason is MoveReason.KEPT for move in answer)
+
+    def demotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
+        by_name = {program.program_id: program for program in view.on_device}
+        chosen = [
+            by_name[move.program_id]
+            for move in answer
+            if move.program_id in by_name and move.to is not DEVICE and move.reason not in CHOSEN_ELSE
+        ]
+        names = {program.program_id for program in chosen}
+        names |= {move.program_id for move in answer if move.reason in CHOSEN_ELSE}
+        stays = [program for name, program in by_name.items() if name not in names]
+        for gone in chosen:
+            if gone.pending:
+                continue
+            for other in stays:
+                if other.activity is ACTING:
+                    assert gone.activity is not REASONING, "acting before reasoning"
+                if other.activity is gone.activity and not other.pending:
+                    assert gone.idleness.at(self.now) >= other.idleness.at(self.now), "the most idle first"
+        over = all(move.reason is MoveReason.OVER_CAPACITY for move in answer if move.to is not DEVICE)
+        if chosen and over and not any(program.pending for program in view.on_device):
+            last = max(
+                chosen,
+                key=lambda p: (
+                    p.activity is REASONING,
+                    -p.idleness.at(self.now),
+                    p.last_active_s,
+                    p.program_id,
+                ),
+            )
+            total = sum(map(self.size, stays)) + self.size(last)
+            assert total > view.device.budget_blocks, "no more than have to"
+
+    def promotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
+        promoted = [move.program_id for move in answer if move.reason is MoveReason.FREE_CAPACITY]
+        if not promoted or any(
+            move.reason not in (MoveReason.FREE_CAPACITY, MoveReason.KEPT) for move in answer
+        ):
+            return
+        levels = [
+            *sorted(view.on_host, key=lambda p: (p.idleness.at(self.now), p.waiting_since_s, p.program_id)),
+            *sorted(view.on_disk, key=lambda p: (p.idleness.at(self.now), p.waiting_since_s, p.program_id)),
+            *sorted(view.waiting, key=self.place_in_line),
+        ]
+        line = [program for program in levels if program.activity is READY]
+        order = [program.program_id for program in line]
+        assert promoted == sorted(promoted, key=order.index)
+        room = self.room(view)
+        empty = not view.on_device
+        for program in line:
+            if program.program_id in promoted:
+                assert self.size(program) <= room or empty
+                room, empty = room - self.size(program), False
+            elif any(order.index(name) > order.index(program.program_id) for name in promoted):
+                assert self.size(program) > room, "no program that fits is skipped"
+
+    def place_in_line(self, program: ProgramTierView) -> tuple[object, ...]:
+        """Programs that ran before by idleness, then new ones by size."""
+        if program.returning:
+            place = (0, program.idleness.at(self.now))
+        else:
+            place = (1, float(program.required_blocks))
+        return (*place, program.waiting_since_s, program.program_id)
+
+    def is_overdue(self, program: ProgramTierView) -> bool:
+        waited_s = self.now - program.waiting_since_s
+        patience_s = self.policy.patience_s
+        return patience_s < math.inf and not 0 <= waited_s < patience_s
+
+    def tiers_hold_what_they_can(self, answer: tuple[TierMove, ...]) -> None:
+        view = self.view(PlacementTrigger.TICK)
+        for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
+            assert sum(program.context_blocks for program in group) <= state.budget_blocks
+        stay = [program for program in view.on_device if not program.pending]
+        if sum(map(self.size, stay)) > view.device.budget_blocks:
+            # A program whose turn is yet to come is not demoted.
+            assert len(stay) == 1 or all(program.activity is READY for program in stay)
+        ready = [p for p in (*view.on_host, *view.on_disk, *view.waiting) if p.activity is READY]
+        if self.room(view) >= 0 and not any(map(self.is_overdue, ready)):
+            assert len(stay) == len(view.on_device), "marked to leave without need"
+        if any(move.to is DEVICE and move.reason is not MoveReason.KEPT for move in answer):
+            assert self.room(view) >= 0 or len(view.on_device) == 1, "admitted beyond the capacity"
+
+    @invariant()
+    def each_is_in_one_queue(self) -> None:
+        for agent in getattr(self, "agents", {}).values():
+            assert agent.activity is not REASONING or agent.tier is DEVICE
+            assert not agent.pending or agent.tier is DEVICE
+
+    # -- no starvation ------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not getattr(self, "agents", None) or self.policy.patience_s == math.inf:
+            return
+        # No program returns: its tool may be a sub-agent that is kept out.
+        ready = {name: agent.turns for name, agent in self.agents.items() if agent.activity is READY}
+        self.turn_after_turn(ready, ends=False, returns=False)
+        # The opposite: every program returns at once, and none ends.
+        for agent in list(self.agents.values()):
+            if agent.activity is ACTING:
+                self.come_back(agent, 0)
+                self.ask(PlacementTrigger.TOOL_ENDED)
+        owed = {name: a.turns for name, a in self.agents.items() if a.activity is READY and a.returning}
+        self.turn_after_turn(owed, ends=False, returns=True)
+        # And now that programs end, new ones get their turns too.
+        self.turn_after_turn(
+            {name: agent.turns for name, agent in self.agents.items()}, ends=True, returns=True
+        )
+
+    def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
+        limit = int(PATIENCE_S) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
+        for _ in range(limit):
+            if not owed:
+                return
+            for agent in list(self.agents.values()):
+                if agent.tier is DEVICE and agent.activity is READY and not agent.pending:
+                    self.start(agent)
+            self.now += 1.0
+            self.ask(PlacementTrigger.TICK)
+            for agent in list(self.agents.values()):
+                if agent.activity is REASONING:
+                    self.stop(agent)
+                    if ends:
+                        del self.agents[agent.name]
+                    self.ask(PlacementTrigger.TURN_ENDED)
+                    if returns and not ends:
+                        self.come_back(agent, 0)
+                        self.ask(PlacementTrigger.TOOL_ENDED)
+                elif ends and agent.activity is ACTING:
+                    self.come_back(agent, 0)
+                    self.ask(PlacementTrigger.TOOL_ENDED)
+            gone = [
+                name
+                for name, turns in owed.items()
+                if name not in self.agents or self.agents[name].turns > turns
+            ]
+            for name in gone:
+                del owed[name]
+        raise AssertionError(f"in {limit} s there was no turn for {sorted(owed)}")
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,435 @@
+"""One suite for all registered policies and shipped presets, and the imports of their packages."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sojourn_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sojourn.aeg import END
+from sojourn.ids import ProgramId
+from sojourn_server.core.scheduler_state import SchedulerLimits
+from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
+from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS
+from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView
+from sojourn_server.policies.forecasting.shortage_forecast import KvDemandView
+from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
+from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import (
+    BlockShortage,
+    EvictionCandidateView,
+    EvictionScoreScale,
+    FinishedTurnView,
+    LeaseView,
+    PrefetchView,
+    ReclaimRequest,
+    RunningRequestView,
+    WaitingRequestView,
+    WorkflowStepView,
+)
+from sojourn_server.policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
+from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
+from sojourn_server.policies.queue_order.fcfs_orders import ProgramFcfs, RequestFcfs
+from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
+from sojourn_server.programs.execution_history import ToolHistory
+
+SERVER = Path(sojourn_server.__file__).parent
+PURE_PACKAGES = ("policies", "programs")
+BANNED = {"time", "datetime", "os", "random", "secrets", "logging", "asyncio", "threading", "socket"}
+BANNED |= {"vllm", "torch", "ray", "numpy"}
+
+
+def registered(question: str) -> list[Any]:
+    """Each policy as registered and each as a preset has it set up."""
+    found = []
+    for name, place in POLICY_CLASSES[question].items():
+        module, _, cls = place.partition(":")
+        policy = getattr(import_module(f"sojourn_server.policies.{module}"), cls)()
+        found.append(pytest.param(policy, id=f"{question}:{name}"))
+    for preset in preset_names():
+        found.append(pytest.param(getattr(load_preset(preset), question), id=f"{question} of {preset}"))
+    return found
+
+
+def history(durations: list[float]) -> ToolHistory:
+    made = ToolHistory()
+    for i, duration_s in enumerate(durations):
+        made.observe(f"tool{i % 3}", duration_s)
+    return made
+
+
+ranks = st.integers(1, 5)
+times = st.floats(0, 100)
+names = st.sampled_from("abcdefgh").map(ProgramId)
+turns = st.builds(
+    FinishedTurnView,
+    program_id=names,
+    tool=st.none() | st.sampled_from(["tool0", "tool1", "never"]),
+    context_tokens=st.integers(0, 10**6),
+    kv_blocks=st.integers(0, 10**5),
+    reload_s=times,
+    mean_evicted_wait_s=times,
+    memoryfulness=st.floats(-1, 1),
+    history=st.tuples(st.lists(st.floats(0, 50), min_size=1, max_size=5), st.sampled_from([0, 20, 70])).map(
+        lambda made: history(made[0] * made[1])
+    ),
+    hinted_ttl_s=st.none() | st.floats(0, 300),
+    chunked_reload_s=times,
+    host_reload_s=st.none() | times,
+    running_tokens=st.integers(0, 10**6),
+)
+waiting = st.builds(
+    WaitingRequestView,
+    st.booleans(),
+    st.booleans(),
+    ranks,
+    st.integers(1, 50),
+    attained_s=times,
+    ran_s=times,
+    waited_s=times,
+    arrived_s=times,
+    since_s=times.map(lambda s: s + 100.0),
+    now_s=times.map(lambda s: s + 200.0),
+)
+leases = st.lists(
+    st.builds(
+        LeaseView,
+        names,
+        ranks,
+        times,
+        st.integers(1, 20),
+        times,
+        st.booleans(),
+        score=st.tuples(st.floats(allow_nan=False)),
+    ),
+    max_size=8,
+    unique_by=lambda lease: lease.program_id,
+)
+needs = st.builds(
+    ReclaimRequest,
+    program_id=st.none() | names,
+    program_rank=ranks,
+    blocks=st.integers(1, 60),
+    running=st.booleans(),
+    anything_running=st.booleans(),
+)
+lives = st.none() | st.lists(st.floats(1, 5000), min_size=1, max_size=8).map(sorted).map(tuple)
+running = st.lists(
+    st.builds(
+        RunningRequestView,
+        st.just(""),
+        ranks,
+        st.just(0),
+        st.integers(1, 20),
+        times,
+        times,
+        context_tokens=st.integers(0, 2000),
+        output_tokens=st.integers(0, 2000),
+        remaining=lives,
+        preemptions=st.integers(0, 4),
+        stayed_tokens=st.integers(0, 200),
+        recover_s=times,
+        of_program=st.booleans(),
+    ),
+    max_size=8,
+).map(lambda views: [view._replace(request_id=f"r{i}", position=i) for i, view in enumerate(views)])
+shortages = st.builds(
+    BlockShortage, st.integers(0, 50), st.integers(0, 500), st.sampled_from([1, 16]), step_s=st.floats(0, 1)
+)
+written = st.builds(
+    OutputLengthView, st.just("r"), st.integers(0, 10**6), st.integers(1, 10**6),
+    st.lists(st.integers(1, 10**5), max_size=60).map(sorted),
+    st.none() | st.integers(-5, 10**6) | st.just(10**400),
+    st.none() | st.floats(0) | st.floats(0, 2),
+    guess=st.none() | st.lists(st.floats(1, 1e9), max_size=8).map(sorted).map(tuple),
+    prediction_error=st.none() | st.floats(0, 2), baseline_error=st.none() | st.floats(0, 2),
+)  # fmt: skip
+preempted = st.builds(
+    PreemptedRequestView, st.integers(0, 10**6), times, st.none() | st.floats(0, 1),
+    st.none() | st.floats(0, 1), st.integers(0, 10**6), times,
+)  # fmt: skip
+owners = st.builds(
+    EvictionCandidateView, ranks, st.booleans(), times,
+    blocks=st.integers(0, 50), wanted=st.booleans(), p_reuse=st.none() | st.floats(0, 1),
+    in_abandoned_branch=st.booleans(),
+)  # fmt: skip
+scales = st.builds(EvictionScoreScale, times, times, st.floats(0, 1))
+edges = st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=4).map(tuple)
+steps = st.builds(
+    WorkflowStepView, st.booleans(), st.none() | times, edges, st.booleans(), edges, st.integers(0, 60),
+    calls_tool=st.booleans(),
+)  # fmt: skip
+
+
+def recorded(history: ToolHistory) -> Any:
+    return history.snapshot()
+
+
+@pytest.mark.parametrize("policy", registered("retention"))
+@settings(max_examples=40, deadline=None)
+@given(turn=turns, now=times)
+def test_retention(policy: Any, turn: FinishedTurnView, now: float) -> None:
+    before = recorded(turn.history)
+    keep = policy.keep(turn, now)
+    assert isinstance(keep, RetentionDecision)
+    assert isinstance(keep.reason, DecisionReason)
+    longest_s = SchedulerLimits().idle_program_s if isinstance(policy, UntilProgramEndRetention) else 300.0
+    assert 0.0 <= keep.ttl_s <= longest_s, "every lease ends"
+    assert policy.keep(turn, now) == keep == copy.deepcopy(policy).keep(turn, now)
+    assert policy.keep(turn, now + 1000.0) == keep, "the answer does not depend on the clock"
+    assert recorded(turn.history) == before
+    if turn.tool is None and turn.hinted_ttl_s is None:
+        assert keep.ttl_s == 0.0, "a turn without tool call gets no lease"
+
+
+@pytest.mark.parametrize("policy", registered("order"))
+@given(requests=st.lists(waiting, max_size=8, unique_by=lambda request: request.arrival))
+def test_order(policy: Any, requests: list[WaitingRequestView]) -> None:
+    keys = [policy.key(request) for request in requests]
+    assert keys == [policy.key(request) for request in requests]
+    assert len(set(keys)) == len(keys), "no ties: the own arrival tells two requests apart"
+    in_order = sorted(requests, key=policy.key)
+    assert in_order == sorted(reversed(requests), key=policy.key)
+    if isinstance(policy, RequestFcfs | ProgramFcfs):
+        assert [r.preempted for r in in_order] == sorted((r.preempted for r in requests), reverse=True)
+
+
+@pytest.mark.parametrize("policy", registered("order"))
+@given(request=waiting, later_s=st.floats(0, 1000))
+def test_a_queue_key_changes_with_time_only_at_promoted_s(
+    policy: Any, request: WaitingRequestView, later_s: float
+) -> None:
+    """The queue computes a key once and again at ``promoted_s``: in between it must hold."""
+    promoted_s = policy.promoted_s(request)
+    later = request._replace(now_s=request.now_s + later_s)
+    assert policy.promoted_s(later) == promoted_s
+    if (promoted_s <= request.now_s) == (promoted_s <= later.now_s):
+        assert policy.key(later) == policy.key(request)
+    else:
+        assert policy.key(later) < policy.key(request), "waiting never moves a request back"
+
+
+@pytest.mark.parametrize("policy", registered("room"))
+@given(need=needs, held=leases, now=times, data=st.data())
+def test_lease_reclaim(
+    policy: Any, need: ReclaimRequest, held: list[LeaseView], now: float, data: st.DataObject
+) -> None:
+    before = list(held)
+    chosen = policy.release(need, tuple(held), now)
+    assert policy.release(need, tuple(data.draw(st.permutations(held))), now) == chosen, (
+        "no order of the input"
+    )
+    assert held == before
+    if chosen is None:
+        return
+    assert chosen, "no lease to end is None"
+    assert len(set(chosen)) == len(chosen)
+    assert need.program_id not in chosen, "a program does not reclaim its own lease"
+    by_name = {lease.program_id: lease for lease in held}
+    gained = [by_name[name].blocks for name in chosen]
+    others = {name for name in by_name if name != need.program_id}
+    assert sum(gained) >= need.blocks or set(chosen) == others, "enough blocks, or all leases"
+    assert sum(gained[:-1]) < need.blocks, "no lease more than needed"
+
+
+@pytest.mark.parametrize("policy", registered("room"))
+@given(need=needs, held=leases, now=times)
+def test_lease_reclaim_never_starves_a_running_request_or_an_idle_engine(
+    policy: Any, need: ReclaimRequest, held: list[LeaseView], now: float
+) -> None:
+    others = [lease for lease in held if lease.program_id != need.program_id]
+    if need.running and isinstance(policy, LaterProgramsReclaim):
+        return  # there the latest program that runs is preempted instead
+    if others and (need.running or not need.anything_running):
+        late = max(lease.expires_s for lease in others) + 1.0
+        need = replace(need, idle_s=0.0 if need.anything_running else 3600.0)
+        assert policy.release(need, held, late) is not None
+
+
+@pytest.mark.parametrize("policy", registered("victim"))
+@given(candidates=running, need=shortages, now=times)
+def test_victim(policy: Any, candidates: list[RunningRequestView], need: BlockShortage, now: float) -> None:
+    before = list(candidates)
+    chosen = policy.victim(candidates, need, now)
+    assert chosen is None or chosen in {view.request_id for view in candidates}
+    assert policy.victim(list(reversed(candidates)), need, now) == chosen
+    assert candidates == before
+    assert policy.victim([], need, now) is None
+
+
+@pytest.mark.parametrize("policy", registered("eviction"))
+@given(views=st.lists(owners, min_size=1, max_size=8), scale=scales)
+def test_eviction(policy: Any, views: list[EvictionCandidateView], scale: EvictionScoreScale) -> None:
+    def score(view: EvictionCandidateView) -> tuple[float, ...]:
+        placed: tuple[float, ...] = policy.score(policy.standing(view), scale)
+        return placed
+
+    assert isinstance(policy.by_program, bool)
+    scores = [score(view) for view in views]
+    assert scores == [score(view) for view in views]
+    assert sorted(scores), "scores of any two owners compare"
+    if policy.by_program:
+        first = min(views, key=score)
+        assert first.over or not any(view.over for view in views), "ended programs go first"
+
+
+@pytest.mark.parametrize("policy", registered("foresight"))
+@given(step=steps, now=times)
+def test_foresight(policy: Any, step: WorkflowStepView, now: float) -> None:
+    expected = policy.expect(step, now)
+    assert expected == policy.expect(step, now)
+    assert expected.goes_on is None or 0.0 <= expected.goes_on <= 1.0
+    assert expected.successor != END, "END is not a step to prefetch for"
+    if not policy.looks:
+        assert expected.goes_on is None, "a policy that does not look predicts nothing"
+
+
+@pytest.mark.parametrize("policy", registered("prefetch"))
+@given(goes_on=st.floats(0, 1), durations=st.lists(times, max_size=5).map(sorted), reload_s=times, now=times)
+def test_prefetch(policy: Any, goes_on: float, durations: list[float], reload_s: float, now: float) -> None:
+    view = PrefetchView("next", goes_on, durations, reload_s)
+    plan = policy.plan(view, now)
+    assert plan == policy.plan(view, now)
+    if plan is not None:
+        assert policy.plans
+        assert now <= plan.at_s <= plan.by_s
+
+
+@pytest.mark.parametrize("policy", registered("remaining"))
+@given(view=written, now=times)
+def test_remaining(policy: Any, view: OutputLengthView, now: float) -> None:
+    before = list(view.lengths)
+    left = policy.remaining(view, now)
+    assert policy.remaining(view, now + 1000.0) == left, "the answer does not depend on the clock"
+    assert view.lengths == before
+    if left is None:
+        return
+    assert policy.predicts, "a policy that predicts nothing returns None"
+    assert isinstance(left, tuple)
+    assert left
+    assert list(left) == sorted(left)
+    assert 1.0 <= left[0] <= left[-1] <= view.most_tokens, "at least the next token, at most the limit"
+
+
+@pytest.mark.parametrize("policy", registered("forecast"))
+@given(
+    needed=st.lists(st.floats(0, 1e4), min_size=len(STEP_POINTS), max_size=len(STEP_POINTS)),
+    room=st.integers(0, 5000),
+    now=times,
+)
+def test_forecast(policy: Any, needed: list[float], room: int, now: float) -> None:
+    steps_until_shortage = policy.steps_until_shortage(KvDemandView(tuple(needed), room), now)
+    assert policy.steps_until_shortage(KvDemandView(needed, room), now) == steps_until_shortage
+    if steps_until_shortage is None:
+        return
+    assert policy.looks
+    assert 0 <= steps_until_shortage <= STEP_POINTS[-1]
+    assert max(needed) > room, "no shortage if all fits"
+
+
+@pytest.mark.parametrize("policy", registered("recovery"))
+@given(victim=preempted, now=times)
+def test_recovery(policy: Any, victim: PreemptedRequestView, now: float) -> None:
+    way = policy.recovery(victim, now)
+    assert isinstance(way, RecoveryMethod)
+    assert policy.recovery(victim, now + 1000.0) is way
+    nowhere = victim._replace(offload_s_per_token=None)
+    assert policy.recovery(nowhere, now) is RecoveryMethod.RECOMPUTE, "there is no host memory"
+
+
+def test_latest_programs_blocks_go_first() -> None:
+    policy = LatestProgramEviction()
+    views = [
+        EvictionCandidateView(1, False, 9.0),
+        EvictionCandidateView(7, False, 1.0),
+        EvictionCandidateView(2, True, 9.0),
+        EvictionCandidateView(3, True, 0.0),
+    ]
+    assert [view.program_rank for view in sorted(views, key=policy.standing)] == [3, 2, 7, 1]
+
+
+@pytest.mark.parametrize(
+    "preset", [load_preset(name) for name in preset_names()], ids=lambda preset: preset.name
+)
+def test_policies_are_frozen_and_equal_by_value(preset: Preset) -> None:
+    again = load_preset(preset.name)
+    for question in POLICY_CLASSES:
+        policy = getattr(preset, question)
+        assert policy == getattr(again, question)
+        assert hash(policy) == hash(getattr(again, question))
+        assert policy.__dataclass_params__.frozen
+
+
+# -- imports of the packages -------------------------------------------------------------
+
+
+def imports_of(source: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {
+            "open",
+            "print",
+            "__import__",
+            "input",
+        }:
+            found.add(node.func.id)  # type: ignore[attr-defined]
+    return found
+
+
+PURE_FILES = sorted(path for package in PURE_PACKAGES for path in (SERVER / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: str(path.relative_to(SERVER)))
+def test_pure_packages_have_no_clock_no_io_no_engine(path: Path) -> None:
+    tops = {name.partition(".")[0] for name in imports_of(path.read_text(encoding="utf-8"))}
+    assert not tops & (BANNED | {"open", "print", "__import__", "input"})
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import time", "time"),
+        ("def f():\n    from os import path", "os"),
+        ("import torch.nn as nn", "torch.nn"),
+        ("open('x')", "open"),
+    ],
+)
+def test_the_import_check_finds_violations(source: str, found: str) -> None:
+    assert found in imports_of(source)
+    assert len(PURE_FILES) > 15
+
+
+@pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: str(path.relative_to(SERVER)))
+def test_pure_packages_import_only_what_is_below_them(path: Path) -> None:
+    package = path.relative_to(SERVER).parts[0]
+    allowed = {"programs": {"programs"}, "policies": {"programs", "policies"}}[package]
+    here = ("sojourn_server", *path.relative_to(SERVER).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else ()
+            target = (*base, *(node.module or "").split("."))
+            if target[0] == "sojourn_server":
+                assert target[1] in allowed, f"{package} imports {target[1]}"
+
+
+def test_core_and_policies_load_without_an_engine() -> None:
+    code = (
+        "import sys; import sojourn_server.core.engine_service; from sojourn_server.policies import preset;"
+        "[preset.load_preset(n) for n in preset.preset_names()];"
+        "print([m for m in ('vllm','torch','ray','numpy','asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,130 @@
+"""Presets are data: they load, an ablation is one line, and a wrong one says what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from sojourn_server.policies.admission.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.preset import (
+    POLICY_CLASSES,
+    PresetError,
+    load_preset,
+    parse_preset,
+    preset_names,
+)
+from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
+from sojourn_server.policies.retention.retention_policies import FixedRetention, NoRetention
+
+BASE = 'extends = "continuum"\n'
+
+
+def test_the_shipped_presets() -> None:
+    assert preset_names() == [
+        "admit",
+        "autellix",
+        "continuum",
+        "continuum-paper",
+        "fixed-ttl",
+        "infercept",
+        "known-ends",
+        "mori",
+        "mori-exchange",
+        "mori-no-labels",
+        "mori-paper",
+        "mori-peak",
+        "observe",
+        "program-fcfs",
+        "saga",
+        "saga-cold",
+        "saga-inferred",
+        "saga-no-eviction",
+        "saga-no-prefetch",
+        "saga-no-ttl",
+        "saga-paper",
+        "static-ttl",
+        "tetris",
+        "tetris-learned",
+    ]
+    for name in preset_names():
+        preset = load_preset(name)
+        assert preset.name == name
+        assert preset.paper
+
+
+def test_continuum_has_the_papers_defaults() -> None:
+    preset = load_preset("continuum")
+    assert preset.retention == ContinuumRetention(min_samples=100, max_ttl_s=300.0)
+    assert type(preset.order).__name__ == "ProgramFcfs"
+    assert type(preset.room).__name__ == "LatestProgramReclaim"
+
+
+@pytest.mark.parametrize(
+    ("name", "retention"),
+    [
+        ("fixed-ttl", FixedRetention(ttl_s=10.0)),
+        ("program-fcfs", NoRetention()),
+        ("static-ttl", ContinuumRetention(min_samples=10**9, max_ttl_s=300.0)),
+    ],
+)
+def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retention: object) -> None:
+    base, ablation = load_preset("continuum-paper"), load_preset(name)
+    assert ablation.retention == retention
+    for question in POLICY_CLASSES.keys() - {"retention"}:
+        assert getattr(ablation, question) == getattr(base, question)
+
+
+def test_ours_differs_from_the_paper_in_who_enters_alone() -> None:
+    ours, paper = load_preset("continuum"), load_preset("continuum-paper")
+    assert (type(ours.entry), type(paper.entry)) == (ExpectedGrowthAdmission, NoAdmissionControl)
+    for question in POLICY_CLASSES.keys() - {"entry"}:
+        assert getattr(ours, question) == getattr(paper, question)
+
+
+def test_extending_an_extension() -> None:
+    preset = parse_preset(
+        'extends = "fixed-ttl"\nname = "mine"\neviction = "latest-program"', source="mine.toml"
+    )
+    assert preset.name == "mine"
+    assert preset.retention == FixedRetention(ttl_s=10.0)
+    assert preset.eviction.by_program
+    assert type(preset.order) is type(load_preset("continuum").order)
+
+
+def test_a_table_replaces_the_base_as_a_whole() -> None:
+    preset = parse_preset('extends = "continuum"\nretention = { policy = "continuum" }', source="x")
+    assert preset.retention == ContinuumRetention()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("retention = ", "bad.toml: not TOML"),
+        ('extends = "contiuum"', "extends unknown preset 'contiuum'"),
+        ("extends = 5", "extends unknown preset 5"),
+        (BASE + 'retenton = "none"', "unknown key 'retenton'; expected"),
+        (BASE + 'retention = "keep"', "unknown retention policy 'keep'; expected continuum"),
+        (BASE + 'retention = 5', "retention is 5; expected a policy name"),
+        (BASE + 'retention = { ttl_s = 5 }', "expected a policy name"),
+        (BASE + 'retention = { policy = "fixed", ttl = 5 }', "bad.toml: retention: .*ttl"),
+        (BASE + 'retention = { policy = "fixed", ttl_s = -1.0 }', "ttl_s is -1.0; expected finite"),
+        (BASE + 'retention = { policy = "fixed", ttl_s = inf }', "ttl_s is inf"),
+        (BASE + 'retention = { policy = "fixed", ttl_s = nan }', "ttl_s is nan"),
+        (BASE + 'retention = { policy = "fixed", ttl_s = "5" }', "bad.toml: retention: "),
+        (BASE + 'retention = { policy = "continuum", min_samples = -1 }', "retention: min_samples"),
+        (BASE + 'retention = { policy = "continuum", max_ttl_s = nan }', "bad.toml: retention: "),
+        (BASE + 'retention = { policy = "continuum", _rule = 1 }', "bad.toml: retention: "),
+        (BASE + 'ended = "gone"', "ended is 'gone'; expected 'reused-first', 'left'"),
+        (BASE + 'ended = ["left"]', r"ended is \['left'\]; expected 'reused-first'"),
+        ('name = "empty"', "bad.toml: retention is None"),
+        ("", "bad.toml: retention is None"),
+    ],
+)  # fmt: skip
+def test_a_wrong_preset_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(PresetError, match=message):
+        parse_preset(text, source="bad.toml")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(PresetError, match="did you mean 'continuum'"):
+        load_preset("continum")
+    with pytest.raises(PresetError, match=r"unknown policy '\.\./secret'; expected one of"):
+        load_preset("../secret")

@@ -1,0 +1,355 @@
+"""What a request will yet write: against a naive reference, and against outputs that were held back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from random import Random
+from statistics import fmean, geometric_mean, median
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.forecasting.remaining_tokens import (
+    MIN_OUTPUTS,
+    QUANTILE_POINTS,
+    MeanLengthPrediction,
+    NoLengthPrediction,
+    OutputLengthView,
+    RemainingTokens,
+    RemainingTokensPolicy,
+    SurvivalPrediction,
+    tail_exponent,
+)
+from sojourn_server.policies.preset import PresetError, parse_preset
+
+ENOUGH = 10**12
+SHARES = [(point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS)]
+"""Of outputs that come so far, how many each point of a prediction should exceed."""
+
+
+def asked(
+    policy: RemainingTokensPolicy, lengths: Sequence[int], so_far: int, most: int = ENOUGH, **facts: Any
+) -> RemainingTokens:
+    """A prediction that there must be."""
+    left = policy.remaining(OutputLengthView("r", so_far, most, lengths, **facts), 0.0)
+    assert left is not None
+    return left
+
+
+def lognormal(random: Random) -> int:
+    return math.ceil(random.lognormvariate(math.log(300), 1.0))
+
+
+def pareto(alpha: float) -> Callable[[Random], int]:
+    return lambda random: math.ceil(100 * random.paretovariate(alpha))
+
+
+def bimodal(random: Random) -> int:
+    """A tool call as often as an essay."""
+    return math.ceil(random.choice((20, 2000)) * random.lognormvariate(0, 0.2))
+
+
+def sample(draw: Callable[[Random], int], random: Random, number: int = 500) -> list[int]:
+    return sorted(draw(random) for _ in range(number))
+
+
+# -- no prediction, and the mean -----------------------------------------------------------------
+
+
+def test_a_policy_without_prediction_answers_none() -> None:
+    assert not NoLengthPrediction().predicts
+    assert NoLengthPrediction().remaining(OutputLengthView("r", 5, 100, [10] * 99, 50, 0.1), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "policy", [MeanLengthPrediction(), SurvivalPrediction(), SurvivalPrediction(hints=False)]
+)
+def test_nothing_is_said_of_a_kind_that_is_hardly_known(policy: RemainingTokensPolicy) -> None:
+    few = OutputLengthView("r", 0, 100, [50] * (MIN_OUTPUTS - 1))
+    assert policy.remaining(few, 0.0) is None
+    assert policy.remaining(few._replace(lengths=()), 0.0) is None
+    assert policy.remaining(few._replace(lengths=[50] * MIN_OUTPUTS), 0.0) is not None
+
+
+def test_the_mean_less_what_is_written_and_then_the_next_token() -> None:
+    lengths = [100] * 10 + [400] * 10
+    assert asked(MeanLengthPrediction(), lengths, 0) == (250.0,)
+    assert asked(MeanLengthPrediction(), lengths, 200) == (50.0,)
+    assert (
+        asked(MeanLengthPrediction(), lengths, 250) == asked(MeanLengthPrediction(), lengths, 10**9) == (1.0,)
+    )
+    assert asked(MeanLengthPrediction(), lengths, 200, most=20) == (20.0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{ policy = "mean", min_outputs = 0 }', "min_outputs is 0; expected ≥ 1"),
+        ('{ policy = "mean", min_outputs = nan }', "min_outputs is nan"),
+        ('{ policy = "survival", min_outputs = 0 }', "min_outputs 0"),
+        ('{ policy = "survival", min_outputs = nan }', "min_outputs nan"),
+        ('{ policy = "survival", tail_share = 0.0 }', "tail_share 0.0"),
+        ('{ policy = "survival", tail_share = 1.1 }', "tail_share 1.1"),
+        ('{ policy = "survival", tail_share = nan }', "tail_share nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PresetError, match=f"x: remaining: .*{message}"):
+        parse_preset(f'extends = "tetris"\nremaining = {text}', source="x")
+
+
+# -- conditional quantiles --------------------------------------------------------------------------
+
+
+def naive(lengths: Sequence[int], so_far: int, most: int, share: float) -> list[float]:
+    """Sort those that came so far and count: of n, each of n + 1 gaps has the same chance."""
+    came = sorted(length for length in lengths if length > so_far)
+    left = []
+    for point in range(QUANTILE_POINTS):
+        place = Fraction(2 * point + 1, 2 * QUANTILE_POINTS) * (len(came) + 1)
+        gap, within = divmod(place, 1)
+        if gap == len(came):
+            exponent = tail_exponent(sorted(lengths), share)
+            end = max([so_far, *lengths]) * float(1 - within) ** (-1 / exponent)
+        else:
+            begin, end = [so_far, *came][gap : gap + 2]
+            end = float(begin + (end - begin) * within)
+        left.append(max(1.0, min(end - so_far, most)))
+    return left
+
+
+lengths = st.lists(st.integers(1, 60) | st.integers(1, 10**5), min_size=1, max_size=80).map(sorted)
+
+
+@given(lengths=lengths, so_far=st.integers(0, 70) | st.integers(0, 10**6), most=st.integers(1, 10**6),
+       share=st.sampled_from([0.01, 0.1, 1.0]))  # fmt: skip
+def test_points_are_those_of_one_that_sorts_and_counts(
+    lengths: list[int], so_far: int, most: int, share: float
+) -> None:
+    points = asked(SurvivalPrediction(min_outputs=1, tail_share=share), lengths, so_far, most)
+    assert len(points) == QUANTILE_POINTS
+    assert points == pytest.approx(naive(lengths, so_far, most, share), rel=1e-9)
+    assert all(1.0 <= point <= most for point in points)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 10**5), min_size=40, max_size=200, unique=True).map(sorted),
+    so_far=st.floats(0, 0.5),
+)
+def test_of_those_that_came_so_far_each_point_exceeds_its_share(lengths: list[int], so_far: float) -> None:
+    """The same said otherwise: how the points came about does not matter."""
+    written = lengths[int(so_far * len(lengths))]
+    came = [length - written for length in lengths if length > written]
+    for point, share in zip(asked(SurvivalPrediction(), lengths, written), SHARES, strict=True):
+        assert sum(left <= point for left in came) == pytest.approx(share * (len(came) + 1), abs=1.0)
+
+
+def test_the_few_that_came_so_far_count_for_more_than_the_many_that_did_not() -> None:
+    """Twenty outputs of one token, which is a "yes", and three essays: at the second token it is an essay."""
+    lengths = [1] * 20 + [500, 510, 520]
+    assert median(asked(SurvivalPrediction(), lengths, 0)) == 1.0
+    points = asked(SurvivalPrediction(), lengths, 1)
+    # Two of the eight in each of the four gaps: before the three, between them, and after.
+    assert [sum(point <= end for point in points) for end in (499, 509, 519)] == [2, 4, 6]
+    assert points[7] > points[6] > 519 > points[2] > 499
+
+
+# -- the tail -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("reach", [0.5, 0.9, 0.98, 1.0, 3.0])
+def test_in_a_heavy_tail_the_longer_it_is_the_more_is_expected_of_it(alpha: float, reach: float) -> None:
+    """A Pareto's mean residual life at x is x ÷ (α - 1). ``reach`` is the place in what was seen, or how many
+    times the longest."""
+    ratios = []
+    for seed in range(40):
+        seen = sample(pareto(alpha), Random(seed))
+        so_far = seen[int(reach * len(seen))] if reach < 1 else int(reach * seen[-1])
+        ratios.append(fmean(asked(SurvivalPrediction(), seen, so_far)) / (so_far / (alpha - 1)))
+    assert 0.5 < geometric_mean(ratios) < 2.0
+
+
+def test_the_exponent_of_a_tail_is_found_again() -> None:
+    for alpha in (1.5, 2.0, 3.0, 5.0):
+        found = [tail_exponent(sample(pareto(alpha), Random(seed)), 0.1) for seed in range(30)]
+        assert fmean(found) == pytest.approx(alpha, rel=0.1)
+
+
+@given(lengths=st.lists(st.integers(1, 10**9), max_size=40).map(sorted), share=st.floats(0.001, 1.0))
+def test_an_exponent_is_from_one_to_eight(lengths: list[int], share: float) -> None:
+    assert 1.0 <= tail_exponent(lengths, share) <= 8.0
+
+
+def test_where_all_are_equally_long_nothing_speaks_for_much_more() -> None:
+    assert tail_exponent([100] * 50, 0.1) == 8.0
+    assert asked(SurvivalPrediction(), [100] * 50, 60) == (40.0,) * QUANTILE_POINTS
+    assert max(asked(SurvivalPrediction(), [100] * 50, 100)) < 50.0
+
+
+def test_who_never_ends_is_never_expected_to_write_nothing_nor_without_end() -> None:
+    for draw in (lognormal, pareto(1.1), bimodal, lambda _: 100, lambda _: 1):
+        seen = sample(draw, Random(1), 100)
+        so_far, expected = seen[-1], 0.0
+        while so_far < 10**15:
+            points = asked(SurvivalPrediction(), seen, so_far, most=10**18)
+            assert all(math.isfinite(point) and point >= 1.0 for point in points)
+            assert list(points) == sorted(points)
+            assert fmean(points) >= expected, "the longer it is, the more is expected of it"
+            so_far, expected = so_far * 3 // 2 + 1, fmean(points)
+        assert asked(SurvivalPrediction(), seen, so_far, most=5)[-1] <= 5.0
+
+
+# -- hints --------------------------------------------------------------------------------------------
+
+SEEN = sample(bimodal, Random(7))
+"""Without hints."""
+UNHINTED = SurvivalPrediction(hints=False)
+
+
+def test_accurate_hints_of_an_agent_type_are_used() -> None:
+    points = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=0.08)
+    assert 700 * math.exp(-0.2) < points[0] < 700 < points[-1] < 700 * math.exp(0.2)
+    halfway = asked(SurvivalPrediction(), SEEN, 350, hinted_tokens=700, hint_off=0.08)
+    assert median(halfway) == pytest.approx(350, rel=0.01)
+    assert asked(UNHINTED, SEEN, 0, hinted_tokens=700, hint_off=0.08) == asked(UNHINTED, SEEN, 0)
+
+
+def test_a_hint_is_spread_by_how_far_those_before_it_were_off() -> None:
+    narrow, wide = (
+        asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=off) for off in (0.05, 0.5)
+    )
+    assert wide[0] < narrow[0] < 700 < narrow[-1] < wide[-1]
+    exact = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_off=0.0)
+    assert 680 < exact[0] < exact[-1] < 720, "yet never taken for exact"
+
+
+@pytest.mark.parametrize("off", [None, 3.0, 1e300, math.inf, math.nan])
+def test_a_hint_that_says_less_than_what_is_known_anyway_is_ignored(off: float | None) -> None:
+    assert asked(SurvivalPrediction(), SEEN, 30, hinted_tokens=700, hint_off=off) == asked(UNHINTED, SEEN, 30)
+
+
+def test_where_all_are_equally_long_no_hint_says_more() -> None:
+    assert (
+        asked(SurvivalPrediction(), [100] * 50, 0, hinted_tokens=700, hint_off=0.01)
+        == (100.0,) * QUANTILE_POINTS
+    )
+
+
+def test_a_hint_is_all_there_is_where_the_kind_is_hardly_known() -> None:
+    for few in ([], [90], [90, 100] * 7):
+        assert median(asked(SurvivalPrediction(), few, 0, hinted_tokens=700, hint_off=2.0)) == pytest.approx(
+            700, rel=0.3
+        )
+    unknown = OutputLengthView("r", 0, ENOUGH, hinted_tokens=700)
+    assert SurvivalPrediction().remaining(unknown, 0.0) is None, (
+        "but not for an agent type whose hints were wrong"
+    )
+
+
+def test_a_hint_that_was_outgrown_is_refuted_but_not_by_a_token() -> None:
+    hint = {"hinted_tokens": 700, "hint_off": 0.08}
+    for so_far in (690, 700, 720):
+        points = asked(SurvivalPrediction(), SEEN, so_far, **hint)
+        assert 1.0 <= points[0] <= points[-1] < 300, "a little longer than it said, like others before it"
+    for so_far in (900, 5000, 10**9):
+        assert asked(SurvivalPrediction(), SEEN, so_far, **hint) == asked(UNHINTED, SEEN, so_far)
+
+
+@pytest.mark.parametrize("hinted", [0, -1, -700])
+def test_a_hint_of_no_length_is_none(hinted: int) -> None:
+    assert asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=hinted, hint_off=0.1) == asked(
+        UNHINTED, SEEN, 0
+    )
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1, 300.0, 1e308])
+def test_a_hint_without_measure_is_bounded_by_what_is_allowed(off: float) -> None:
+    for seen in ((), SEEN):
+        view = OutputLengthView("r", 10, 4096, seen, 10**400, off)
+        points = SurvivalPrediction().remaining(view, 0.0)
+        assert points is not None
+        assert all(1.0 <= point <= 4096 for point in points)
+
+
+@given(
+    hinted=st.integers(-5, 10**9) | st.just(10**400),
+    off=st.floats(0) | st.floats(0, 2),
+    so_far=st.integers(0, 10**7),
+    most=st.integers(1, 10**7),
+)
+def test_no_hint_does_harm(hinted: int, off: float, so_far: int, most: int) -> None:
+    for seen in ([], SEEN):
+        points = SurvivalPrediction().remaining(OutputLengthView("r", so_far, most, seen, hinted, off), 0.0)
+        if points is None:
+            assert not seen
+        else:
+            assert list(points) == sorted(points)
+            assert all(1.0 <= point <= most for point in points)
+
+
+# -- against outputs that were held back ----------------------------------------------------------------
+
+
+def coverage(draw: Callable[[Random], int], reach: float, rounds: int, number: int = 500) -> list[float]:
+    """Of outputs that were held back and came as far as ``reach`` of all, the shares that ended by each point
+    of what the others let one expect."""
+    ended, came = [0] * QUANTILE_POINTS, 0
+    for seed in range(rounds):
+        random = Random(seed)
+        seen, held_back = sample(draw, random, number), sample(draw, random, 500)
+        so_far = sorted(seen + held_back)[int(reach * (number + 500))] if reach else 0
+        points = asked(UNHINTED, seen, so_far)
+        for length in held_back:
+            if length > so_far:
+                came += 1
+                for index, point in enumerate(points):
+                    ended[index] += length - so_far <= point
+    return [number / came for number in ended]
+
+
+@pytest.mark.parametrize(
+    "draw", [lognormal, pareto(2.0), pareto(1.2)], ids=["lognormal", "pareto 2", "pareto 1.2"]
+)
+@pytest.mark.parametrize(("reach", "within"), [(0.0, 0.02), (0.5, 0.02), (0.9, 0.03), (0.99, 0.08)])
+def test_an_output_ends_by_each_point_as_often_as_it_should(
+    draw: Callable[[Random], int], reach: float, within: float
+) -> None:
+    assert coverage(draw, reach, rounds=60) == pytest.approx(SHARES, abs=within)
+
+
+@pytest.mark.parametrize("draw", [lognormal, pareto(2.0)], ids=["lognormal", "pareto 2"])
+@pytest.mark.parametrize("reach", [0.0, 0.5, 0.8])
+def test_it_does_so_from_the_first_few_that_are_known(draw: Callable[[Random], int], reach: float) -> None:
+    assert coverage(draw, reach, rounds=300, number=MIN_OUTPUTS) == pytest.approx(SHARES, abs=0.06)
+
+
+@pytest.mark.parametrize("off", [0.1, 0.4])
+@pytest.mark.parametrize("so_far", [0, 300, 600, 690, 700])
+def test_an_output_that_was_hinted_ends_by_each_point_as_often_as_it_should(off: float, so_far: int) -> None:
+    """Also where it has come about as far as it said: only those are left then that are longer."""
+    random = Random(3)
+    scale = off / math.sqrt(2 / math.pi)
+    lengths = [700 * random.lognormvariate(0, scale) for _ in range(20_000)]
+    points = asked(SurvivalPrediction(), SEEN, so_far, hinted_tokens=700, hint_off=off)
+    came = [length - so_far for length in lengths if length > so_far]
+    shares = [sum(left <= point for left in came) / len(came) for point in points]
+    assert shares == pytest.approx(SHARES, abs=0.03)
+
+
+def test_it_is_off_by_less_than_the_mean_where_outputs_are_of_two_kinds() -> None:
+    """Asked every 32 tokens, as the engine does, of outputs that were held back."""
+    random = Random(11)
+    seen, held_back = sample(bimodal, random), sample(bimodal, random, 200)
+    policies: list[RemainingTokensPolicy] = [SurvivalPrediction(), MeanLengthPrediction()]
+    off: list[list[float]] = [[], []]
+    for length in held_back:
+        for so_far in range(0, length, 32):
+            for policy, found in zip(policies, off, strict=True):
+                expected = median(asked(policy, seen, so_far))
+                found.append(abs(math.log((length - so_far) / expected)))
+    survival, mean = map(fmean, off)
+    assert survival < 0.7 * mean

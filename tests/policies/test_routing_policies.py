@@ -1,0 +1,263 @@
+"""Routing, work stealing, and shares among tenants."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.fairness.fair_share import (
+    AgentFairShare,
+    FcfsSharing,
+    RunningTaskView,
+    TenantView,
+    WaitingTenantView,
+)
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
+from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
+from sojourn_server.policies.routing.replica_views import (
+    NO_REPLICA,
+    ReplicaView,
+    RoutingDecision,
+    RoutingView,
+)
+from sojourn_server.policies.routing.routing_policies import (
+    RandomRouting,
+    RoundRobinRouting,
+    SessionAffinityRouting,
+)
+from sojourn_server.policies.routing.work_stealing import (
+    NoStealing,
+    StealDecision,
+    StealingReplicaView,
+    WorkStealing,
+)
+
+EMPTY = ReplicaView("a", 0.0, 0, 1000)
+
+
+def replica(name: str, load: float = 0.0, **more: Any) -> ReplicaView:
+    return EMPTY._replace(replica_id=name, load=load, **more)
+
+
+def request(**more: Any) -> RoutingView:
+    return RoutingView("r", 0, 100, 400)._replace(**more)
+
+
+EVERY = (
+    RandomRouting(), RoundRobinRouting(), SessionAffinityRouting(), SessionAffinityRouting(leaves_for=0.5),
+    PrefixAffinityRouting(),
+    CapacityRouting(),
+    CapacityRouting(size_by="context", fit="least-room"), LeastDelayRouting(),
+)  # fmt: skip
+replicas_of = st.lists(
+    st.builds(
+        ReplicaView,
+        st.just(""),
+        st.floats(0, 3),
+        st.integers(0, 200),
+        st.integers(-5000, 5000),
+        st.integers(0, 3),
+        st.booleans(),
+    ),
+    max_size=5,
+).map(lambda views: [view._replace(replica_id=f"r{at}") for at, view in enumerate(views)])
+
+
+@given(policy=st.sampled_from(EVERY), replicas=replicas_of, data=st.data())
+def test_a_request_goes_to_a_present_replica_and_moves_into_none_that_is_closed(
+    policy: Any, replicas: list[ReplicaView], data: Any
+) -> None:
+    some = st.none() | st.sampled_from(replicas) if replicas else st.none()
+    view = request(
+        home=data.draw(some), cached=data.draw(st.booleans()), parent_home=data.draw(some),
+        number=data.draw(st.integers(0, 9)), size_tokens=data.draw(st.integers(100, 9000)),
+        prefix_tokens={r.replica_id: data.draw(st.integers(1, 100)) for r in replicas[:2]},
+    )  # fmt: skip
+    route = policy.route(view, replicas, 0.0)
+    assert route == policy.route(view, replicas, 99.0), "the same again"
+    if route.replica_id is None:
+        assert route.reason in ("no_room", "no_replica")
+        assert (route is NO_REPLICA) == (not any(r.takes_new for r in replicas))
+        return
+    chosen = next(r for r in replicas if r.replica_id == route.replica_id)
+    assert chosen.takes_new or chosen == view.home
+
+
+@pytest.mark.parametrize(
+    ("home", "cached", "route"),
+    [
+        (replica("b", 0.79), True, RoutingDecision("b", "home")),
+        (replica("b", 0.8), True, RoutingDecision("c", "home_too_full")),
+        (replica("b", 0.1), False, RoutingDecision("c", "least_loaded")),
+        (None, False, RoutingDecision("c", "least_loaded")),
+    ],
+)
+def test_affinity_is_equation_7(home: ReplicaView | None, cached: bool, route: RoutingDecision) -> None:
+    replicas = [replica("a", 0.5), home or replica("b", 0.9), replica("c", 0.05)]
+    assert SessionAffinityRouting().route(request(home=home, cached=cached), replicas, 0.0) == route
+
+
+def test_a_closed_replica_keeps_its_own_programs() -> None:
+    home = replica("a", 0.2, takes_new=False)
+    assert SessionAffinityRouting().route(request(home=home, cached=True), [home], 0.0).replica_id == "a"
+    full = home._replace(load=2.0)
+    assert SessionAffinityRouting().route(request(home=full, cached=True), [full], 0.0).replica_id == "a"
+
+
+def test_a_child_begins_near_its_parent_unless_that_is_full() -> None:
+    near, other = replica("a", 0.5), replica("b", 0.0)
+    assert SessionAffinityRouting().route(request(parent_home=near), [near, other], 0.0).replica_id == "a"
+    full = near._replace(load=0.8)
+    assert SessionAffinityRouting().route(request(parent_home=full), [full, other], 0.0).replica_id == "b"
+
+
+def test_the_longest_prefix_wins_unless_it_is_short_or_loads_differ_too_much() -> None:
+    replicas = [replica("a", in_flight=3), replica("b", in_flight=1), replica("c", in_flight=2)]
+    policy = PrefixAffinityRouting()
+
+    def to(**prefix: int) -> str | None:
+        return policy.route(request(prefix_tokens=prefix), replicas, 0.0).replica_id
+
+    assert to(a=60, c=50) == "a"
+    assert to(a=49) == "b", "less than half"
+    assert to() == "b"
+    replicas[0] = replica("a", in_flight=66)
+    assert to(a=100) == "b"
+    replicas[0] = replica("a", in_flight=65)
+    assert to(a=100) == "a", "not more than 64 ahead"
+
+
+def test_a_program_moves_to_the_most_room_and_waits_without_room() -> None:
+    replicas = [replica("a", room_tokens=500, homed=1), replica("b", room_tokens=900, homed=1)]
+    assert CapacityRouting().route(request(), replicas, 0.0) == RoutingDecision("b", "fits")
+    assert CapacityRouting(fit="least-room").route(request(), replicas, 0.0) == RoutingDecision("a", "fits")
+    assert CapacityRouting().route(request(size_tokens=901), replicas, 0.0) == RoutingDecision(
+        None, "no_room", 901
+    )
+    assert CapacityRouting(size_by="context").route(request(size_tokens=901), replicas, 0.0).replica_id == "b"
+    empty = [*replicas, replica("c", room_tokens=10, homed=0)]
+    assert CapacityRouting().route(request(size_tokens=901), empty, 0.0).replica_id == "c", (
+        "no other ever will"
+    )
+
+
+def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
+    thief = StealingReplicaView("t", 0.2, 0, 0.1)
+    victim = StealingReplicaView("v", 0.5, 3, 0.0, may_leave=2)
+    assert WorkStealing().steal([thief, victim], 1.0) == StealDecision("t", "v", "idle")
+    for spoilt in (
+        [thief._replace(idle_s=0.09), victim],
+        [thief._replace(queued=1), victim],
+        [thief._replace(takes_new=False), victim],
+        [thief, victim._replace(load=0.4)],
+        [thief, victim._replace(may_leave=0)],
+    ):
+        assert WorkStealing().steal(spoilt, 1.0) is None
+    assert WorkStealing(either=True).steal([thief._replace(idle_s=0.0), victim], 1.0) == StealDecision(
+        "t", "v", "load_ratio"
+    )
+    assert NoStealing().steal([thief, victim], 1.0) is None
+
+
+def test_victims_are_drawn_among_all_who_are_loaded_enough() -> None:
+    replicas = [
+        StealingReplicaView("t", 0.0, 0, 1.0),
+        *(StealingReplicaView(name, 1.0, 3, 0.0, may_leave=2) for name in "uvw"),
+    ]
+    drawn = {WorkStealing().steal(replicas, float(at)).victim for at in range(50)}  # type: ignore[union-attr]
+    assert drawn == {"u", "v", "w"}
+
+
+def test_afs_is_equation_8() -> None:
+    policy = AgentFairShare(least_share=0.0)
+    urgent = TenantView("urgent", [RunningTaskView(10.0, 120.0), RunningTaskView(5.0, 105.0)])
+    calm = TenantView("calm", [RunningTaskView(10.0, 1100.0)])
+    assert policy.score(urgent.tasks, 100.0) == pytest.approx(10 / 20 + 5 / 5)
+    shares = policy.shares([urgent, calm], 100.0)
+    assert shares["urgent"] == pytest.approx(1.5 / 1.51)
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+tasks_of = st.lists(st.builds(RunningTaskView, st.floats(0, 1e6), st.floats(-1e6, 1e6)), max_size=4)
+
+
+@given(
+    of=st.dictionaries(st.sampled_from("abcd"), tasks_of, max_size=4),
+    least=st.floats(0, 1),
+    now=st.floats(-1e6, 1e6),
+)
+def test_shares_add_up_and_every_tenant_has_some(
+    of: dict[str, list[RunningTaskView]], least: float, now: float
+) -> None:
+    shares = AgentFairShare(least_share=least).shares([TenantView(t, v) for t, v in of.items()], now)
+    assert shares.keys() == of.keys()
+    if shares:
+        assert math.fsum(shares.values()) == pytest.approx(1.0)
+        assert min(shares.values()) >= least / len(shares) - 1e-9
+
+
+def test_who_uses_least_of_its_share_is_next_and_of_two_who_has_waited_longer() -> None:
+    policy = AgentFairShare()
+    flood, light, new = (
+        WaitingTenantView("flood", 0.6, 1.0),
+        WaitingTenantView("light", 0.2, 5.0),
+        WaitingTenantView("new", 0.0, 9.0),
+    )
+    shares = {"flood": 0.7, "light": 0.3}
+    assert policy.order([flood, light], shares) == ["light", "flood"]
+    assert policy.order([flood, light], {"flood": 0.95, "light": 0.05}) == ["flood", "light"]
+    assert policy.order([flood, new], shares) == ["flood", "new"], (
+        "a tenant that has no share yet waits for an epoch"
+    )
+    older = light._replace(tenant="older", since_s=0.0)
+    assert policy.order([light, older], {"light": 0.5, "older": 0.5}) == ["older", "light"]
+    assert FcfsSharing().order([light, flood], shares) == ["flood", "light"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (SessionAffinityRouting, {"most_load": 0}),
+        (PrefixAffinityRouting, {"least_match": 1.1}),
+        (PrefixAffinityRouting, {"most_ratio": 0.9}),
+        (CapacityRouting, {"size_by": "mood"}),
+        (CapacityRouting, {"fit": "best"}),
+        (WorkStealing, {"load_ratio": 0.5}),
+        (WorkStealing, {"idle_s": -1}),
+        (AgentFairShare, {"epoch_s": 0}),
+        (AgentFairShare, {"least_share": 2}),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_with_what_was_expected(policy: Any, options: Any) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        policy(**options)
+
+
+def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_character() -> None:
+    replicas = [replica("a"), replica("b")]
+    drawn = [
+        RandomRouting().route(request(request_id=f"p{program}/{turn}"), replicas, 0.0).replica_id
+        for program in range(100)
+        for turn in range(4)
+    ]
+    alike = sum(len(set(drawn[at : at + 4])) == 1 for at in range(0, 400, 4))
+    assert alike < 30, "an eighth would be all at one"
+    assert 150 < drawn.count("a") < 250
+
+
+def test_a_home_is_not_left_for_a_replica_that_is_as_full() -> None:
+    ours = SessionAffinityRouting(leaves_for=0.5)
+    home, other = replica("a", load=1.2), replica("b", load=0.8)
+    view = request(home=home, cached=True)
+    assert ours.route(view, [home, other], 0.0) == RoutingDecision("a", "home_all_full")
+    assert SessionAffinityRouting().route(view, [home, other], 0.0) == RoutingDecision(
+        "b", "home_too_full"
+    ), "as printed"
+    idle = replica("c", load=0.6)
+    assert ours.route(view, [home, other, idle], 0.0) == RoutingDecision("c", "home_too_full")
+    with pytest.raises(ValueError, match="leaves_for is -1"):
+        SessionAffinityRouting(leaves_for=-1)

@@ -1,0 +1,356 @@
+"""SAGA's policies on views made by hand: WA-LRU, three tiers, tool-type TTL, prefetch (paper §3.3, §4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.aeg import END
+from sojourn.ids import ProgramId
+from sojourn_server.policies.admission.admission_policies import NoAdmissionControl
+from sojourn_server.policies.eviction.eviction_policies import WorkflowAwareLruEviction
+from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import EvictionOrderReclaim
+from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import (
+    EvictionCandidateView,
+    EvictionScoreScale,
+    FinishedTurnView,
+    LeaseView,
+    PrefetchView,
+    ReclaimRequest,
+    WorkflowStepView,
+)
+from sojourn_server.policies.prefetch.prefetch_policies import LikeliestSuccessorPrefetch, PrefetchTiming
+from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset
+from sojourn_server.policies.queue_order.fcfs_orders import RequestFcfs
+from sojourn_server.policies.retention.tool_type_ttl import ToolTypeRetention
+from sojourn_server.policies.workflow.workflow_prediction import (
+    NO_NEXT_STEP_PREDICTION,
+    NextStepPrediction,
+    PredictionSource,
+    ThreeTierPrediction,
+    hinted_continuation_probability,
+)
+from sojourn_server.programs.execution_history import ToolHistory
+
+# -- WA-LRU (S3) -----------------------------------------------------------------------
+
+
+SCALE = EvictionScoreScale(longest_gap_s=10.0, most_blocks=100.0)
+
+
+def owner(**changes: Any) -> EvictionCandidateView:
+    return EvictionCandidateView(1, False, 100.0, blocks=50, p_reuse=0.8)._replace(**changes)
+
+
+def score(view: EvictionCandidateView, scale: EvictionScoreScale = SCALE) -> tuple[float, ...]:
+    rule = WorkflowAwareLruEviction()
+    return rule.score(rule.standing(view), scale)
+
+
+def p_evict(view: EvictionCandidateView, now: float) -> float:
+    """Equation 1 with the paper's weights, as it stands there."""
+    recency = (now - view.last_turn_s) / SCALE.longest_gap_s
+    return 0.3 * recency + 0.5 * (1 - (view.p_reuse or 0.0)) + 0.2 * view.blocks / SCALE.most_blocks
+
+
+owners = st.builds(
+    owner,
+    last_turn_s=st.floats(90, 100),
+    blocks=st.integers(0, 100),
+    p_reuse=st.floats(0, 1),
+)
+
+
+@given(owners, owners, st.floats(100, 200))
+def test_the_order_is_that_of_equation_1_at_any_time(
+    one: EvictionCandidateView, other: EvictionCandidateView, now: float
+):
+    by_paper = p_evict(one, now) - p_evict(other, now)
+    by_score = score(other)[1] - score(one)[1]  # the lowest is reused first
+    assert by_score == pytest.approx(by_paper, abs=1e-9)
+
+
+def test_each_term_alone():
+    assert score(owner(last_turn_s=99.0)) < score(owner()), "idle for longer"
+    assert score(owner(p_reuse=0.2)) < score(owner()), "less likely to come back"
+    assert score(owner(blocks=90)) < score(owner()), "larger"
+    assert score(owner(over=True)) < score(owner()), "over"
+    assert score(owner(wanted=True)) > score(owner()), "its request waits"
+    assert score(owner(p_reuse=None)) < score(owner()), "cold"
+    left = owner(in_abandoned_branch=True)
+    seldom, often = (SCALE._replace(branch_reuse=share) for share in (0.1, 0.9))
+    assert score(left, seldom) < score(left, often) < score(owner(), often), "another branch"
+
+
+def test_nothing_seen_yet_is_no_division_by_zero():
+    assert math.isfinite(score(EvictionCandidateView(1, False, 5.0), EvictionScoreScale())[1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"recency": -0.1}, {"reuse": math.nan}, {"size": math.inf}, {"cold_reuse": 2.0}]
+)
+def test_weights_that_make_no_sense(options: dict[str, float]):
+    with pytest.raises(ValueError, match="expected"):
+        WorkflowAwareLruEviction(**options)
+
+
+# -- three tiers (S2) --------------------------------------------------------------------
+
+BRANCH = (("test", 0.6), ("edit", 0.3), (END, 0.1))
+SEEN = (("edit", 0.75), (END, 0.25))
+
+
+def test_hints_come_first_then_what_was_seen_then_nothing():
+    rule = ThreeTierPrediction()
+    step = WorkflowStepView(declared=BRANCH, inferred=SEEN, tasks=30)
+    hinted = rule.expect(step, 0.0)
+    assert hinted == NextStepPrediction(PredictionSource.HINTS, pytest.approx(0.9), "test")
+    inferred = rule.expect(step._replace(declared=()), 0.0)
+    assert inferred == NextStepPrediction(PredictionSource.INFERRED, 0.75, "edit")
+    assert rule.expect(step._replace(declared=(), tasks=29), 0.0) == NO_NEXT_STEP_PREDICTION
+
+
+def test_hints_that_were_worth_nothing_are_not_looked_at_but_an_announced_end_is():
+    step = WorkflowStepView(declared=((END, 1.0),), hints_reliable=False, inferred=SEEN, tasks=30)
+    assert ThreeTierPrediction().expect(step, 0.0).tier is PredictionSource.INFERRED
+    assert ThreeTierPrediction().expect(step._replace(tasks=0), 0.0) == NO_NEXT_STEP_PREDICTION
+    assert ThreeTierPrediction().expect(step._replace(final=True), 0.0) == NextStepPrediction(
+        PredictionSource.HINTS, 0.0
+    )
+
+
+def test_an_inferred_edge_is_acted_on_from_the_papers_confidence_on():
+    step = WorkflowStepView(inferred=(("edit", 0.69), ("test", 0.31)), tasks=30)
+    assert ThreeTierPrediction().expect(step, 0.0) == NextStepPrediction(PredictionSource.INFERRED, 1.0, None)
+    assert ThreeTierPrediction(confidence=0.6).expect(step, 0.0).successor == "edit"
+
+
+def test_a_tool_call_tells_that_the_program_goes_on_where_nothing_tells_more():
+    step = WorkflowStepView(calls_tool=True)
+    rule = ThreeTierPrediction(calls_tell=True)
+    assert rule.expect(step, 0.0) == NextStepPrediction(PredictionSource.HINTS, 1.0)
+    assert rule.expect(step._replace(declared=BRANCH), 0.0).goes_on == pytest.approx(0.9)
+    assert rule.expect(step._replace(inferred=SEEN, tasks=30), 0.0).tier is PredictionSource.INFERRED
+    assert rule.expect(step._replace(final=True), 0.0).goes_on == 0.0
+    assert rule.expect(WorkflowStepView(), 0.0) == NO_NEXT_STEP_PREDICTION
+    assert replace(rule, hints=False).expect(step, 0.0) == NO_NEXT_STEP_PREDICTION
+    assert rule.expect(step._replace(hints_reliable=False), 0.0) == NO_NEXT_STEP_PREDICTION
+    assert ThreeTierPrediction().expect(step, 0.0) == NO_NEXT_STEP_PREDICTION, "as the paper has it"
+
+
+def test_ablations_look_at_less():
+    step = WorkflowStepView(declared=BRANCH, inferred=SEEN, tasks=30)
+    assert ThreeTierPrediction(hints=False).expect(step, 0.0).tier is PredictionSource.INFERRED
+    assert ThreeTierPrediction(hints=False, inference=False).expect(step, 0.0) == NO_NEXT_STEP_PREDICTION
+    assert (
+        ThreeTierPrediction(inference=False).expect(step._replace(declared=()), 0.0)
+        == NO_NEXT_STEP_PREDICTION
+    )
+
+
+def test_steps_left_say_more_than_the_graph():
+    assert hinted_continuation_probability(
+        WorkflowStepView(steps_left=9.0, declared=((END, 1.0),))
+    ) == pytest.approx(0.9)
+    assert hinted_continuation_probability(WorkflowStepView(steps_left=0.0)) == 0.0
+    assert hinted_continuation_probability(WorkflowStepView()) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=5),
+    st.none() | st.floats(0, 1e300),
+    st.integers(0, 100),
+)
+def test_whatever_is_declared_it_is_a_probability(
+    edges: list[tuple[str, float]], steps_left: float | None, tasks: int
+):
+    for step in (
+        WorkflowStepView(declared=tuple(edges), steps_left=steps_left, tasks=tasks),
+        WorkflowStepView(inferred=tuple(edges), tasks=tasks),
+    ):
+        goes_on = ThreeTierPrediction().expect(step, 0.0).goes_on
+        assert goes_on is None or 0.0 <= goes_on <= 1.0
+
+
+# -- tool-type TTL (S4) --------------------------------------------------------------------
+
+
+def history(**durations: list[float]) -> ToolHistory:
+    made = ToolHistory()
+    for tool, all_s in durations.items():
+        for duration_s in all_s:
+            made.observe(tool, duration_s)
+    return made
+
+
+TURN = FinishedTurnView(
+    program_id=ProgramId("p"),
+    tool="bash",
+    context_tokens=1000,
+    kv_blocks=60,
+    reload_s=1.0,
+    mean_evicted_wait_s=0.0,
+    memoryfulness=1.0,
+    history=history(bash=[float(n) for n in range(1, 101)]),
+    goes_on=0.9,
+)
+
+
+def test_it_is_the_95th_percentile_of_its_tool():
+    assert ToolTypeRetention().keep(TURN, 0.0) == RetentionDecision(95.0, DecisionReason.THIS_TOOL)
+
+
+@pytest.mark.parametrize(
+    ("used", "ttl_s"), [(0.0, 95.0), (0.7, 95.0), (0.8, 71.25), (0.9, 47.5), (1.0, 47.5), (None, 95.0)]
+)
+def test_pressure_halves_it_at_most(used: float | None, ttl_s: float):
+    keep = ToolTypeRetention().keep(replace(TURN, used_share=used), 0.0)
+    assert keep.ttl_s == pytest.approx(ttl_s)
+
+
+def test_it_is_capped():
+    long = replace(TURN, history=history(bash=[1e6] * 50))
+    assert ToolTypeRetention().keep(long, 0.0).ttl_s == 300.0
+    assert ToolTypeRetention().keep(replace(long, hinted_ttl_s=900.0), 0.0) == RetentionDecision(
+        300.0, DecisionReason.HINTED
+    )
+
+
+def test_a_short_history_has_a_log_normal_tail():
+    # Logarithms 0, 1, 2: mean 1, spread 1; the 95th percentile is e^(1 + 1.645).
+    short = replace(TURN, history=history(bash=[1.0, math.e, math.e**2]))
+    assert ToolTypeRetention().keep(short, 0.0).ttl_s == pytest.approx(math.exp(1 + 1.6449), rel=1e-3)
+    wild = replace(TURN, history=history(bash=[0.0, 1e9, 1e12]))
+    assert ToolTypeRetention().keep(wild, 0.0).ttl_s == pytest.approx(300.0)
+
+
+def test_a_new_tool_goes_by_all_tools_and_an_empty_history_by_none():
+    assert ToolTypeRetention().keep(replace(TURN, tool="new"), 0.0) == RetentionDecision(
+        95.0, DecisionReason.ALL_TOOLS
+    )
+    assert ToolTypeRetention().keep(replace(TURN, history=ToolHistory()), 0.0) == RetentionDecision(
+        0.0, DecisionReason.COLD_START
+    )
+
+
+def test_who_does_not_come_back_or_is_not_known_is_not_kept():
+    assert ToolTypeRetention().keep(replace(TURN, goes_on=0.0), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NOT_WORTH_IT
+    )
+    assert ToolTypeRetention().keep(replace(TURN, goes_on=None), 0.0) == RetentionDecision(
+        0.0, DecisionReason.COLD_START
+    )
+    assert ToolTypeRetention(keeps_cold=True).keep(replace(TURN, goes_on=None), 0.0).ttl_s == 95.0
+    assert ToolTypeRetention().keep(replace(TURN, tool=None), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NO_TOOL_CALL
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"percentile": 0.0},
+        {"percentile": 1.0},
+        {"pressure_low": 0.9, "pressure_high": 0.7},
+        {"max_ttl_s": math.inf},
+        {"min_samples": 0},
+        {"enough": 1},
+    ],
+)
+def test_a_rule_that_makes_no_sense(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="expected"):
+        ToolTypeRetention(**options)
+
+
+# -- prefetch (S5) -------------------------------------------------------------------------
+
+
+def test_it_is_there_when_the_tool_may_end():
+    view = PrefetchView("edit", 0.9, [1.0, 2.0, 3.0, 4.0], reload_s=0.5)
+    assert LikeliestSuccessorPrefetch().plan(view, 100.0) == PrefetchTiming(101.5, 102.0)
+    assert LikeliestSuccessorPrefetch(early_share=0.0).plan(view, 100.0) == PrefetchTiming(100.5, 101.0)
+    assert LikeliestSuccessorPrefetch().plan(view._replace(tool_durations_s=()), 100.0) == PrefetchTiming(
+        100.0, 100.0
+    )
+    assert LikeliestSuccessorPrefetch().plan(view._replace(reload_s=9.0), 100.0) == PrefetchTiming(
+        100.0, 102.0
+    )
+    assert LikeliestSuccessorPrefetch().plan(view._replace(goes_on=0.4), 100.0) is None
+
+
+@pytest.mark.parametrize("options", [{"early_share": 1.5}, {"min_goes_on": math.nan}])
+def test_shares_that_make_no_sense(options: dict[str, float]):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        LikeliestSuccessorPrefetch(**options)
+
+
+# -- lease reclaim ----------------------------------------------------------------------------------
+
+
+def test_leases_end_in_the_eviction_order():
+    def lease(name: str, score: float, *, waiting: bool = False) -> LeaseView:
+        return LeaseView(ProgramId(name), 1, 50.0, 10, 1.0, waiting, (score,))
+
+    leases = [lease("a", 3.0), lease("b", 1.0), lease("c", 2.0), lease("d", 0.0, waiting=True)]
+    need = ReclaimRequest(
+        program_id=ProgramId("b"), program_rank=1, blocks=15, running=False, anything_running=True
+    )
+    assert EvictionOrderReclaim().release(need, leases, 0.0) == ("c", "a")
+    assert EvictionOrderReclaim().release(replace(need, blocks=25), leases, 0.0) == ("c", "a", "d")
+    assert EvictionOrderReclaim().release(need, [], 0.0) is None
+
+
+# -- presets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("saga-no-eviction", "eviction"),
+        ("saga-no-ttl", "retention"),
+        ("saga-no-prefetch", "prefetch"),
+        ("saga-inferred", "foresight"),
+        ("saga-cold", "foresight"),
+    ],
+)
+def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
+    whole, part = load_preset("saga-paper"), load_preset(name)
+    assert getattr(whole, question) != getattr(part, question)
+    for other in POLICY_CLASSES.keys() - {question}:
+        assert getattr(whole, other) == getattr(part, other)
+
+
+def test_saga_as_printed_differs_in_who_enters_who_goes_next_and_who_gives_way():
+    ours, printed = load_preset("saga"), load_preset("saga-paper")
+    differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
+    assert differing == {"eviction", "foresight", "entry", "order", "room", "victim"}
+    assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
+    assert ours.foresight == replace(printed.foresight, calls_tell=True)
+    assert printed.entry == NoAdmissionControl()
+    assert printed.order == RequestFcfs()
+    continuum = load_preset("continuum")
+    assert all(
+        getattr(ours, name) == getattr(continuum, name) for name in differing - {"foresight", "eviction"}
+    )
+
+
+def test_saga_has_the_papers_defaults():
+    saga = load_preset("saga-paper")
+    assert saga.eviction == WorkflowAwareLruEviction(recency=0.3, reuse=0.5, size=0.2)
+    assert saga.foresight == ThreeTierPrediction(min_tasks=30, confidence=0.7)
+    assert saga.retention == ToolTypeRetention(
+        percentile=0.95, pressure_low=0.7, pressure_high=0.9, max_ttl_s=300.0
+    )
+
+
+def test_a_preset_that_asks_for_no_foresight_has_none():
+    preset = parse_preset('extends = "continuum"', source="x")
+    assert not preset.foresight.looks
+    assert not preset.prefetch.plans
+    with pytest.raises(PresetError, match=r"unknown foresight policy 'three-tier'; expected .* did you mean"):
+        parse_preset('extends = "continuum"\nforesight = "three-tier"', source="x")

@@ -1,0 +1,215 @@
+"""When running requests run out of blocks, and admission that prevents it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.admission.admission_policies import DemandForecastAdmission
+from sojourn_server.policies.forecasting.kv_demand import (
+    STEP_POINTS,
+    first_shortage_step,
+    needed_blocks,
+    peak_demand_blocks,
+)
+from sojourn_server.policies.forecasting.shortage_forecast import (
+    ExpectedDemandForecast,
+    KvDemandView,
+    NoShortageForecast,
+)
+from sojourn_server.policies.policy_views import AdmissionView, RunningRequestView
+from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
+
+NOTHING = (0.0,) * len(STEP_POINTS)
+NEWCOMER = RunningRequestView(
+    "new", 2, -1, 0, context_tokens=152, most_tokens=1000, remaining=(33.0,), of_program=True
+)
+"""It needs ten blocks of sixteen tokens now, eleven in sixteen steps, twelve in 32, and none in 33."""
+ENTRY = AdmissionView(
+    need_blocks=10,
+    free_blocks=100,
+    pool_blocks=100,
+    block_size=16,
+    max_context_tokens=10_000,
+    anything_running=True,
+    earlier=(),
+    observed_turns=0,
+    mean_growth_tokens=0.0,
+    observed_programs=0,
+    mean_turns=0.0,
+    own=NEWCOMER,
+    needed_blocks=NOTHING,
+    available_blocks=100,
+)
+EXACTLY = DemandForecastAdmission(reserve=0.0)
+
+needs = st.lists(st.floats(0, 200), min_size=len(STEP_POINTS), max_size=len(STEP_POINTS)).map(tuple)
+newcomers = st.builds(
+    NEWCOMER._replace,
+    context_tokens=st.integers(0, 2000),
+    remaining=st.lists(st.floats(1, 5000), min_size=1, max_size=8).map(sorted).map(tuple),
+)
+
+
+# -- when ----------------------------------------------------------------------------------
+
+
+def test_a_policy_that_does_not_look_answers_none() -> None:
+    assert not NoShortageForecast().looks
+    assert (
+        NoShortageForecast().steps_until_shortage(KvDemandView((999.0,) * len(STEP_POINTS), 1), 0.0) is None
+    )
+
+
+@given(needed=needs, room=st.integers(0, 200), steps=st.integers(1, 1000))
+def test_a_shortage_is_seen_within_the_horizon(needed: tuple[float, ...], room: int, steps: int) -> None:
+    policy = ExpectedDemandForecast(steps=steps)
+    steps_until_shortage = policy.steps_until_shortage(KvDemandView(needed, room), 0.0)
+    assert steps_until_shortage == first_shortage_step(needed, room, steps)
+    if steps_until_shortage is not None:
+        assert steps_until_shortage <= steps
+        further = ExpectedDemandForecast(steps=steps + 100).steps_until_shortage(
+            KvDemandView(needed, room), 0.0
+        )
+        assert further == steps_until_shortage, "a longer horizon finds the same first shortage"
+        if steps_until_shortage > 0:
+            more_room = policy.steps_until_shortage(KvDemandView(needed, room + 50), 0.0)
+            assert more_room is None or more_room >= steps_until_shortage
+
+
+# -- admission -----------------------------------------------------------------------------------
+
+
+def test_a_request_enters_exactly_if_its_whole_demand_fits() -> None:
+    # The others need ninety blocks; at its longest the newcomer needs twelve.
+    crowded = replace(ENTRY, needed_blocks=(90.0,) * len(STEP_POINTS))
+    assert EXACTLY.may_admit(replace(crowded, available_blocks=102), 0.0)
+    assert not EXACTLY.may_admit(replace(crowded, available_blocks=101), 0.0), "though its prompt would fit"
+
+
+def test_a_request_enters_if_another_one_ends_in_time() -> None:
+    leaving = replace(ENTRY, needed_blocks=(89.0, 89.0, *[10.0] * (len(STEP_POINTS) - 2)))
+    assert EXACTLY.may_admit(leaving, 0.0)
+    assert not EXACTLY.may_admit(replace(leaving, needed_blocks=(89.0, 90.0, *NOTHING[2:])), 0.0)
+
+
+def test_a_share_of_the_memory_stays_free() -> None:
+    crowded = replace(ENTRY, needed_blocks=(78.0,) * len(STEP_POINTS))
+    assert DemandForecastAdmission(reserve=0.1).may_admit(crowded, 0.0)
+    assert not DemandForecastAdmission(reserve=0.11).may_admit(crowded, 0.0)
+
+
+def test_what_comes_after_the_horizon_is_another_day() -> None:
+    long = NEWCOMER._replace(remaining=(2000.0,))
+    later = replace(
+        ENTRY, own=long, needed_blocks=tuple(1000.0 if point > 500 else 0.0 for point in STEP_POINTS)
+    )
+    assert not EXACTLY.may_admit(later, 0.0)
+    assert DemandForecastAdmission(reserve=0.0, horizon_steps=500.0).may_admit(later, 0.0)
+
+
+FULL: dict[str, Any] = {"needed_blocks": (1e6,) * len(STEP_POINTS), "available_blocks": 1}
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"anything_running": False},
+        {"own": None},
+        {"own": NEWCOMER._replace(remaining=None)},
+        {"own": NEWCOMER._replace(remaining=())},
+        {"needed_blocks": ()},
+    ],
+    ids=[
+        "nothing runs",
+        "no request view",
+        "nothing is known",
+        "empty prediction",
+        "no demand forecast",
+    ],
+)
+def test_the_first_and_unknown_requests_enter_as_in_stock_vllm(unknown: dict[str, Any]) -> None:
+    assert not EXACTLY.may_admit(replace(ENTRY, **FULL), 0.0)
+    assert EXACTLY.may_admit(replace(ENTRY, **{**FULL, **unknown}), 0.0)
+
+
+def test_a_request_that_ends_before_a_shortage_does_not_wait_for_it() -> None:
+    short_of = replace(ENTRY, needed_blocks=tuple(1000.0 if point > 500 else 50.0 for point in STEP_POINTS))
+    assert EXACTLY.may_admit(short_of, 0.0), "in 33 steps it needs nothing"
+    one_in_sixty = NEWCOMER._replace(remaining=(33.0,) * 59 + (600.0,))
+    assert EXACTLY.may_admit(replace(short_of, own=one_in_sixty), 0.0)
+    one_in_four = NEWCOMER._replace(remaining=(33.0,) * 3 + (600.0,))
+    assert not EXACTLY.may_admit(replace(short_of, own=one_in_four), 0.0)
+
+
+def test_a_request_larger_than_the_memory_waits_for_half_of_it_only() -> None:
+    giant = NEWCOMER._replace(remaining=(30_000.0,))
+    for others, enters in ((50.0, True), (51.0, False)):
+        beside = replace(ENTRY, own=giant, needed_blocks=(others,) * len(STEP_POINTS))
+        assert EXACTLY.may_admit(beside, 0.0) is enters
+
+
+@given(needed=needs, own=newcomers, room=st.integers(0, 500), horizon=st.floats(1, 40_000))
+def test_the_gate_is_the_peak_of_the_sum_while_it_is_there(
+    needed: tuple[float, ...], own: RunningRequestView, room: int, horizon: float
+) -> None:
+    policy = DemandForecastAdmission(reserve=0.0, horizon_steps=horizon)
+    entry = replace(ENTRY, own=own, needed_blocks=needed, available_blocks=room)
+    its = needed_blocks([own], 16)
+    together = [sum(at) for at in zip(needed, its, strict=True)]
+    entered = policy.may_admit(entry, 0.0)
+    if peak_demand_blocks(together, horizon) <= room:
+        assert entered, "no request waits if all fit"
+    if entered:
+        assert policy.may_admit(replace(entry, available_blocks=room + 1), 0.0), (
+            "more memory never refuses it"
+        )
+        most = peak_demand_blocks(its, horizon)
+        if most <= room / 2:
+            for point, need, part in zip(STEP_POINTS, together, its, strict=True):
+                assert need <= room or part < 0.1 * most or point > horizon
+
+
+# -- in a preset ------------------------------------------------------------------------------
+
+
+def test_the_preset_of_the_paper_forecasts() -> None:
+    preset = load_preset("tetris")
+    assert preset.entry == DemandForecastAdmission()
+    assert preset.forecast == ExpectedDemandForecast()
+    assert preset.entry.gates
+    assert preset.entry.forecasts
+    assert preset.remaining.predicts, "otherwise demand is unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('forecast = { policy = "expected-need", steps = 0 }', "forecast: steps is 0; expected ≥ 1"),
+        ('forecast = { policy = "expected-need", steps = nan }', "steps is nan"),
+        ('entry = { policy = "forecast-fits", reserve = 1.0 }', "entry: reserve 1.0"),
+        ('entry = { policy = "forecast-fits", reserve = -0.1 }', "reserve -0.1"),
+        ('entry = { policy = "forecast-fits", reserve = nan }', "reserve nan"),
+        ('entry = { policy = "forecast-fits", horizon_steps = 0 }', "horizon_steps 0"),
+        ('entry = { policy = "forecast-fits", horizon_steps = nan }', "horizon_steps nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PresetError, match=f"x: .*{message}"):
+        parse_preset(f'extends = "tetris"\n{text}', source="x")
+
+
+def test_the_horizon_is_the_configured_one() -> None:
+    rising = KvDemandView(tuple(float(point) for point in STEP_POINTS), 512)
+    assert ExpectedDemandForecast(steps=511).steps_until_shortage(rising, 0.0) is None
+    assert ExpectedDemandForecast(steps=512).steps_until_shortage(rising, 0.0) == 512
+    assert (
+        ExpectedDemandForecast(steps=10**9).steps_until_shortage(
+            rising._replace(available_blocks=10**9), math.inf
+        )
+        is None
+    )

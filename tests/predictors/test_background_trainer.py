@@ -1,0 +1,386 @@
+"""The trainer thread: the engine never waits for it, its share is bounded, and it fails alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hidden_state_workload import HIDDEN, POINTS, outputs  # noqa: E402
+from sojourn_server.predictors import background_trainer as background_module  # noqa: E402
+from sojourn_server.predictors.background_trainer import (  # noqa: E402
+    CREDIT_S,
+    MAX_QUEUED_NOTES,
+    BackgroundTrainer,
+    LengthPrediction,
+)
+from sojourn_server.predictors.length_network import LengthNetwork  # noqa: E402
+from sojourn_server.predictors.length_trainer import LengthTrainer  # noqa: E402
+from sojourn_server.predictors.weights_file import WeightsError, load_weights, save_weights  # noqa: E402
+
+AT_ONCE_S = 1.0
+"""Far more than a call takes, and far less than what it must not wait for."""
+
+
+def until(happened: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Give the thread time, however much else the machine does."""
+    end_s = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end_s, "it never happened"
+        time.sleep(0.005)
+
+
+def state(rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A network that has learned, or says so: with one there are guesses from the first."""
+    path = tmp_path / "lengths"
+    save_weights(path, LengthNetwork(HIDDEN, seed=3), model="m", examples=999)
+    return path
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundTrainer]]:
+    made: list[BackgroundTrainer] = []
+
+    def make(**options: Any) -> BackgroundTrainer:
+        made.append(BackgroundTrainer(HIDDEN, **{"model": "m", "points": POINTS, "share": 0.9, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged: vLLM's loggers hand nothing on."""
+    lines: list[str] = []
+    for level in ("error", "warning"):
+        monkeypatch.setattr(
+            background_module.logger, level, lambda text, *args, **_: lines.append(text % args)
+        )
+    return lines
+
+
+class Stuck:
+    """A student's ``see`` that never comes back while the test lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+        def see(
+            student: LengthTrainer, requests: Any, states: Any, points: int
+        ) -> dict[str, tuple[float, ...]]:
+            self.entered.set()
+            self.leave.wait(60)
+            return {}
+
+        monkeypatch.setattr(LengthTrainer, "see", see)
+
+
+def taken(background: BackgroundTrainer) -> dict[str, LengthPrediction]:
+    """Guesses, as soon as there are any."""
+    found: dict[str, LengthPrediction] = {}
+    until(lambda: found.update(background.guesses()) or found)
+    return found
+
+
+# -- its work -------------------------------------------------------------------------------
+
+
+def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
+    make: Callable[..., BackgroundTrainer],
+) -> None:
+    background = make(share=100.0)
+    for output in outputs(60, seed=5):
+        for written, one in zip(output.written, output.states, strict=True):
+            background.see([(output.request_id, written)], one.unsqueeze(0))
+        background.ended(output.request_id, output.tokens)
+        until(lambda: background._notes.empty())
+    until(lambda: background._student.batches > 4 and not background._student.due)
+    background.guesses()
+    background.see([("a", 17), ("b", 0)], state(2))
+    guesses = taken(background)
+    assert guesses.keys() == {"a", "b"}
+    assert guesses["a"].at_tokens == 17
+    assert len(guesses["b"].remaining) == POINTS
+    assert background.guesses() == {}, "each only once"
+    known = background.state()
+    assert known.keys() == {"examples", "batches", "loss", "skipped_states", "missed_notes", "seconds"}
+    assert known["examples"] == sum(len(output.written) for output in outputs(60, seed=5))
+    assert known["missed_notes"] == 0
+    assert known["loss"] is not None
+    assert known["loss"] < 4
+    assert known["seconds"]
+
+
+def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., BackgroundTrainer]) -> None:
+    background = make()
+    background.see([("a", 1), ("b", 1)], state(2))
+    background.ended("a", None)
+    background.ended("b", 50)
+    until(lambda: background.state()["examples"] == 1)
+    assert not background._student._under_way
+
+
+def test_the_newest_guess_of_a_request_is_the_one_that_counts(
+    make: Callable[..., BackgroundTrainer], file: Path
+) -> None:
+    background = make(file=file)
+    for written in (10, 20, 30):
+        background.see([("a", written)], state())
+    until(lambda: background._guesses.get("a", LengthPrediction(0, ())).at_tokens == 30)
+    assert background.guesses().keys() == {"a"}
+
+
+# -- no waiting ------------------------------------------------------------------------------
+
+
+def test_the_engine_does_not_wait_for_a_stuck_trainer(
+    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(monkeypatch)
+    background = make()
+    background.see([("first", 0)], state())
+    assert stuck.entered.wait(60)
+    begun_s = time.monotonic()
+    for number in range(1000):
+        background.see([(f"r{number}", 0)], state())
+        background.ended(f"r{number}", 9)
+        assert background.guesses() == {}
+    background.state()
+    assert time.monotonic() - begun_s < AT_ONCE_S
+    assert background.missed == 2000 - MAX_QUEUED_NOTES
+    assert background._notes.qsize() == MAX_QUEUED_NOTES
+    stuck.leave.set()
+
+
+def test_stopping_waits_a_moment_at_most(
+    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "STOP_TIMEOUT_S", 0.05)
+    stuck = Stuck(monkeypatch)
+    background = make()
+    for _ in range(2 * MAX_QUEUED_NOTES):
+        background.see([("first", 0)], state())
+    assert stuck.entered.wait(60)
+    begun_s = time.monotonic()
+    background.stop()
+    assert time.monotonic() - begun_s < AT_ONCE_S
+    stuck.leave.set()
+    background._thread.join(60)
+    assert not background._thread.is_alive()
+
+
+def test_uncollected_predictions_do_not_pile_up(make: Callable[..., BackgroundTrainer], file: Path) -> None:
+    background = make(file=file)
+    for part in range(3):
+        names = [(f"r{2000 * part + number}", 0) for number in range(2000)]
+        background.see(names, state().expand(2000, HIDDEN))
+    until(lambda: "r5999" in background._guesses)
+    guesses = background.guesses()
+    assert len(guesses) == 4096
+    assert list(guesses)[-1] == "r5999"
+
+
+# -- its share ---------------------------------------------------------------------------------
+
+
+def burn(seconds: float) -> None:
+    """Of processor time."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+def test_without_a_share_nothing_is_done_once_it_owes_enough(
+    make: Callable[..., BackgroundTrainer], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = LengthTrainer.see
+
+    def see(student: LengthTrainer, *args: Any) -> Any:
+        burn(2 * CREDIT_S)
+        return seen(student, *args)
+
+    monkeypatch.setattr(LengthTrainer, "see", see)
+    background = make(file=file, share=0.0)
+    background.see([("a", 0)], state())
+    assert taken(background), "the first is on credit"
+    for number in range(5):
+        background.see([(f"b{number}", 0)], state())
+    until(lambda: background.missed == 5)
+    assert not background.guesses()
+    assert background.state()["batches"] == 0
+
+
+def test_it_trains_though_notes_never_cease(
+    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[float] = []
+
+    def train(student: LengthTrainer) -> float:
+        trained.append(1.0)
+        return 1.0
+
+    monkeypatch.setattr(LengthTrainer, "due", True)
+    monkeypatch.setattr(LengthTrainer, "train", train)
+    background = make(share=0.9)
+    deadline_s = time.monotonic() + 20
+    while len(trained) < 50 and time.monotonic() < deadline_s:
+        background.see([("a", 0)], state())
+        background.ended("a", 10)
+        time.sleep(0.0005)
+    assert len(trained) >= 50
+
+
+def test_guessing_counts_against_its_share_and_takes_turns_with_training(
+    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def slow(what: str, answer: Any) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            done.append(what)
+            burn(0.01)
+            return answer
+
+        return act
+
+    monkeypatch.setattr(LengthTrainer, "see", slow("see", {}))
+    monkeypatch.setattr(LengthTrainer, "train", slow("train", 1.0))
+    monkeypatch.setattr(LengthTrainer, "due", True)
+    background = make(share=0.05)
+    begun_s = time.monotonic()
+    while time.monotonic() - begun_s < 2.5:
+        background.see([("a", 0)], state())
+        time.sleep(0.005)
+    spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
+    assert spent_s <= 0.05 * passed_s + 0.04
+    assert background.missed > 100
+    assert min(done.count("see"), done.count("train")) >= 0.3 * len(done), (
+        "neither keeps the other from its turn"
+    )
+
+
+def test_it_takes_no_more_of_the_processor_than_its_share(
+    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the machine does: what it may take grows with time, what it took is its own alone."""
+    batch_s = 0.02
+
+    def train(student: LengthTrainer) -> float:
+        burn(batch_s)
+        return 1.0
+
+    monkeypatch.setattr(LengthTrainer, "train", train)
+    monkeypatch.setattr(LengthTrainer, "due", True)
+    begun_s = time.monotonic()
+    background = make(share=0.03)
+    until(lambda: background.spent_s > 2 * batch_s and time.monotonic() - begun_s > 1.5)
+    spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
+    assert spent_s <= 0.03 * passed_s + 2 * batch_s
+
+
+def test_it_leaves_the_engines_threads_and_random_numbers_alone(
+    make: Callable[..., BackgroundTrainer], file: Path
+) -> None:
+    threads, random_numbers = torch.get_num_threads(), torch.get_rng_state()
+    background = make(file=file)
+    background.see([("a", 0)], state())
+    assert taken(background)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+
+
+# -- what fails ----------------------------------------------------------------------------------
+
+
+def test_a_failure_inside_ends_guesses_and_nothing_else(
+    make: Callable[..., BackgroundTrainer], file: Path, said: list[str]
+) -> None:
+    background = make(file=file)
+    background.see([("a", 0)], state())
+    until(lambda: background._guesses)
+    background.see([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
+    until(lambda: not background._thread.is_alive())
+    assert background.guesses() == {}
+    (line,) = said
+    assert "hidden states of shape (3, 48); expected (2, 48)" in line
+    assert "predictions go on without it" in line
+    for number in range(3 * MAX_QUEUED_NOTES):
+        background.see([(f"r{number}", 0)], state())
+        background.ended(f"r{number}", 9)
+    assert background._notes.empty(), "no thread reads them, and they hold memory"
+    assert background.state()["examples"] == 0
+    background.stop()
+    assert len(said) == 1
+
+
+# -- its file ---------------------------------------------------------------------------------------
+
+
+def test_what_it_learned_is_there_at_the_next_start(
+    make: Callable[..., BackgroundTrainer], tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "lengths"
+    first = make(file=path, share=0.9)
+    for output in outputs(60, seed=5):
+        first.see([(output.request_id, 0)] * 3, output.states[:1].expand(3, HIDDEN))
+        first.ended(output.request_id, output.tokens)
+        until(lambda: first._notes.empty())
+    until(lambda: first._student.batches > 2)
+    assert not path.exists()
+    first.stop()
+    saved = load_weights(path, model="m", hidden_size=HIDDEN)
+    assert saved is not None
+    assert torch.equal(saved.first.weight, first._student.network.first.weight)
+    later = make(file=path)
+    later.see([("a", 0)], state())
+    assert taken(later).keys() == {"a"}, "from the first"
+
+
+def test_what_has_learned_nothing_new_is_not_saved(
+    make: Callable[..., BackgroundTrainer], file: Path
+) -> None:
+    before = file.stat().st_mtime_ns
+    background = make(file=file)
+    background.see([("a", 0)], state())
+    assert taken(background)
+    background.stop()
+    assert file.stat().st_mtime_ns == before
+
+
+def test_it_saves_now_and_then_and_a_place_where_it_cannot_costs_a_warning(
+    make: Callable[..., BackgroundTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(background_module, "SAVE_INTERVAL_S", 0.0)
+    good, bad = make(file=tmp_path / "lengths"), make(file=tmp_path / "file" / "lengths")
+    (tmp_path / "file").write_text("")
+    for background in (good, bad):
+        background.see([("a", 0)], state())
+        background.ended("a", 9)
+    until((tmp_path / "lengths").exists)
+    until(lambda: said)
+    assert str(tmp_path / "file" / "lengths") in said[0]
+    assert "not saved" in said[0]
+    bad.see([("a", 0)], state())
+    bad.ended("a", 9)
+    until(lambda: bad.state()["examples"] == 2)
+    assert bad._thread.is_alive()
+
+
+def test_another_models_file_is_refused_and_nothing_runs(file: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(WeightsError, match="model 'm'; expected 'other'"):
+        BackgroundTrainer(HIDDEN, model="other", points=POINTS, file=file)
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,101 @@
+"""Lengths in bins, and back: against counting, and against walking along the shares."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from sojourn_server.predictors.length_bins import BIN_COUNT, BIN_EDGES, bin_of, quantiles_of_bins  # noqa: E402
+
+
+def the_bin(tokens: int) -> int:
+    return int(bin_of(torch.tensor([tokens]))[0])
+
+
+def counted(tokens: int) -> int:
+    """Edges that it has reached, exactly: edge i squared is 2^i."""
+    return min(BIN_COUNT - 1, sum(tokens * tokens >= 2**edge for edge in range(1, BIN_COUNT)))
+
+
+def test_a_bin_ends_where_the_next_begins_and_two_make_a_doubling() -> None:
+    assert len(BIN_EDGES) == BIN_COUNT + 1
+    assert (BIN_EDGES[0], BIN_EDGES[2], BIN_EDGES[-1]) == (1.0, 2.0, 65536.0)
+    assert all(later / edge == pytest.approx(math.sqrt(2)) for edge, later in pairwise(BIN_EDGES))
+
+
+@pytest.mark.parametrize("power", range(16))
+def test_a_power_of_two_begins_its_bin(power: int) -> None:
+    assert the_bin(2**power) == 2 * power
+    assert the_bin(2**power + 1) == counted(2**power + 1)
+    assert power == 0 or the_bin(2**power - 1) == counted(2**power - 1) < 2 * power
+
+
+@pytest.mark.parametrize("edge", range(1, BIN_COUNT))
+def test_the_numbers_around_each_edge(edge: int) -> None:
+    below, above = math.floor(BIN_EDGES[edge]), math.ceil(BIN_EDGES[edge])
+    assert (the_bin(below), the_bin(above)) == (counted(below), counted(above))
+
+
+@given(st.integers(1, 200_000))
+def test_each_number_is_in_the_bin_whose_edges_hold_it(tokens: int) -> None:
+    assert the_bin(tokens) == counted(tokens)
+
+
+def test_what_is_out_of_range_is_in_the_first_or_the_last() -> None:
+    assert (the_bin(0), the_bin(10**9)) == (0, BIN_COUNT - 1)
+
+
+# -- quantiles ---------------------------------------------------------------------------------
+
+
+def naive(probabilities: list[float], points: int, shift: float) -> list[float]:
+    """Walk along the bins until the share, or ``shift`` more, is reached; in a bin the logarithm is even."""
+    found = []
+    for point in range(points):
+        left = (point + 0.5) / points + shift
+        index = 0
+        while index < BIN_COUNT - 1 and left > probabilities[index]:
+            left -= probabilities[index]
+            index += 1
+        within = left / probabilities[index] if probabilities[index] else 0.0
+        found.append(2.0 ** ((index + min(1.0, max(0.0, within))) / 2))
+    return found
+
+
+weights = st.lists(st.integers(0, 1000), min_size=BIN_COUNT, max_size=BIN_COUNT).filter(any)
+
+
+@given(weights, st.integers(1, 12))
+def test_quantiles_are_those_of_one_that_walks(parts: list[int], points: int) -> None:
+    row = torch.tensor([parts], dtype=torch.float64)
+    row /= row.sum()
+    (found,) = quantiles_of_bins(row.float(), points).tolist()
+    # Where a share ends at a bin's edge and empty bins follow, either side of the gap is right.
+    lower, upper = (naive(row[0].tolist(), points, shift) for shift in (-1e-5, 1e-5))
+    for value, least, most in zip(found, lower, upper, strict=True):
+        assert least * (1 - 1e-3) <= value <= most * (1 + 1e-3)
+    assert found == sorted(found)
+    assert found[0] >= 1.0
+    assert found[-1] <= BIN_EDGES[-1]
+
+
+def test_quantiles_of_what_is_certain_and_of_what_is_even() -> None:
+    certain = torch.zeros(1, BIN_COUNT)
+    certain[0, 6] = 1.0  # from 8 to 11.3 tokens
+    assert quantiles_of_bins(certain, 2)[0].tolist() == pytest.approx([2**3.125, 2**3.375])
+    even = torch.full((1, BIN_COUNT), 1 / BIN_COUNT)
+    assert quantiles_of_bins(even, 4)[0].tolist() == pytest.approx([4.0, 64.0, 1024.0, 16384.0])
+
+
+def test_rows_do_not_see_each_other() -> None:
+    rows = torch.rand(20, BIN_COUNT, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
+    together = quantiles_of_bins(rows, 8)
+    assert together.shape == (20, 8)
+    for row, found in zip(rows, together, strict=True):
+        assert torch.allclose(quantiles_of_bins(row.unsqueeze(0), 8)[0], found)

@@ -1,0 +1,79 @@
+"""The network's size, and what it does not see."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sojourn_server.predictors.length_bins import BIN_COUNT  # noqa: E402
+from sojourn_server.predictors.length_network import MAX_STATE_MAGNITUDE, PARAMETER_COUNT, LengthNetwork  # noqa: E402
+
+
+def states(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("hidden_size", [576, 4096, 8192])
+def test_it_is_as_large_as_the_papers_whatever_the_model(hidden_size: int) -> None:
+    network = LengthNetwork(hidden_size)
+    assert PARAMETER_COUNT == 302_000
+    assert sum(p.numel() for p in network.parameters()) == pytest.approx(PARAMETER_COUNT, rel=0.01)
+    assert network(states(3, hidden_size), torch.tensor([0, 5, 900])).shape == (3, BIN_COUNT)
+
+
+@pytest.mark.parametrize("hidden_size", [0, -1, PARAMETER_COUNT, 10**9])
+def test_a_size_that_leaves_nothing_between_is_refused(hidden_size: int) -> None:
+    with pytest.raises(ValueError, match=f"hidden size {hidden_size}; expected 1 to "):
+        LengthNetwork(hidden_size)
+
+
+def test_the_largest_and_the_smallest_size_that_the_message_names_are_taken() -> None:
+    with pytest.raises(ValueError, match="expected 1 to ") as refused:
+        LengthNetwork(0)
+    LengthNetwork(1)
+    LengthNetwork(int(str(refused.value).rpartition(" ")[2]))
+
+
+def test_only_the_direction_of_a_hidden_state_counts() -> None:
+    network = LengthNetwork(64)
+    seen, written = states(5, 64), torch.arange(5)
+    scores = network(seen, written)
+    for scale in (0.5, 30.0, 1000.0):
+        assert torch.allclose(network(scale * seen, written), scores, atol=1e-3)
+    assert torch.allclose(network(seen + 7.0, written), scores, atol=1e-3), "nor what all entries share"
+    assert not torch.allclose(network(-seen, written), scores, atol=1e-2)
+
+
+def test_one_wild_number_does_not_drown_the_others_nor_make_nonsense() -> None:
+    wild = torch.full((1, 64), 3e38)
+    wild[0, ::2] = -3e38
+    cut = torch.full((1, 64), MAX_STATE_MAGNITUDE)
+    cut[0, ::2] = -MAX_STATE_MAGNITUDE
+    network, none = LengthNetwork(64), torch.tensor([0])
+    assert torch.equal(network(wild, none), network(cut, none))
+    assert bool(torch.isfinite(network(wild, none)).all())
+
+
+def test_the_number_of_written_tokens_is_an_input() -> None:
+    network, seen = LengthNetwork(64), states(1, 64)
+    assert not torch.allclose(
+        network(seen, torch.tensor([0])), network(seen, torch.tensor([5000])), atol=1e-3
+    )
+
+
+def test_what_it_begins_with_hangs_on_the_seed_alone_and_takes_none_of_the_engines_random_numbers() -> None:
+    before = torch.get_rng_state()
+    one, same, other = LengthNetwork(64), LengthNetwork(64), LengthNetwork(64, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_it_begins_as_torchs_own_layers_do() -> None:
+    network = LengthNetwork(576)
+    for layer in (network.first, network.last):
+        own = torch.nn.Linear(layer.in_features, layer.out_features)
+        for ours, theirs in zip(layer.parameters(), own.parameters(), strict=True):
+            assert float(ours.detach().abs().max()) <= layer.in_features**-0.5
+            assert float(ours.detach().std()) == pytest.approx(float(theirs.detach().std()), rel=0.5)

@@ -1,0 +1,146 @@
+"""A network comes back as it was; whatever else lies there is refused by name and left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from sojourn_server.predictors.length_network import LengthNetwork  # noqa: E402
+from sojourn_server.predictors.weights_file import WeightsError, load_weights, save_weights  # noqa: E402
+
+HIDDEN = 48
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths"
+    save_weights(path, LengthNetwork(HIDDEN, seed=7), model="org/m", examples=321)
+    return path
+
+
+def says(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as opened:
+        return dict(opened.metadata())
+
+
+def rewritten(path: Path, **changed: str | None) -> None:
+    """The same weights with other words."""
+    words = {key: value for key, value in {**says(path), **changed}.items() if value is not None}
+    save_file(dict(LengthNetwork(HIDDEN).state_dict()), path, words)
+
+
+def test_a_network_comes_back_as_it_was(file: Path) -> None:
+    random_numbers = torch.get_rng_state()
+    back = load_weights(file, model="org/m", hidden_size=HIDDEN)
+    assert torch.equal(torch.get_rng_state(), random_numbers), "which are the engine's"
+    assert back is not None
+    for ours, its in zip(back.parameters(), LengthNetwork(HIDDEN, seed=7).parameters(), strict=True):
+        assert torch.equal(ours, its)
+    assert all(parameter.requires_grad for parameter in back.parameters())
+    assert says(file)["examples"] == "321"
+
+
+def test_a_later_one_takes_its_place_and_nothing_else_is_left(file: Path) -> None:
+    later = LengthNetwork(HIDDEN, seed=8)
+    save_weights(file, later, model="org/m", examples=400)
+    back = load_weights(file, model="org/m", hidden_size=HIDDEN)
+    assert back is not None
+    assert torch.equal(back.first.weight, later.first.weight)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_file_that_is_not_there_yet_is_no_network(tmp_path: Path) -> None:
+    assert load_weights(tmp_path / "no" / "lengths", model="org/m", hidden_size=HIDDEN) is None
+
+
+def test_its_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "lengths"
+    save_weights(path, LengthNetwork(HIDDEN), model="org/m", examples=1)
+    assert load_weights(path, model="org/m", hidden_size=HIDDEN) is not None
+
+
+def shortened(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def poisoned(path: Path) -> None:
+    values = dict(LengthNetwork(HIDDEN).state_dict())
+    values["last.bias"][3] = float("nan")
+    save_file(values, path, says(path))
+
+
+def too_large(path: Path) -> None:
+    """Finite in the file, and not in the network."""
+    values = dict(LengthNetwork(HIDDEN).state_dict())
+    values["last.bias"] = torch.full_like(values["last.bias"], 1e300, dtype=torch.float64)
+    save_file(values, path, says(path))
+
+
+def of_other_tensors(path: Path) -> None:
+    save_file({"first.weight": torch.zeros(3)}, path, says(path))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: rewritten(path, model="org/other"), "model 'org/other'; expected 'org/m'"),
+        (lambda path: rewritten(path, hidden_size="64"), "hidden size '64'; expected '48'"),
+        (lambda path: rewritten(path, version="2"), "version '2'; expected '1'"),
+        (lambda path: rewritten(path, bins="64"), "bins '64'; expected '32'"),
+        (lambda path: rewritten(path, format=None), "format None; expected 'sojourn-output-lengths'"),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), "format None; expected"),
+        (lambda path: path.write_bytes(b"hello"), "expected weights that sojourn saved, or no file"),
+        (lambda path: path.write_bytes(b""), "expected weights that sojourn saved, or no file"),
+        (lambda path: path.write_bytes(b"\xff" * 4096), "expected weights that sojourn saved"),
+        (shortened, "expected weights that sojourn saved, or no file"),
+        (poisoned, "holds numbers that are not finite"),
+        (too_large, "holds numbers that are not finite"),
+        (of_other_tensors, "holds other tensors than a network of hidden size 48"),
+    ],
+)
+def test_what_is_not_this_models_is_refused_with_what_was_found_and_expected(
+    file: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(file)
+    before = file.read_bytes()
+    with pytest.raises(WeightsError, match=message) as refused:
+        load_weights(file, model="org/m", hidden_size=HIDDEN)
+    assert str(file) in str(refused.value)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_folder_in_its_place_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=f"{tmp_path}: "):
+        load_weights(tmp_path, model="org/m", hidden_size=HIDDEN)
+
+
+def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        save_weights(tmp_path / "file" / "lengths", LengthNetwork(HIDDEN), model="m", examples=1)
+    (tmp_path / "folder" / "full").mkdir(parents=True)
+    with pytest.raises(OSError, match="folder"):
+        save_weights(tmp_path / "folder", LengthNetwork(HIDDEN), model="m", examples=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file.read_bytes()
+
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as opened:
+            opened.write(content[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_weights(file, LengthNetwork(HIDDEN, seed=8), model="org/m", examples=1)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]

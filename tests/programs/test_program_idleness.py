@@ -1,0 +1,253 @@
+"""Idleness: the share of the newest cycles that went into tools (M1; MORI §3.1, §4.2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.programs.idleness import (
+    INITIAL_IDLENESS,
+    MAX_INTERVAL_S,
+    WINDOW_CYCLES,
+    Idleness,
+    IdlenessPhase,
+    IdlenessTracker,
+)
+
+
+@dataclass
+class Agent:
+    """Drives a clock the way an engine would, so that the tests below read like a log."""
+
+    clock: IdlenessTracker = field(default_factory=IdlenessTracker)
+    now: float = 100.0
+    turns: int = 0
+
+    def turn(self, reasoning_s: float, acting_s: float, *, gated_s: float = 0.0) -> None:
+        """One whole cycle: gated for a while, then an inference, then a tool that has not ended yet."""
+        self.turns += 1
+        self.clock.arrived(f"r{self.turns}", self.now)
+        self.now += gated_s
+        self.clock.admitted(f"r{self.turns}", self.now)
+        self.now += reasoning_s
+        self.clock.finished(f"r{self.turns}", self.now)
+        self.now += acting_s
+
+    def idleness(self) -> float:
+        return self.clock.idleness(self.now)
+
+
+def test_it_is_acting_over_acting_and_reasoning() -> None:
+    """§4.2, eq. 1: T_acting / (T_reasoning + T_acting)."""
+    agent = Agent()
+    agent.turn(3.0, 1.0)
+    agent.turn(5.0, 11.0)
+    assert agent.idleness() == pytest.approx(12.0 / 20.0)
+
+
+def test_the_papers_window_is_five_cycles() -> None:
+    assert WINDOW_CYCLES == 5
+
+
+def test_only_the_newest_k_cycles_count() -> None:
+    """§4.2: "the burst of short tool calls quickly pushes the long idle tool call out"."""
+    agent = Agent(IdlenessTracker(5))
+    agent.turn(2.0, 60.0)
+    assert agent.idleness() == pytest.approx(60 / 62)
+    for _ in range(4):
+        agent.turn(2.0, 0.5)
+    assert agent.idleness() == pytest.approx(62 / 72), "five cycles, the long one among them"
+    agent.turn(2.0, 0.5)
+    assert agent.idleness() == pytest.approx(2.5 / 12.5), "the sixth pushes it out"
+
+
+def test_the_running_tool_call_counts_and_soon_dominates() -> None:
+    """§4.2: "the ongoing tool call's elapsed time keeps increasing and soon dominates the other terms"."""
+    agent = Agent()
+    for _ in range(4):
+        agent.turn(2.0, 0.5)
+    agent.turn(2.0, 0.0)
+    seen = [agent.clock.idleness(agent.now + elapsed_s) for elapsed_s in (0.0, 0.5, 8.0, 60.0, 600.0)]
+    assert seen == pytest.approx([2 / 12, 2.5 / 12.5, 10 / 20, 62 / 72, 602 / 612])
+
+
+def test_one_slow_call_is_diluted() -> None:
+    """§4.2: "the window of recent short tool calls dilutes this outlier"."""
+    busy, idle = Agent(), Agent()
+    for i in range(5):
+        busy.turn(2.0, 6.0 if i == 4 else 0.5)
+        idle.turn(2.0, 6.0)
+    assert busy.idleness() == pytest.approx(8 / 18)
+    assert idle.idleness() == pytest.approx(30 / 40)
+
+
+def test_waiting_for_the_scheduler_counts_in_neither() -> None:
+    """§4.1: "the waiting time is excluded from both Reasoning and Acting measurements"."""
+    gated, free = Agent(), Agent()
+    for _ in range(3):
+        gated.turn(3.0, 1.0, gated_s=500.0)
+        free.turn(3.0, 1.0)
+    assert gated.idleness() == free.idleness() == pytest.approx(0.25)
+    gated.clock.arrived("again", gated.now)
+    shown = gated.clock.reading()
+    assert shown.counting is IdlenessPhase.NOTHING
+    assert shown.at(gated.now + 1e6) == shown.at(gated.now) == pytest.approx(0.25), "nor does the wait itself"
+
+
+def test_so_does_the_wait_after_a_preemption_and_it_is_still_the_same_cycle() -> None:
+    agent = Agent(IdlenessTracker(1))
+    agent.clock.admitted("r", 0.0)
+    agent.clock.preempted("r", 4.0)
+    assert agent.clock.reading().counting is IdlenessPhase.NOTHING
+    agent.clock.admitted("r", 50.0)
+    agent.clock.finished("r", 52.0)
+    assert agent.clock.reading() == Idleness(6.0, 0.0, IdlenessPhase.ACTING, 52.0)
+
+
+def test_parallel_tools_are_one_gap_the_longest() -> None:
+    """§3.1: "a single gap whose duration is the maximum"; the next request comes after the longest."""
+    clock = IdlenessTracker()
+    clock.admitted("r1", 0.0)
+    clock.finished("r1", 1.0)
+    clock.arrived("r2", 1.0 + max(2.0, 7.0, 3.0))
+    assert clock.reading() == Idleness(1.0, 7.0, IdlenessPhase.NOTHING, 8.0)
+
+
+def test_parallel_requests_are_one_inference_and_acting_begins_with_the_last() -> None:
+    clock = IdlenessTracker()
+    clock.admitted("a", 0.0)
+    clock.arrived("b", 1.0)
+    clock.admitted("b", 2.0)
+    clock.finished("a", 5.0)
+    assert clock.reading().counting is IdlenessPhase.REASONING
+    clock.arrived("c", 5.5)
+    clock.finished("b", 6.0)
+    assert clock.reading().counting is IdlenessPhase.NOTHING, "one of them waits: it does not act"
+    clock.admitted("c", 8.0)
+    clock.finished("c", 9.0)
+    assert clock.reading() == Idleness(7.0, 0.0, IdlenessPhase.ACTING, 9.0)
+    assert clock.idleness(16.0) == pytest.approx(0.5)
+
+
+def test_who_never_ran_is_not_idle() -> None:
+    clock = IdlenessTracker()
+    assert clock.reading() == INITIAL_IDLENESS
+    assert clock.idleness(1e9) == 0.0
+    clock.arrived("r", 5.0)
+    assert clock.idleness(500.0) == 0.0
+    clock.finished("r", 600.0)
+    assert clock.idleness(10_000.0) == 0.0, (
+        "given up before it ran: there was no inference, so this is no gap"
+    )
+    clock.admitted("s", 10_000.0)
+    assert clock.idleness(10_050.0) == 0.0
+    clock.finished("s", 10_050.0)
+    assert clock.idleness(10_100.0) == pytest.approx(0.5)
+
+
+def test_a_request_that_was_given_up_at_the_gate_only_interrupts_the_gap() -> None:
+    clock = IdlenessTracker(2)
+    clock.admitted("r1", 0.0)
+    clock.finished("r1", 10.0)
+    clock.arrived("r2", 15.0)
+    clock.finished("r2", 40.0)
+    assert clock.idleness(50.0) == pytest.approx((5 + 10) / 25)
+    assert clock.reading().reasoning_s == 10.0, "and opens no cycle"
+
+
+def test_facts_may_come_twice_or_without_the_first() -> None:
+    clock = IdlenessTracker()
+    clock.finished("never seen", 0.0)
+    clock.preempted("never seen", 0.0)
+    for _ in range(2):
+        clock.admitted("r", 1.0)
+        clock.arrived("r", 1.0)
+    assert clock.reading().counting is IdlenessPhase.REASONING, "late news of its arrival does not stop it"
+    for _ in range(2):
+        clock.finished("r", 4.0)
+    assert clock.reading() == Idleness(3.0, 0.0, IdlenessPhase.ACTING, 4.0)
+
+
+def test_a_clock_that_jumps_back_loses_that_interval_and_goes_on() -> None:
+    clock = IdlenessTracker()
+    clock.admitted("r", 1000.0)
+    clock.finished("r", 1010.0)
+    assert clock.idleness(5.0) == 0.0, "not a negative gap"
+    clock.arrived("s", 5.0)
+    clock.admitted("s", 6.0)
+    clock.finished("s", 8.0)
+    assert clock.reading() == Idleness(12.0, 0.0, IdlenessPhase.ACTING, 8.0)
+    assert clock.idleness(20.0) == pytest.approx(0.5)
+
+
+def test_an_hour_that_the_clock_jumped_ahead_leaves_with_its_cycle() -> None:
+    agent = Agent(IdlenessTracker(3))
+    agent.turn(1.0, 3600.0)
+    for _ in range(3):
+        agent.turn(1.0, 1.0)
+    assert agent.idleness() == pytest.approx(0.5)
+
+
+def test_a_clock_of_k_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"k is 0; expected ≥ 1"):
+        IdlenessTracker(0)
+
+
+def test_rounding_errors_do_not_pile_up() -> None:
+    agent = Agent(IdlenessTracker(2), now=0.0)
+    agent.turn(1e8, 1e8)
+    for _ in range(5000):
+        agent.turn(0.25, 0.75)
+    assert agent.idleness() == 0.75
+
+
+FACTS = st.tuples(
+    st.sampled_from(["arrived", "admitted", "preempted", "finished"]),
+    st.sampled_from("abc"),
+    st.one_of(
+        st.sampled_from([0.0, 0.0, 1.0, 2.5, -3.0, math.nan, math.inf, -math.inf, 1e308, -1e308]),
+        st.floats(0, 100),
+    ),
+)
+
+
+@given(facts=st.lists(FACTS, max_size=40), k=st.integers(1, 6))
+def test_whatever_it_is_told_it_stays_within_zero_and_one(
+    facts: list[tuple[str, str, float]], k: int
+) -> None:
+    clock, now = IdlenessTracker(k), 0.0
+    for what, request_id, step_s in facts:
+        now = now + step_s if math.isfinite(step_s) else step_s
+        getattr(clock, what)(request_id, now)
+        for at in (now, now + 1.0, now - 1.0, math.nan, math.inf, -math.inf):
+            assert 0.0 <= clock.idleness(at) <= 1.0
+        shown = clock.reading()
+        assert 0.0 <= shown.reasoning_s <= MAX_INTERVAL_S * len(facts)
+        assert 0.0 <= shown.acting_s <= MAX_INTERVAL_S * len(facts)
+        assert len(clock._earlier) <= k - 1
+        assert clock._running == sum(clock._live.values())
+
+
+@given(
+    cycles=st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=1, max_size=12),
+    k=st.integers(1, 6),
+)
+def test_it_is_what_a_full_record_says(cycles: list[tuple[int, int, int, int]], k: int) -> None:
+    """Against a reference that keeps every cycle. Whole seconds, so that sums are exact."""
+    clock, now = IdlenessTracker(k), 0.0
+    for i, (gated_s, ran_s, preempted_s, acted_s) in enumerate(cycles):
+        clock.arrived(f"r{i}", now)
+        clock.admitted(f"r{i}", now := now + gated_s)
+        clock.preempted(f"r{i}", now := now + ran_s)
+        clock.admitted(f"r{i}", now := now + preempted_s)
+        reasoning_s = sum(ran for _, ran, _, _ in cycles[max(0, i + 1 - k) : i + 1])
+        before_s = sum(acted for _, _, _, acted in cycles[max(0, i + 1 - k) : i])
+        assert clock.reading()[:2] == (reasoning_s, before_s)
+        clock.finished(f"r{i}", now)
+        now += acted_s
+        acting_s = before_s + acted_s
+        total_s = reasoning_s + acting_s
+        assert clock.idleness(now) == (acting_s / total_s if total_s else 0.0)

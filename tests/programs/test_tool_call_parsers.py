@@ -1,0 +1,262 @@
+"""Every dialect a model may call its tools in, and everything that only looks like one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn import shell_command
+from sojourn_server.programs import tool_call_parsers
+from sojourn_server.programs.tool_call_parsers import (
+    ParsedToolCall,
+    main_head,
+    parse_tool_calls,
+    split_command,
+)
+
+
+def keys(text: str) -> list[str]:
+    return [call.key for call in parse_tool_calls(text)]
+
+
+OPENAI = {
+    "id": "fc_0",
+    "call_id": "call_0",
+    "type": "function_call",
+    "name": "get_weather",
+    "arguments": {"location": "Paris"},
+}
+TERMINAL_BENCH = {
+    "state_analysis": "The tests fail.",
+    "commands": [
+        {"keystrokes": "vim src/app/main.py\n", "is_blocking": False, "timeout_sec": 2.0},
+        {"keystrokes": "cd app && pytest -q\n", "is_blocking": True, "timeout_sec": 30.0},
+    ],
+    "is_task_complete": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (json.dumps(OPENAI), ["get_weather"]),
+        (f"I'll look it up.\n{json.dumps(OPENAI)}", ["get_weather"]),
+        (json.dumps([OPENAI, {**OPENAI, "name": "get_time"}]), ["get_weather", "get_time"]),
+        (
+            '{"tool_calls": [{"type": "function", "function": '
+            '{"name": "bash", "arguments": "{\\"command\\": \\"cd /x && pytest -q\\"}"}}]}',
+            ["bash:pytest"],
+        ),
+        ('{"type": "tool_use", "name": "Bash", "input": {"command": "git status"}}', ["Bash:git"]),
+        ('{"function_call": {"name": "search", "arguments": "{}"}}', ["search"]),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ["f"]),
+        (
+            'Both.<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"name": "execute_bash", "arguments": {"cmd": "make"}}</tool_call>',
+            ["f", "execute_bash:make"],
+        ),
+        (
+            "<tool_call>\n<function=bash>\n<parameter=command>\nCI=1 npm test 2>&1 | tail -5\n</parameter>\n"
+            "</function>\n</tool_call>",
+            ["bash:npm"],
+        ),
+        (
+            "<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>ls -la</arg_value></tool_call>",
+            ["bash:ls"],
+        ),
+        ('<function=get_weather>{"city": "Paris"}</function>', ["get_weather"]),
+        ('<function=shell>{"command": ["bash", "-lc", "pytest -q"]}</function>', ["shell:pytest"]),
+        (
+            '<minimax:tool_call><invoke name="bash"><parameter name="command">du -sh</parameter></invoke>',
+            ["bash:du"],
+        ),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>"
+            '{"command": "cargo build"}<|tool_call_end|>',
+            ["bash:cargo"],
+        ),
+        (
+            '<|channel|>commentary to=functions.exec <|constrain|>json<|message|>{"cmd":["go"]}<|call|>',
+            ["exec:go"],
+        ),
+        ('{"name": "f", "parameters": {"x": 1}}', ["f"]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', ["f", "g"]),
+        ('<|python_tag|>get_user_info(user_id=7890, special="black")<|eom_id|>', ["get_user_info"]),
+        ("[f(a=1), pkg.g()]", ["f", "pkg.g"]),
+        ("<think>g(b=2)?</think>\n\nf(a=1)", ["f"]),
+        ('bash(command="sleep 3; (echo done)")', ["bash:sleep"]),
+        ("Let me see.\n\n```bash\npytest -q\n```\n", ["bash:pytest"]),
+        ("```bash\nls\n```<|im_end|>", ["bash:ls"]),
+        ("```bash\nls\n```\n</s></s>\n", ["bash:ls"]),
+        ("f(a=1)<|eot_id|>", ["f"]),
+        ("THOUGHT: go\n\n```mswea_bash_command\ncd /testbed && git diff\n```", ["bash:git"]),
+        ("Unlike\n```bash\nrm x\n```\nI do\n```mswea_bash_command\nls\n```\n", ["bash:ls"]),
+        (json.dumps(TERMINAL_BENCH), ["bash:vim", "bash:pytest"]),
+        (f"```json\n{json.dumps(TERMINAL_BENCH, indent=2)}\n```", ["bash:vim", "bash:pytest"]),
+    ],
+)
+def test_each_dialect_is_read(text: str, expected: list[str]) -> None:
+    assert keys(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The weather is fine.",
+        "```bash\nls\n```\nor\n```bash\npwd\n```",  # two blocks: which one?
+        "```bash\nls",  # cut off before it closed
+        "```bash\n\n```",
+        "```python\nprint(1)\n```",
+        "Call f(a=1) to see.",
+        "sum(1, 2)",
+        "f(a=1) and g(b=2)",
+        "(a=1)",
+        "done :)",
+        '{"name": "Ada", "age": 36}',
+        '{"type": "function_call", "name": 7}',
+        '{"name": "", "arguments": {}}',
+        '<tool_call>{"name": "f", "argu',
+        "<tool_call></tool_call>",
+        '<think>maybe <tool_call>{"name": "f", "arguments": {}}</tool_call></think>No need.',
+        '{"commands": [{"timeout_sec": 3}, 4], "is_task_complete": true}',
+        json.dumps({"name": "x" * 5000, "arguments": {}}),
+    ],
+)
+def test_what_only_looks_like_a_call_is_none(text: str) -> None:
+    assert parse_tool_calls(text) == ()
+
+
+def test_json_inside_a_shell_block_is_the_commands_business() -> None:
+    text = 'Post it.\n```bash\ncurl -d \'{"name": "f", "arguments": {}}\' localhost\n```\n'
+    assert keys(text) == ["bash:curl"]
+
+
+def test_a_tool_call_carries_no_arguments() -> None:
+    (call,) = parse_tool_calls('<tool_call>{"name":"f","arguments":{"password":"hunter2"}}</tool_call>')
+    assert call == ParsedToolCall("f")
+    assert "hunter2" not in repr(call)
+
+
+@pytest.mark.parametrize(
+    ("line", "heads", "main"),
+    [
+        ('pytest -q && git add -A && git commit -m "fix: a && b"', ("pytest", "git", "git"), "git"),
+        ("make \\\n  -j4\nls", ("make", "ls"), "ls"),
+        ("cd /testbed && python -m pytest tests -x", ("cd", "python"), "python"),
+        ("A=1 B='2 3' make -j4", ("make",), "make"),
+        ("echo 'a && b; c' | wc -l", ("echo", "wc"), "echo"),
+        ("pytest 2>&1 | tail -20", ("pytest", "tail"), "pytest"),
+        ("pytest > out.txt 2>&1; cat out.txt", ("pytest", "cat"), "cat"),
+        ("cat <<'EOF' > x.py\nimport os; rm -rf /\nEOF\npython x.py", ("cat", "python"), "python"),
+        ("(cd a && make) || exit 1", ("cd", "make", "exit"), "make"),
+        ("for f in *.py; do ruff check $f; done", ("ruff",), "ruff"),
+        ("if [ -f x ]; then ./run.sh; fi", ("run.sh",), "run.sh"),
+        ("timeout 60 /usr/bin/python3 a.py", ("python3",), "python3"),
+        ("sudo -E env X=1 nice -n 5 apt-get update", ("apt-get",), "apt-get"),
+        ('bash -lc "cd x && cargo test"', ("cd", "cargo"), "cargo"),
+        ("pytest $(git diff --name-only; true) `ls`", ("pytest",), "pytest"),
+        ("sleep 5 & wait", ("sleep", "wait"), "wait"),
+        ("# note\nls # list; all", ("ls",), "ls"),
+        ("grep -rn x . && cd ..", ("grep", "cd"), "grep"),
+        ("cd /tmp", ("cd",), "cd"),
+        ("diff <(sort a) b >& log", ("diff", "sort", "b"), "b"),
+        ("echo 'unbalanced", ("echo",), "echo"),
+        ('x="', (), None),
+        ("", (), None),
+        ("&& ; |", (), None),
+    ],
+)
+def test_command_lines(line: str, heads: tuple[str, ...], main: str | None) -> None:
+    assert split_command(line) == heads
+    assert main_head(line) == main
+
+
+HOSTILE = [
+    "`" * 1_000_000,
+    "{" * 1_000_000,
+    '{"' * 500_000,
+    '{"a":' * 200_000,
+    "[{" * 500_000,
+    '{"a":[' * 100_000 + "1" * 10_000,
+    '{"a": ' + "9" * 10_000 + "}",
+    "<tool_call>" * 90_000,
+    "<tool_call>{" * 90_000,
+    "<function=f>" * 90_000,
+    "<parameter=a>" * 90_000,
+    "<" * 1_000_000,
+    "f(" * 500_000 + ")",
+    "f(a=" * 250_000 + ")",
+    '"\\' * 500_000 + ")",
+    "'" * 999_999 + ")",
+    "```bash\n" * 120_000,
+    "```bash\n" + "$(" * 400_000 + "\n```",
+    "```bash\n" + "<<A " * 200_000 + "\n" * 10 + "\n```",
+    "```bash\n" + '"\\' * 400_000 + "\n```",
+    "a" * 1_000_000 + "()",
+    "\x00\ud800" * 1000,
+    "<|a|>" * 200_000,
+    "</s>" * 250_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_output_is_read_with_bounded_work(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is counted, not timed: characters given to the JSON decoder and to the shell reader."""
+    decoded: list[int] = []
+    read: list[int] = []
+    decode, simple = tool_call_parsers._decode, shell_command._simple_commands
+
+    def counting_decode(value: str, start: int = 0) -> object:
+        try:
+            result = decode(value, start)
+        except json.JSONDecodeError as error:
+            whole = error.msg.startswith("Unterminated")
+            decoded.append((len(value) if whole else error.pos) - start)
+            raise
+        except (ValueError, RecursionError):
+            decoded.append(len(value) - start)
+            raise
+        decoded.append(result[1] - start)
+        return result
+
+    def counting_simple(value: str) -> object:
+        read.append(len(value))
+        return simple(value)
+
+    monkeypatch.setattr(tool_call_parsers, "_decode", counting_decode)
+    monkeypatch.setattr(shell_command, "_simple_commands", counting_simple)
+    assert len(parse_tool_calls(text)) <= tool_call_parsers.MAX_CALLS
+    assert sum(decoded) <= 8 * tool_call_parsers._JSON_SCAN_BUDGET
+    assert sum(read) <= tool_call_parsers.MAX_CALLS * 2 * shell_command.MAX_COMMAND_CHARS
+
+
+def test_only_the_tail_is_read() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert keys("x" * 1_000_000 + call) == ["f"]
+    assert keys(call + "x" * 1_000_000) == []
+
+
+OPENERS = [
+    "```bash\n",
+    "\n```\n",
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    '{"name":',
+    '"f"',
+    "f(",
+    "a=",
+]
+FRAGMENTS = st.sampled_from([*OPENERS, *"`,})[]'\"#|; \n\\$<&"])
+
+
+@given(st.lists(FRAGMENTS | st.text(max_size=5), max_size=60).map("".join))
+def test_nothing_ever_raises_and_all_is_bounded(text: str) -> None:
+    for call in parse_tool_calls(text):
+        assert 0 < len(call.key) <= tool_call_parsers.MAX_NAME_CHARS + 1 + shell_command.MAX_HEAD_CHARS
+    heads = split_command(text)
+    assert all(heads)
+    assert main_head(text) is None if not heads else main_head(text) in heads

@@ -1,0 +1,285 @@
+"""What the server learns of agent types: steps, credit for declarations, overlap, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.aeg import END
+from sojourn.ids import ProgramId
+from sojourn_server.programs.context_statistics import ToolOutputTokens
+from sojourn_server.programs.execution_history import SlidingMax
+from sojourn_server.programs.hint_reliability import HintReliability
+from sojourn_server.programs.program_state import ProgramState
+from sojourn_server.programs.workflow_history import MAX_STEPS, REPLY_STEP, WorkflowHistory, prompt_type
+
+
+def program(agent_type: str | None = "coder", name: str = "p") -> ProgramState:
+    return ProgramState(ProgramId(name), 1, 0.0, agent_type=agent_type)
+
+
+def live(
+    workflows: WorkflowHistory, *tools: str, agent_type: str = "coder", ended: bool = True
+) -> ProgramState:
+    """A program whose turns call these tools, the last of which ends it."""
+    run = program(agent_type)
+    for number, tool in enumerate(tools, start=1):
+        if number > 1:
+            workflows.came_back(run, run.pending_tool, 1.0, run.context_tokens + 10)
+        run.turns, run.pending_tool, run.context_tokens = number, tool, 100 * number
+    workflows.over(run, ended=ended, turn_open=True)
+    return run
+
+
+def at(*tools: str) -> ProgramState:
+    """A program of the same type whose last turn called the last of these."""
+    run = program()
+    run.turns, run.steps, run.pending_tool, run.context_tokens = len(tools), list(tools[:-1]), tools[-1], 100
+    return run
+
+
+def test_what_follows_is_learned_from_whole_programs():
+    workflows = WorkflowHistory()
+    for _ in range(40):
+        live(workflows, "ls", "edit", "pytest", "edit", "pytest")
+    assert workflows.tasks(program()) == 40
+    assert workflows.successors(at("ls"))[0][0] == "edit"
+    assert workflows.successors(at("ls", "edit"))[0][0] == "pytest"
+    likely = dict(workflows.successors(at("edit", "pytest", "edit", "pytest")))
+    assert likely[END] > 0.9
+    assert dict(workflows.successors(at("ls", "edit", "pytest"))).get(END, 0.0) < 0.1
+
+
+def test_a_changed_workload_is_relearned_within_fifty_tasks():
+    workflows = WorkflowHistory()
+    for _ in range(500):
+        live(workflows, "ls", "edit", "edit")
+    for _ in range(50):
+        live(workflows, "ls", "pytest")
+    next_step, p = workflows.successors(at("ls"))[0]
+    assert next_step == "pytest"
+    assert p >= 0.7
+
+
+def test_types_are_told_apart_and_the_unnamed_go_by_how_their_prompt_begins():
+    workflows = WorkflowHistory()
+    live(workflows, "ls", "edit", agent_type="a")
+    named, silent = program("a"), program(None)
+    silent.prompt_type = "prompt:1"
+    assert workflows.tasks(named) == 1
+    assert workflows.tasks(silent) == 0
+    workflows.over(silent, ended=True, turn_open=False)  # it never had a turn: nothing to learn
+    assert workflows.tasks(silent) == 0
+
+
+def test_a_prompt_alone_makes_a_type_when_it_is_seen_again():
+    """Else chats that have nothing in common would push out the agents that are many."""
+    workflows = WorkflowHistory()
+    for _ in range(40):
+        live(workflows, "ls", "edit")
+    for number in range(1000):
+        chat = program(None, f"c{number}")
+        chat.turns, chat.prompt_type, chat.pending_tool = 1, f"prompt:{number}", None
+        workflows.over(chat, ended=True, turn_open=True)
+        assert workflows.tasks(chat) == 0
+    assert workflows.tasks(program()) == 40
+    for _ in range(2):
+        again = program(None, "again")
+        again.turns, again.prompt_type = 1, "prompt:999"
+        workflows.over(again, ended=True, turn_open=True)
+    assert workflows.tasks(again) == 2
+
+
+def test_no_tool_is_taken_for_an_end():
+    workflows = WorkflowHistory()
+    for _ in range(40):
+        live(workflows, END, "__start__", REPLY_STEP, "edit")
+    assert dict(workflows.successors(at("__start__"))).get(END, 0.0) < 0.1
+    assert dict(workflows.successors(at("edit")))[END] > 0.9
+
+
+def test_who_comes_back_after_it_was_given_up_goes_on_from_there():
+    workflows = WorkflowHistory()
+    run = live(workflows, "ls", "edit")
+    run.turns, run.pending_tool = 3, "pytest"
+    workflows.over(run, ended=True, turn_open=True)
+    assert workflows.tasks(run) == 2
+    assert workflows.transitions.predict("coder", [])[0] == ("ls", 1.0), "no second beginning"
+
+
+def test_one_that_was_broken_off_does_not_say_where_it_would_have_ended():
+    workflows = WorkflowHistory()
+    for _ in range(10):
+        live(workflows, "ls", "edit", ended=False)
+    assert workflows.tasks(program()) == 0
+    assert dict(workflows.successors(at("edit"))).get(END) is None
+
+
+def test_a_program_without_end_takes_bounded_memory_and_is_learned_in_pieces():
+    workflows = WorkflowHistory()
+    run = program()
+    for number in range(5 * MAX_STEPS):
+        if number:
+            workflows.came_back(run, "a" if number % 2 else "b", 1.0, run.context_tokens)
+        run.turns += 1
+        assert len(run.steps) <= MAX_STEPS
+    run.pending_tool = "a"
+    assert workflows.successors(run)[0][0] == "b"
+    assert workflows.tasks(run) == 0
+
+
+def test_tools_add_what_they_added_of_late():
+    workflows = WorkflowHistory()
+    run = program()
+    run.turns, run.context_tokens = 1, 1000
+    workflows.came_back(run, "cat", 1.0, 1500)
+    run.pending_tool, run.context_tokens = "cat", 1500
+    assert workflows.overlap(run) == pytest.approx(1500 / 2000)
+    run.pending_tool = "never-seen"
+    assert workflows.overlap(run) == pytest.approx(1500 / 2000), "what any tool adds"
+    run.reused_share = 0.5
+    assert workflows.overlap(run) == pytest.approx(0.5 * 1500 / 2000), "a branch keeps what it shares"
+    run.context_tokens = 0
+    assert workflows.overlap(run) == 0.0
+
+
+def test_a_prompt_that_shrank_says_nothing_of_the_tool():
+    workflows = WorkflowHistory()
+    run = program()
+    run.turns, run.context_tokens = 1, 1000
+    workflows.came_back(run, "cat", 1.0, 300)
+    assert workflows.observations.expected("cat") == 0.0
+
+
+# -- credit -----------------------------------------------------------------------------
+
+
+def credited(
+    declare, *, seed: int = 0, turns: int = 12, programs: int = 20, credit: HintReliability | None = None
+) -> HintReliability:
+    """Programs of about ``turns`` turns; ``declare(left)`` is what their hints say with so many to come."""
+    random, credit = Random(seed), credit or HintReliability()
+    for _ in range(programs):
+        total = random.randint(turns // 2, turns * 3 // 2)
+        for number in range(1, total + 1):
+            credit.observe(declare(total - number), came_back=number < total)
+    return credit
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_hints_are_believed_and_false_ones_are_not(seed: int):
+    random = Random(f"liar/{seed}")
+    assert credited(lambda left: left / (1 + left), seed=seed).hints_reliable, "steps left"
+    assert credited(lambda left: 11 / 12, seed=seed).hints_reliable, (
+        "a graph that says the same of every turn"
+    )
+    assert credited(lambda left: None, seed=seed).hints_reliable, "nobody said anything"
+    assert not credited(lambda left: 0.0, seed=seed).hints_reliable, "always at its end"
+    assert not credited(lambda left: random.random(), seed=seed).hints_reliable, "anything"
+
+
+def test_a_program_that_takes_another_type_each_turn_is_judged_by_its_own_record():
+    workflows = WorkflowHistory()
+    run = program("t0")
+    run.turns = 1
+    for number in range(8):
+        run.pending_declaration = (f"t{number}", 0.0)
+        run.agent_type = f"t{number + 1}"
+        workflows.came_back(run, "ls", 1.0, 0)
+    assert not workflows.hints_reliable(run)
+
+
+def test_a_declaration_is_charged_to_the_type_it_was_made_for():
+    workflows = WorkflowHistory()
+    victim, liar = program("victim"), program("liar")
+    for _ in range(10):
+        liar.agent_type = "victim"
+        liar.pending_declaration = ("liar", 0.0)
+        workflows.came_back(liar, "ls", 1.0, 0)
+    assert workflows.hints_reliable(victim)
+    assert not workflows.hints_reliable(program("liar"))
+
+
+def test_who_lied_and_lies_no_more_is_believed_again():
+    credit = credited(lambda left: 0.0)
+    assert not credit.hints_reliable
+    assert credited(lambda left: 11 / 12, credit=credit).hints_reliable
+
+
+# -- types by prompt -----------------------------------------------------------------------
+
+
+def test_prompts_that_begin_alike_are_of_one_type():
+    hashes = [bytes([n]) * 32 for n in range(20)]
+    assert prompt_type(hashes, 16) == prompt_type([*hashes[:4], b"x" * 32], 16) == f"prompt:{'03' * 8}"
+    assert prompt_type(hashes, 32) == f"prompt:{'01' * 8}"
+    assert prompt_type(hashes, 128) == f"prompt:{'00' * 8}"
+    assert prompt_type(hashes[:2], 16) == f"prompt:{'01' * 8}"
+    assert prompt_type([], 16) is None
+
+
+# -- saved -------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_known_again():
+    workflows = WorkflowHistory()
+    for _ in range(35):
+        live(workflows, "ls", "edit", "pytest")
+    liar = program("liar")
+    for _ in range(10):
+        liar.pending_declaration = ("liar", 0.0)
+        workflows.came_back(liar, "ls", 1.0, 0)
+    loaded = WorkflowHistory.restore(json.loads(json.dumps(workflows.snapshot())))
+    assert loaded.tasks(program()) == 35
+    assert loaded.successors(at("ls", "edit")) == workflows.successors(at("ls", "edit"))
+    assert loaded.observations.expected("ls") == workflows.observations.expected("ls") > 0
+    assert loaded.snapshot() == workflows.snapshot()
+    assert not loaded.hints_reliable(program("liar"))
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"transitions": {}}, {"observations": {"version": 1}}])
+def test_a_document_that_makes_no_sense_is_refused(document: object):
+    with pytest.raises(ValueError, match=r"workflows|transitions|tokens"):
+        WorkflowHistory.restore(document)
+
+
+@pytest.mark.parametrize("tools", [{"a": -1}, {"a": "b"}, {"a": True}, []])
+def test_tokens_that_make_no_sense_are_refused(tools: object):
+    with pytest.raises(ValueError, match="tokens"):
+        ToolOutputTokens.restore({"version": 1, "tools": tools, "all": None})
+
+
+def test_a_flood_of_tools_is_bounded():
+    known = ToolOutputTokens(max_tools=10)
+    for number in range(1000):
+        known.observe(f"t{number}", 5.0)
+    assert len(known.snapshot()["tools"]) == 10
+    assert known.expected(REPLY_STEP) == 5.0
+
+
+# -- a maximum in strides -----------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300), st.integers(1, 50))
+def test_it_stays_within_its_factor_of_the_true_one(values: list[float], window: int):
+    sliding = SlidingMax(window, factor=1.5)
+    for number, value in enumerate(values, start=1):
+        sliding.observe(value)
+        true = max(values[max(0, number - window) : number])
+        assert true <= sliding.value <= true * 1.5 * (1 + 1e-9)
+
+
+def test_it_moves_seldom():
+    sliding = SlidingMax()
+    for number in range(1, 10_000):
+        sliding.observe(float(number))
+    assert sliding.changes < 60
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_nonsense_is_refused(value: float):
+    with pytest.raises(ValueError, match="finite"):
+        SlidingMax().observe(value)

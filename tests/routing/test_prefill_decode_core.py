@@ -1,0 +1,677 @@
+"""Prefill and decode on separate engines: what becomes of requests and engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
+from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
+from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
+from sojourn_server.routing.routing_events import (
+    AbortStream,
+    NicQueueReported,
+    PairEngineRegistered,
+    PairRole,
+    ProbeReplica,
+    RejectRequest,
+    RequestFinished,
+    SendRequestToPair,
+)
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+KV_TOKENS = 10_000
+
+
+def seen(name: str, instance: str = "1", **more: Any) -> PairEngineRegistered:
+    role = PairRole.PREFILL if name.startswith("p") else PairRole.DECODE
+    given = {"node": f"node-{name}", "kv_tokens": KV_TOKENS, "block_s": 0.01, "peer": f"tcp:{name}:1", **more}
+    return PairEngineRegistered(name, instance, role, **given)
+
+
+def asked(
+    name: str, tokens: int = 1000, program: str | None = None, **more: Any
+) -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, "t", tokens, program_id=program, **more)
+
+
+def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> PairCore:
+    made = PairCore(pairs, RoutingLimits(**limits))
+    for name in names:
+        made.take(seen(name), 0.0)
+    return made
+
+
+def only(actions: list[Any]) -> Any:
+    [action] = actions
+    return action
+
+
+def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
+    it = core("p1", "p2", "d1", "d2")
+    first = only(it.take(asked("a"), 1.0))
+    second = only(it.take(asked("b"), 1.0))
+    assert isinstance(first, SendRequestToPair)
+    assert {first.prefill_id, second.prefill_id} == {"p1", "p2"}
+    assert {first.replica_id, second.replica_id} == {"d1", "d2"}
+    assert first.decode_share == 0.0  # nothing of it is stored
+
+
+def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(routing_events.RequestFinished("a", 64, "d1"), 2.0)
+    sent = only(it.take(asked("b", 6464 + 40, "p"), 100.0))
+    assert sent.decode_share == pytest.approx(0.5, abs=0.01)
+    it.take(routing_events.RequestFinished("b", 10, "d1"), 200.0)
+    it.take(NicQueueReported("node-d1", 50.0), 200.0)
+    assert only(it.take(asked("c", 6600, "p"), 200.0)).decode_share == 0.0
+    it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
+    it.take(routing_events.ProgramEnded("p", "t"), 300.0)
+    assert only(it.take(asked("d", 6600, "p"), 300.0)).decode_share == 0.0
+    assert it.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
+
+
+def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(routing_events.RequestFinished("a"), 2.0)
+    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+
+
+@pytest.mark.parametrize("answered", [False, None])
+def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool | None) -> None:
+    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 1.5)
+    it.take(routing_events.RequestFinished("a", 0, "d1", answered=answered), 2.0)
+    assert it.stored_tokens("t", "p") == 0
+    assert not it.programs
+    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+    it.take(routing_events.RequestFinished("b", 36, "d1"), 4.0)
+    it.take(asked("c", 6600, "p"), 5.0)
+    it.take(routing_events.RequestFinished("c", 0, "d1", answered=answered), 6.0)
+    assert it.stored_tokens("t", "p") == 6500
+    assert it.programs["t", "p"].turns == 1
+
+
+def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
+    it = core("p1", "d1")
+    it.take(seen("d1", max_running=1), 0.5)
+    it.take(seen("d2", max_running=2), 0.5)
+    # In tokens d2 has more from the second on.
+    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900), ("c", 100))]
+    assert [one.replica_id for one in sent] == ["d1", "d2", "d2"]
+    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
+    assert it.take(asked("d", 100), 2.0) == []  # it waits here, not in an engine's queue
+    assert it.waiting == 1
+    done = sent[0]
+    assert only(it.take(routing_events.RequestFinished("a", 5, done.replica_id), 3.0)).request_id == "d"
+
+
+def test_an_engine_that_was_drained_when_it_came_is_bound_as_well() -> None:
+    it = core("p1", "d1")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 1.0)
+    it.take(seen("d1", max_running=1), 2.0)  # a blip undrains nobody
+    it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
+    assert only(it.take(asked("a"), 3.0)).replica_id == "d1"
+    assert it.take(asked("b"), 3.0) == []
+
+
+def test_a_waiting_request_goes_to_the_first_engine_with_room() -> None:
+    it = core("p1")
+    for name in ("d1", "d2"):
+        it.take(seen(name, max_running=1), 0.0)
+    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900))]
+    assert [one.replica_id for one in sent] == ["d1", "d2"]
+    for name in "cd":
+        assert it.take(asked(name, 100), 1.0) == []
+    assert it.pairs.prefill.views()[0].tokens == 1000  # who waits for a decode engine loads no other
+    first = only(it.take(routing_events.RequestFinished("b", 5, "d2"), 2.0))
+    assert (first.request_id, first.replica_id) == ("c", "d2")
+    assert it.take(asked("e", 100), 2.0) == []
+    second = only(it.take(routing_events.RequestFinished("c", 5, "d2"), 3.0))
+    assert (second.request_id, second.replica_id) == ("d", "d2")  # not who came later
+    it.take(routing_events.RequestFinished("d"), 4.0)
+    assert it.waiting == 0
+    it.take(asked("f", 100), 4.0)
+    it.take(routing_events.RequestFinished("f"), 5.0)  # given up in line
+    assert it.waiting == 0
+
+
+def test_a_request_that_only_a_full_engine_could_hold_blocks_no_other() -> None:
+    it = core("p1")
+    it.take(seen("d1", max_running=1), 0.0)
+    it.take(seen("d2", kv_tokens=500, max_running=1), 0.0)
+    assert only(it.take(asked("a", 9000), 1.0)).replica_id == "d1"
+    assert it.take(asked("b", 9000), 1.0) == []
+    assert only(it.take(asked("c", 100), 1.0)).replica_id == "d2"
+    assert only(it.take(routing_events.RequestFinished("a", 5, "d1"), 2.0)).request_id == "b"
+
+
+def test_an_engine_may_report_its_request_limit_later() -> None:
+    it = core("p1", "d1")
+    for name in "ab":
+        assert only(it.take(asked(name), 1.0)).replica_id == "d1"
+    it.take(seen("d1", max_running=2), 2.0)
+    assert it.pairs.decode.views()[0].requests == 2  # what is there still counts
+    assert it.take(asked("c"), 3.0) == []
+    assert only(it.take(seen("d1", max_running=3), 4.0)).request_id == "c"
+    assert it.take(asked("d"), 5.0) == []
+    assert only(it.take(seen("d1", max_running=0), 6.0)).request_id == "d"  # it does not tell any more
+
+
+@pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
+def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: str, absent: str) -> None:
+    it = core(*([there] if there else []))
+    refused = only(it.take(asked("a"), 1.0))
+    assert (refused.status, refused.code) == (503, "no_room")
+    assert refused.retry_after_s
+    assert f"no {absent} engine" in refused.message
+    assert not it.flights
+    assert not it.programs
+
+
+def test_where_all_of_a_role_are_drained_there_is_no_pair() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    it.take(routing_events.ReplicaDrainStarted("d2"), 1.0)
+    assert only(it.take(asked("a"), 2.0)).status == 503
+    it.take(routing_events.ReplicaDrainCancelled("d2"), 3.0)
+    assert only(it.take(asked("a"), 4.0)).replica_id == "d2"
+
+
+def test_an_engine_in_doubt_is_waited_for() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
+    assert it.take(asked("b"), 3.0) == []
+    sent: list[Any] = it.take(seen("d1"), 4.0)
+    assert [one.request_id for one in sent] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", ["failed", "drained"])
+def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None:
+    it = PairCore()
+    it.take(seen("p1", kv_tokens=1000), 0.0)
+    it.take(seen("d1", kv_tokens=1000), 0.0)
+    for name in ("a", "b"):
+        assert len(it.take(asked(name, 400, output_tokens=50), 1.0)) == 1
+    assert it.take(asked("c", 400, output_tokens=50), 1.0) == []
+    if how == "failed":
+        assert only(it.take(routing_events.RequestFailed("a", "d1", computing=True), 2.0)) == ProbeReplica(
+            "d1", "1"
+        )
+        again: list[Any] = it.take(seen("d1", kv_tokens=1000), 3.0)
+        # Of 1,000 tokens b has 450 still: a goes, and c does not.
+        assert [one.request_id for one in again] == ["a"]
+    else:
+        it.take(routing_events.ReplicaDrainStarted("d1"), 2.0)
+        assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
+    [view] = it.pairs.decode.views()
+    assert (view.free_kv_tokens, view.requests) == (100, 2)
+    assert it.pairs.prefill.views()[0].tokens == 1200  # c waits there for memory
+    assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
+
+
+def test_what_ends_while_an_engine_is_drained_is_out_of_its_books() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for name in ("p1", "d1"):
+        it.take(routing_events.ReplicaDrainStarted(name), 2.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 3.0)
+    it.take(routing_events.RequestFinished("a", 1, "d1"), 3.0)
+    for name in ("p1", "d1"):
+        it.take(routing_events.ReplicaDrainCancelled(name), 4.0)
+    [view] = it.pairs.decode.views()
+    assert (view.free_kv_tokens, view.tokens, view.requests) == (KV_TOKENS, 0, 0)
+    assert it.pairs.prefill.views()[0].tokens == 0
+
+
+def test_an_engine_in_doubt_that_goes_leaves_nothing_behind() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
+    assert it.waiting == 1
+    assert only(it.take(seen("d1", "2"), 4.0)).request_id == "a"
+    [view] = it.pairs.decode.views()
+    assert view.requests == 1
+    assert set(it._names.values()) == {"p1", "d1"}
+    assert len(it._names) == 2
+
+
+def test_the_wait_of_a_request_starts_again_when_its_pair_is_lost() -> None:
+    it = core("p1", "d1", wait_s=30.0)
+    assert isinstance(only(it.take(asked("a"), 0.0)), SendRequestToPair)
+    it.take(routing_events.ReplicaGone("d1", "1"), 40.0)
+    assert not [one for one in it.take(routing_events.Tick(), 40.5) if isinstance(one, RejectRequest)]
+    assert (
+        "30 s"
+        in only(
+            [one for one in it.take(routing_events.Tick(), 70.0) if isinstance(one, RejectRequest)]
+        ).message
+    )
+
+
+@pytest.mark.parametrize("how", ["gone", "drained"])
+def test_requests_that_wait_for_a_missing_role_are_rejected_soon(how: str) -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
+    it.take(asked("b"), 2.0)
+    it.take(
+        routing_events.ReplicaGone("d1", "1") if how == "gone" else routing_events.ReplicaDrainStarted("d1"),
+        3.0,
+    )
+    assert not [one for one in it.take(routing_events.Tick(), 3.1) if isinstance(one, RejectRequest)]
+    assert not [
+        one
+        for one in it.take(routing_events.Tick(), 3.1 + ROLE_MISSING_TIMEOUT_S - 0.1)
+        if isinstance(one, RejectRequest)
+    ]
+    refused: list[Any] = [
+        one
+        for one in it.take(routing_events.Tick(), 3.1 + ROLE_MISSING_TIMEOUT_S)
+        if isinstance(one, RejectRequest)
+    ]
+    assert [(one.request_id, one.status, one.code) for one in refused] == [
+        (name, 503, "no_room") for name in "ab"
+    ]
+    assert all("no decode engine" in one.message and one.retry_after_s for one in refused)
+    assert not it.flights
+
+
+def test_a_role_that_returns_in_time_costs_no_request() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for start, life in ((2.0, "1"), (7.0, "2"), (12.0, "3")):
+        it.take(routing_events.ReplicaGone("d1", life), start)
+        for tenth in range(10 * int(ROLE_MISSING_TIMEOUT_S) - 10):
+            assert not [
+                o for o in it.take(routing_events.Tick(), start + tenth / 10) if isinstance(o, RejectRequest)
+            ]
+        it.take(seen("p1"), start + ROLE_MISSING_TIMEOUT_S - 1)
+        assert (
+            only(it.take(seen("d1", str(int(life) + 1)), start + ROLE_MISSING_TIMEOUT_S - 1)).request_id
+            == "a"
+        )
+        it.take(routing_events.Tick(), start + ROLE_MISSING_TIMEOUT_S - 1)
+
+
+def test_a_supervised_missing_role_is_waited_for() -> None:
+    it = PairCore(expects_engines=True)
+    for name in ("p1", "d1"):
+        it.take(seen(name), 0.0)
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
+    for second in range(3, 100):
+        it.take(seen("p1"), float(second))
+        assert it.take(routing_events.Tick(), float(second)) == []
+
+
+def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 700, "p"), 1.0)
+    it.take(RequestFinished("a", 20, "d1", prompt_tokens=301), 2.0)
+    assert it.stored_tokens("t", "p") == 321
+    it.take(asked("b", 700, "p"), 3.0)
+    it.take(RequestFinished("b", 6, "d1", prompt_tokens=100), 4.0)
+    assert it.stored_tokens("t", "p") == 106
+    it.take(asked("c", 700, "p"), 5.0)
+    it.take(routing_events.RequestFinished("c", 20, "d1"), 6.0)  # nobody counted: the guess is all there is
+    assert it.stored_tokens("t", "p") == 720
+
+
+def test_a_prompt_count_travels_and_is_left_out_where_unknown() -> None:
+    counted = RequestFinished("a", 20, "d1", prompt_tokens=301)
+    written = msgspec.msgpack.encode(counted)
+    assert msgspec.msgpack.decode(written, type=routing_events.AnyRoutingEvent) == counted
+    assert b"prompt_tokens" not in msgspec.msgpack.encode(RequestFinished("a", 20, "d1"))
+
+
+def test_which_engine_answered_last_is_known() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 700, "p"), 1.0)
+    assert it.programs["t", "p"].answered_by is None
+    it.take(routing_events.RequestFinished("a", 20, "d1"), 2.0)
+    assert it.programs["t", "p"].answered_by == "d1"
+
+
+def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
+    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
+    sent = only(it.take(seen("d1", "2"), 4.0))
+    assert sent.prefill_id == "p1"
+    assert not it.flights["a"].prefilled
+    # So it counts on its prefill engine again: what happens there concerns it.
+    it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
+    assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
+    it.take(routing_events.PrefillFinished("a", "p1"), 7.0)
+    assert it.pairs.prefill.views()[0].tokens == 0
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 128, "p"), 1.0)
+    it.take(routing_events.RequestFinished("a", 0, "d1"), 2.0)
+    it.take(asked("b", 128, "p"), 3.0)
+    assert it.pairs._flights["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
+    it.take(routing_events.RequestFinished("b", 0, "d1"), 4.0)
+    it.take(asked("c", 129, "p"), 5.0)
+    assert it.pairs._flights["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
+
+
+def test_whose_engine_has_gone_waits_and_goes_in_its_order() -> None:
+    it = core("p1", "d1")
+    for name in "abc":
+        it.take(asked(name), 1.0)
+    assert it.take(routing_events.ReplicaGone("d1", "1"), 2.0) == []
+    assert it.waiting == 3
+    sent: list[Any] = it.take(seen("d1", "2"), 3.0)
+    assert [one.request_id for one in sent] == ["a", "b", "c"]
+
+
+def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
+    it = core("p1")
+    it.take(seen("d1", "1", epoch="e1"), 0.0)
+    assert only(it.take(asked("a"), 1.0)).epoch == "e1"
+    again = only(it.take(seen("d1", "2", epoch="e2"), 2.0))
+    assert (again.request_id, again.epoch) == ("a", "e2")
+
+
+def known(it: PairCore) -> list[tuple[str, int, int]]:
+    return [(key[1], one.requests, one.turns) for key, one in it.programs.items()]
+
+
+def test_a_program_is_known_while_it_has_a_request_and_after_its_first_answer() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a", 640, "p"), 1.0)
+    it.take(asked("b", 640, "q"), 1.0)
+    assert [(key[1], one.requests, one.turns) for key, one in it.programs.items()] == [
+        ("p", 1, 0),
+        ("q", 1, 0),
+    ]
+    it.take(routing_events.RequestFinished("a", 10, "d1"), 2.0)
+    it.take(routing_events.RequestFinished("b"), 2.0)
+    assert known(it) == [("p", 0, 1)]
+    assert it.stored_tokens("t", "p") == 650
+    it.take(routing_events.ProgramEnded("p", "t"), 3.0)
+    assert not it.programs
+
+
+def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=1500)))
+    assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]
+    assert only(it.take(routing_events.PrefillFinished("a", "p1"), 2.0)).request_id == "c"
+
+
+def test_a_request_that_waited_too_long_is_rejected() -> None:
+    it = core("p1", "d1", wait_s=60.0)
+    it.take(asked("a"), 1.0)
+    assert it.take(routing_events.ReplicaGone("d1", "1"), 2.0) == []
+    assert it.take(routing_events.Tick(), 60.0) == [ProbeReplica("p1", "1")]
+    refused = [one for one in it.take(routing_events.Tick(), 62.5) if isinstance(one, RejectRequest)]
+    assert (only(refused).request_id, only(refused).status) == ("a", 503)
+    assert not it.flights
+
+
+@pytest.mark.parametrize(
+    ("fact", "status", "code"),
+    [
+        (asked("a"), 409, "duplicate_request"),
+        (asked("b", KV_TOKENS + 1, exact=True), 400, "context_too_long"),
+        (asked("b"), 429, "too_many_waiting"),
+    ],
+)
+def test_what_cannot_be_taken_in_is_refused(
+    fact: routing_events.RequestReceived, status: int, code: str
+) -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=0)), most_waiting=1)
+    it.take(asked("a"), 1.0)
+    if status == 429:
+        it.take(asked("full"), 1.0)
+    refused = only(it.take(fact, 1.0))
+    assert (refused.status, refused.code) == (status, code)
+    assert "a" in it.flights
+
+
+def test_a_guess_that_no_engine_holds_is_sent_all_the_same() -> None:
+    it = core("p1", "d1")
+    assert only(it.take(asked("a", 50 * KV_TOKENS, output_tokens=10**6), 1.0)).replica_id == "d1"
+
+
+@pytest.mark.parametrize("lost", ["p1", "d1"])
+def test_a_request_whose_engine_fails_goes_to_others_and_that_one_is_left_alone(lost: str) -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(seen("p2"), 1.0)
+    it.take(seen("d2"), 1.0)
+    actions: list[Any] = it.take(routing_events.RequestFailed("a", lost), 2.0)
+    probe, sent = actions
+    assert probe == ProbeReplica(lost, "1")
+    assert lost not in (sent.prefill_id, sent.replica_id)
+    for name in "bcd":
+        sent = only(it.take(asked(name), 3.0))
+        assert lost not in (sent.prefill_id, sent.replica_id)
+    it.take(seen(lost), 4.0)
+    later = [only(it.take(asked(name), 5.0)) for name in "ef"]
+    assert any(lost in (one.prefill_id, one.replica_id) for one in later)
+
+
+def test_after_some_failures_a_request_is_refused() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    for number in range(2):
+        it.take(routing_events.RequestFailed("a", "p1"), 2.0 + number)
+        it.take(seen("p1"), 2.5 + number)
+    actions = it.take(routing_events.RequestFailed("a", "p1"), 5.0)
+    assert [one.code for one in actions if isinstance(one, RejectRequest)] == ["replicas_failed"]
+    assert not it.flights
+
+
+def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
+    assert it.take(routing_events.ReplicaGone("p1", "1"), 3.0) == []
+    assert it.take(routing_events.RequestFailed("a", "p1"), 3.0) == []
+    it.take(routing_events.FirstByteSent("a", "d1"), 4.0)
+    assert it.take(routing_events.ReplicaGone("d1", "1"), 5.0) == [AbortStream("a", "d1")]
+    assert not it.flights
+
+
+def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
+    it = core("p1", "d1", "d2")
+    sent = only(it.take(asked("a"), 1.0))
+    again = only(it.take(seen(sent.replica_id, "2"), 2.0))
+    assert again.request_id == "a"
+    assert it.take(routing_events.ReplicaGone(sent.replica_id, "1"), 3.0) == []
+
+
+def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:
+    it = core("p1", "d1", "d2")
+    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
+    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d2"}
+    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
+    it.take(seen("d1"), 4.0)
+    assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
+    it.take(routing_events.ReplicaDrainCancelled("d1"), 6.0)
+    assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
+
+
+def test_a_request_larger_than_the_remaining_engines_waits_for_their_size() -> None:
+    it = core("p1")
+    it.take(seen("d1", kv_tokens=20_000), 0.0)
+    assert only(it.take(asked("a", 15_000), 1.0)).replica_id == "d1"
+    assert it.take(asked("b", 15_000), 1.0) == []
+    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
+    assert only(it.take(seen("d2", kv_tokens=5_000), 3.0)).request_id == "a"
+    assert only(it.take(routing_events.RequestFinished("a", 1, "d2"), 4.0)).request_id == "b"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}, {"max_running": -1}],
+)
+def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: dict[str, Any]) -> None:
+    it = core("p1", "d1")
+    with pytest.raises(ValueError, match="expected"):
+        it.take(seen("d1", "2", **wrong), 1.0)
+    assert only(it.take(asked("a"), 2.0)).replica_id == "d1"
+
+
+def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
+    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=5000)))
+    for name in "abc":
+        it.take(asked(name, KV_TOKENS), 1.0)
+    it.take(routing_events.Tick(), 20.0)  # neither is heard of for long, and one has begun anew
+    it.take(seen("p1", "2"), 21.0)
+    it.take(seen("p2"), 21.0)
+    sent: list[Any] = it.take(seen("d1"), 21.0)
+    for second in range(40):
+        sent += it.take(routing_events.Tick(), 22.0 + second)
+        it.take(seen("d1"), 22.0 + second)
+        sent += [a for f in list(it.flights.values()) if f.decode_id
+                 for a in it.take(RequestFinished(f.asked.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
+        it.take(seen("p1", "2"), 22.5 + second)
+    assert not it.flights
+
+
+NAMES = ("p1", "p2", "d1", "d2", "d3")
+
+
+class Life(RuleBasedStateMachine):
+    """Whatever happens, in any order: each request is somewhere, once, and the books agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.number = 0
+        self.core = PairCore(
+            PairScheduler(PrefillSelectionLimits(most_tokens=5000)),
+            RoutingLimits(wait_s=500.0, most_waiting=30),
+        )
+        self.lives = dict.fromkeys(NAMES, 1)
+        self.sent: dict[str, SendRequestToPair] = {}
+        self.open: set[str] = set()
+        for name in ("p1", "d1"):  # without both nobody is taken in
+            self.core.take(seen(name), self.now)
+
+    def tell(self, fact: Any) -> None:
+        self.now += 0.1
+        for action in self.core.take(fact, self.now):
+            if isinstance(action, SendRequestToPair):
+                assert action.request_id in self.open
+                for name in (action.prefill_id, action.replica_id):
+                    engine = self.core.engines[name]
+                    assert not engine.suspect
+                    assert not engine.draining
+                self.sent[action.request_id] = action
+            elif isinstance(action, (RejectRequest, AbortStream)):
+                self.open.discard(action.request_id)
+                self.sent.pop(action.request_id, None)
+
+    def some(self, data: st.DataObject, of: Any) -> str:
+        return str(data.draw(st.sampled_from(sorted(of))))
+
+    @rule(tokens=st.integers(1, 40_000), program=st.sampled_from([None, "x", "y"]))
+    def ask(self, tokens: int, program: str | None) -> None:
+        self.number += 1
+        self.open.add(f"r{self.number}")
+        self.tell(asked(f"r{self.number}", tokens, program))
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        kv=st.sampled_from([1_000, KV_TOKENS, 30_000]),
+        most=st.sampled_from([0, 1, 3]),
+    )
+    def hear(self, name: str, kv: int, most: int) -> None:
+        self.tell(seen(name, str(self.lives[name]), kv_tokens=kv, max_running=most))
+
+    @rule(name=st.sampled_from(NAMES), known=st.booleans())
+    def die(self, name: str, known: bool) -> None:
+        life = str(self.lives[name])
+        self.lives[name] += 1
+        if known:
+            self.tell(routing_events.ReplicaGone(name, life))
+
+    @rule(name=st.sampled_from(NAMES), drains=st.booleans())
+    def drain(self, name: str, drains: bool) -> None:
+        self.tell(
+            routing_events.ReplicaDrainStarted(name) if drains else routing_events.ReplicaDrainCancelled(name)
+        )
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), what=st.sampled_from(["prefilled", "began", "ended", "gave up", "failed", "late"]))
+    def go_on(self, data: st.DataObject, what: str) -> None:
+        name = self.some(data, self.sent)
+        pair = self.sent[name]
+        if what == "prefilled":
+            self.tell(routing_events.PrefillFinished(name, pair.prefill_id))
+        elif what == "began":
+            self.tell(routing_events.FirstByteSent(name, pair.replica_id))
+        elif what == "late":
+            self.tell(routing_events.RequestFailed(name, data.draw(st.sampled_from(NAMES)), computing=True))
+        elif what == "failed":
+            self.tell(
+                routing_events.RequestFailed(
+                    name, data.draw(st.sampled_from([pair.prefill_id, pair.replica_id]))
+                )
+            )
+        else:
+            self.tell(routing_events.RequestFinished(name, 5, pair.replica_id if what == "ended" else None))
+        if name not in self.core.flights:
+            self.open.discard(name)
+            self.sent.pop(name, None)
+
+    @rule(seconds=st.sampled_from([0.1, 12.0, 600.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(routing_events.Tick())
+
+    @invariant()
+    def nobody_is_lost_and_the_books_agree(self) -> None:
+        assert set(self.core.flights) == self.open
+        books = self.core.pairs.fleet
+        assert books.in_flight == len(self.open)
+        assert self.core.waiting == sum(f.decode_id is None for f in self.core.flights.values())
+        for name, flight in self.core.flights.items():
+            assert self.core.programs or flight.asked.program_id is None
+            if flight.decode_id is not None:
+                assert self.sent[name].replica_id == flight.decode_id
+                assert flight.decode_id in self.core.engines
+
+    def teardown(self) -> None:
+        """With engines there, everybody who waits goes."""
+        for name in NAMES:
+            self.tell(routing_events.ReplicaDrainCancelled(name))
+            self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
+        for _ in range(3 * len(self.open) + 1):
+            self.now += 2.0
+            for name in NAMES:
+                self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
+            self.tell(routing_events.Tick())
+            for name in list(self.sent):
+                self.tell(routing_events.RequestFinished(name, 1, self.sent[name].replica_id))
+                if name not in self.core.flights:
+                    self.open.discard(name)
+                    self.sent.pop(name, None)
+        assert not self.open
+        assert all(view.tokens == 0 for view in self.core.pairs.prefill.views())
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

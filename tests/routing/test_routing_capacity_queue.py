@@ -1,0 +1,276 @@
+"""Ten thousand that wait for room: who is asked about, who goes first, and that nobody is passed for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
+from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.capacity_queue import MAX_FAILED_ROUTES
+from sojourn_server.routing.routing_events import SendRequest
+from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_queue import CHUNK, RoutedRequest, TenantQueue
+
+
+@dataclass
+class Counted:
+    """Another policy, and how often it was asked."""
+
+    policy: Any
+    asked: int = 0
+    reads_prefixes: bool = field(default=False)
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        self.asked += 1
+        return self.policy.route(view, replicas, now)
+
+
+def core(routing: Any = None, sharing: Any = None, **limits: Any) -> AffinityCore:
+    return AffinityCore(
+        routing or CapacityRouting(),
+        NoStealing(),
+        sharing or FcfsSharing(),
+        RoutingLimits(**{"lease_s": 1e6, **limits}),
+    )
+
+
+def seen(name: str, tokens: int = 1000) -> routing_events.ReplicaRegistered:
+    return routing_events.ReplicaRegistered(name, "1", tokens)
+
+
+def asked(name: str, tokens: int, tenant: str = "t") -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, tenant, tokens, name)
+
+
+def sends(actions: list[Any]) -> list[str]:
+    return [action.request_id for action in actions if isinstance(action, SendRequest)]
+
+
+def ends(it: AffinityCore, name: str, now: float, tenant: str = "t") -> list[str]:
+    return sends(
+        it.take(routing_events.RequestFinished(name), now)
+        + it.take(routing_events.ProgramEnded(name, tenant), now)
+    )
+
+
+# -- rows ---------------------------------------------------------------------------------
+
+
+def waiting(number: int, needs_tokens: int) -> RoutedRequest:
+    return RoutedRequest(f"r{number}", number, "t", None, 1, 1, 0.0, needs_tokens=needs_tokens)
+
+
+@given(
+    needs=st.lists(st.integers(0, 9), min_size=1, max_size=CHUNK * 4),
+    gone=st.sets(st.integers(0, CHUNK * 4)),
+    back=st.sets(st.integers(0, CHUNK * 4)),
+    most=st.integers(0, 9),
+)
+def test_a_row_is_in_order_of_arrival_and_finds_the_first_that_fits(
+    needs: list[int], gone: set[int], back: set[int], most: int
+) -> None:
+    row = TenantQueue()
+    all_of_them = [waiting(number, need) for number, need in enumerate(needs)]
+    for one in all_of_them:
+        row.add(one)
+    left = dict(enumerate(all_of_them))
+    for number in gone & left.keys():
+        assert row.remove(left.pop(number))
+    for one in all_of_them:
+        if one.number in back and one.number not in left:
+            left[one.number] = one
+            row.add(one)
+    expected = [left[number] for number in sorted(left)]
+    assert list(row) == expected
+    assert bool(row) is bool(expected)
+    fitting = [one for one in expected if one.needs_tokens <= most]
+    assert row.first_fitting(most) is (fitting[0] if fitting else None)
+    assert (row.least <= most) is bool(fitting)
+    assert not row.remove(waiting(0, 1)), "another one of the same number"
+    if expected:
+        assert row.first is expected[0]
+
+
+# -- ten thousand -------------------------------------------------------------------------
+
+
+def crowd(it: AffinityCore, replicas: int, waiting: int, sizes: list[int]) -> None:
+    """Full replicas, and so many that wait."""
+    for number in range(replicas):
+        it.take(seen(f"e{number}"), 0.0)
+    number = 0
+    while it.waiting < waiting:
+        it.take(asked(f"r{number}", sizes[number % len(sizes)], f"t{number % 7}"), 0.0)
+        number += 1
+
+
+@pytest.mark.parametrize("sharing", [FcfsSharing(), AgentFairShare()])
+@pytest.mark.parametrize("sizes", [list(range(900, 200, -1)), [700], list(range(200, 900))])
+def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing: Any, sizes: Any) -> None:
+    routing = Counted(CapacityRouting())
+    it = core(routing, sharing)
+    crowd(it, 16, 10_000, sizes)
+    routing.asked = 0
+    name = next(iter(it.fleet.get("e3").in_flight))
+    for fact in (
+        routing_events.FirstByteSent(name, "e3"),
+        seen("e3"),
+        routing_events.Tick(),
+        routing_events.Tick(),
+        routing_events.RequestFinished(name, replica_id="e3"),
+        routing_events.KvDropped("nobody", "t", "e3"),
+    ):
+        it.take(fact, 1.0)
+        assert routing.asked == 0, f"{fact} makes no room"
+    program = it.programs.get((next(p.tenant for p in it.programs if p.key[1] == name), name))
+    gone = sends(it.take(routing_events.ProgramEnded(name, program.tenant), 2.0))
+    assert gone
+    assert routing.asked == len(gone)
+
+
+def test_a_request_with_the_same_need_is_not_routed_after_one_that_has_to_wait() -> None:
+    class Never:
+        def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+            return RoutingDecision(None, "full_moon")
+
+    routing = Counted(Never())
+    it = core(routing)
+    crowd(it, 2, 500, [10])
+    routing.asked = 0
+    it.take(seen("new"), 1.0)
+    assert routing.asked == 1
+
+
+def test_needs_of_requests_before_any_replica_are_found_in_steps() -> None:
+    routing = Counted(CapacityRouting())
+    it = core(routing)
+    for number in range(2 * MAX_FAILED_ROUTES):
+        it.take(asked(f"r{number}", 10_000 - number), 0.0)
+    routing.asked = 0
+    assert sends(it.take(seen("a"), 1.0)) == ["r0"], "an empty replica takes anybody"
+    assert routing.asked == 1 + MAX_FAILED_ROUTES
+    it.take(routing_events.FirstByteSent("nobody", "a"), 1.0)
+    assert routing.asked == 2 * MAX_FAILED_ROUTES
+    it.take(routing_events.FirstByteSent("nobody", "a"), 1.0)
+    assert routing.asked == 2 * MAX_FAILED_ROUTES
+
+
+# -- nobody for ever ----------------------------------------------------------------------
+
+
+def small_ones_pass(it: AffinityCore, most: int, *, wait: bool = True) -> int:
+    """Two replicas full of small programs, a large one that waits, and small ones without end, that wait too
+    or come just when there is room: how many of these are sent before the large one."""
+    running = []
+    for name in ("a", "b"):
+        it.take(seen(name), 0.0)
+    for number in range(20):
+        running += sends(it.take(asked(f"s{number}", 100), 0.0))
+    assert it.take(asked("large", 900), 0.0) == []
+    passed = 0
+    for number in range(20, 20 + most):
+        now = (number - 20) / 10
+        sent = sends(it.take(asked(f"s{number}", 100), now)) if wait else []
+        sent += ends(it, running.pop(0), now) if running else []
+        sent += sends(it.take(asked(f"s{number}", 100), now)) if not wait else []
+        if "large" in sent:
+            return passed
+        passed += len(sent)
+        running += sent
+    return most
+
+
+def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_replica() -> None:
+    # Of the 20 places, 18 at both replicas become free while nine of them are kept.
+    assert small_ones_pass(core(line_patience_requests=32), 500) <= 32 + 10
+    assert small_ones_pass(core(line_patience_requests=32), 500, wait=False) <= 32 + 10
+    assert small_ones_pass(core(line_patience_requests=0), 500) <= 10
+    assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=5.0), 500) <= 50 + 10
+
+
+def test_without_patience_running_out_it_waits_for_ever() -> None:
+    assert small_ones_pass(core(line_patience_requests=10**9, line_patience_s=1e9), 500) == 500
+
+
+def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
+    routing = Counted(CapacityRouting())
+    it = core(routing, line_patience_s=30.0)
+    for name in ("a", "b"):
+        it.take(seen(name), 0.0)
+    for name in ("x", "y"):
+        assert it.take(asked(name, 500), 0.0)
+    assert it.take(asked("large", 600), 0.0) == []
+    assert it.take(routing_events.Tick(), 31.0) == []
+    assert sends(it.take(asked("s0", 300), 31.0)) == ["s0"]
+    assert it.take(asked("s1", 300), 31.0) == [], "that room is kept"
+    routing.asked = 0
+    assert it.take(routing_events.Tick(), 31.1) == []
+    assert routing.asked == 0, "and nobody is asked about it"
+    assert ends(it, "x", 32.0) == ["large", "s1"], "what it leaves is anybody's"
+
+
+def test_a_timed_out_request_frees_its_reserved_replica() -> None:
+    it = core(line_patience_s=30.0, wait_s=60.0)
+    it.take(seen("a"), 0.0)
+    it.take(asked("x", 500), 0.0)
+    it.take(asked("large", 600), 0.0)
+    it.take(routing_events.Tick(), 31.0)
+    assert it.take(asked("s0", 300), 59.0) == []
+    actions = it.take(routing_events.Tick(), 60.0)
+    assert [action.request_id for action in actions] == ["large", "s0"]
+    assert sends(actions) == ["s0"]
+
+
+def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
+    it = core(sharing=AgentFairShare(), line_patience_requests=0)
+    it.take(seen("a"), 0.0)
+    it.take(asked("h0", 500, "hoarder"), 0.0)
+    it.take(asked("l0", 50, "light"), 0.0)
+    it.take(routing_events.Tick(), 0.1)
+    it.take(asked("h1", 600, "hoarder"), 0.2)
+    it.take(routing_events.Tick(), 0.3)
+    assert it.take(asked("h2", 100, "hoarder"), 0.4) == [], "room is kept for the one before it"
+    assert sends(it.take(asked("l1", 100, "light"), 0.4)) == ["l1"]
+
+
+def test_another_request_of_a_program_that_has_its_kv_somewhere_needs_no_room() -> None:
+    it = core()
+    it.take(seen("a"), 0.0)
+    it.take(asked("full", 950), 0.0)
+    it.take(routing_events.RequestReceived("p/1", "t", 100, "p"), 0.0)
+    it.take(routing_events.RequestReceived("p/2", "t", 120, "p"), 0.0)
+    assert it.waiting == 2
+    assert sends(it.take(seen("b", 130), 1.0)) == ["p/1"], "an empty replica takes anybody"
+    assert sends(it.take(routing_events.RequestFinished("p/1", 0, "b"), 2.0)) == ["p/2"]
+
+
+def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:
+    it = core()
+    for name in ("a", "b"):
+        it.take(seen(name), 0.0)
+    it.take(asked("p", 600), 0.0)
+    home = it.programs.get(("t", "p")).home
+    it.take(routing_events.RequestFinished("p", 0, home), 1.0)
+    other = "b" if home == "a" else "a"
+    it.take(routing_events.RequestReceived("fill", "t", 600, "q"), 1.0)
+    assert sends(it.take(routing_events.RequestReceived("p/2", "t", 600, "p"), 2.0)) == ["p/2"]
+    assert sends(it.take(routing_events.RequestFailed("p/2", home), 3.0)) == [], (
+        "not there again, and nowhere else is room"
+    )
+    assert sends(it.take(seen(home), 4.0)) == [], "it lives, and failed it"
+    assert it.programs.get(("t", "p")).home == home
+    assert sends(it.take(routing_events.RequestReceived("p/3", "t", 600, "p"), 5.0)) == ["p/3"], (
+        "its next request may go there"
+    )
+    it.take(routing_events.RequestFinished("p/3", 0, home), 5.0)
+    assert ends(it, "q", 6.0) == ["p/2"]
+    assert it.programs.get(("t", "p")).home == other

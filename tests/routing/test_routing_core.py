@@ -1,0 +1,619 @@
+"""The routing core: what becomes of requests, programs and replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.replica_views import RoutingDecision
+from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS, ReplicaHealth
+from sojourn_server.routing.routing_events import (
+    AbortStream,
+    ProbeReplica,
+    RejectRequest,
+    ReleaseProgramKv,
+    SendRequest,
+)
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+CAPACITY = 1000
+
+
+def core(routing: Any = None, stealing: Any = None, sharing: Any = None, **limits: Any) -> AffinityCore:
+    return AffinityCore(
+        routing or SessionAffinityRouting(),
+        stealing or NoStealing(),
+        sharing or FcfsSharing(),
+        RoutingLimits(**limits),
+    )
+
+
+def seen(name: str = "a", instance: str = "1", **more: Any) -> routing_events.ReplicaRegistered:
+    return routing_events.ReplicaRegistered(
+        **{"replica_id": name, "instance": instance, "capacity_tokens": CAPACITY, **more}
+    )
+
+
+def asked(
+    name: str, program: str | None = None, tokens: int = 100, **more: Any
+) -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(
+        **{"request_id": name, "tenant": "t", "program_id": program, "context_tokens": tokens, **more}
+    )
+
+
+def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
+    for name in names:
+        of.take(seen(name), 0.0)
+    return of
+
+
+def only(actions: list[Any]) -> Any:
+    [action] = actions
+    return action
+
+
+# -- sending ------------------------------------------------------------------------------
+
+
+def test_a_programs_turns_go_where_its_first_went() -> None:
+    it = with_replicas(core(), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0))
+    assert isinstance(first, SendRequest)
+    assert first.reason == "least_loaded"
+    it.take(asked("other"), 0.5)
+    it.take(routing_events.RequestFinished("r0", output_tokens=10), 1.0)
+    again = only(it.take(asked("r1", "p", 150), 2.0))
+    assert (again.replica_id, again.reason) == (first.replica_id, "home")
+
+
+def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> None:
+    it = with_replicas(core(), "a", "b")
+    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(routing_events.RequestFinished("r0"), 1.0)
+    elsewhere = only(it.take(asked("elsewhere", tokens=900), 1.0))
+    assert elsewhere.replica_id == "b", "both are empty, and nobody is at home there"
+    assert only(it.take(asked("fill", tokens=800), 1.0)).replica_id == home == "a"
+    it.take(routing_events.RequestFinished("elsewhere"), 1.0)
+    moved = next(action for action in it.take(asked("r1", "p"), 2.0) if isinstance(action, SendRequest))
+    assert (moved.replica_id, moved.reason, moved.moved_from) == ("b", "home_too_full", home)
+    assert it.counts.moves == 1
+
+
+def test_a_program_that_moves_leaves_its_old_home() -> None:
+    it = with_replicas(core(RoundRobinRouting()), "a", "b")
+    assert only(it.take(asked("r0", "p"), 0.0)).replica_id == "a"
+    it.take(routing_events.RequestFinished("r0"), 1.0)
+    left, sent = it.take(asked("r1", "p"), 2.0)
+    assert left == ReleaseProgramKv("p", "a", "t")
+    assert (sent.replica_id, sent.moved_from) == ("b", "a")
+
+
+def test_a_sub_agent_begins_near_its_parent() -> None:
+    it = with_replicas(core(), "a", "b")
+    home = only(it.take(asked("r0", "parent", 200), 0.0)).replica_id
+    child = only(it.take(asked("r1", "child", 200, parent_id="parent"), 1.0))
+    assert (child.replica_id, child.reason) == (home, "near_parent")
+
+
+def test_programs_of_the_same_name_of_two_tenants_are_two() -> None:
+    it = with_replicas(core(), "a", "b")
+    it.take(asked("r0", "p", 300), 0.0)
+    theirs = only(it.take(asked("r1", "p", 300, tenant="mallory"), 1.0))
+    assert theirs.reason == "least_loaded", "not where the other's KV is"
+    it.take(routing_events.ProgramEnded("p", "mallory"), 2.0)
+    assert it.programs.get(("t", "p")) is not None
+    assert it.programs.get(("mallory", "p")) is None
+
+
+def test_without_a_replica_a_request_waits_and_goes_to_the_first() -> None:
+    it = core()
+    assert it.take(asked("r0", "p"), 0.0) == []
+    assert only(it.take(seen("a"), 1.0)) == SendRequest("r0", "a", "least_loaded")
+
+
+# -- waiting ------------------------------------------------------------------------------
+
+
+def test_a_program_waits_until_there_is_room_for_all_of_it() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    assert only(it.take(asked("r0", "p", 700), 0.0)).reason == "fits"
+    assert it.take(asked("r1", "q", 400), 1.0) == []
+    assert it.take(routing_events.RequestFinished("r0"), 2.0) == [], "p is still at home there"
+    assert only(it.take(routing_events.ProgramEnded("p", "t"), 3.0)) == SendRequest("r1", "a", "fits")
+
+
+def test_requests_that_fit_go_before_those_that_do_not() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(asked("r0", "p", 700), 0.0)
+    assert it.take(asked("large", "q", 400), 1.0) == []
+    assert only(it.take(asked("small", "s", 300), 2.0)).request_id == "small"
+
+
+def test_a_prompt_too_long_for_any_replica_goes_to_an_empty_one() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    assert only(it.take(asked("r0", "p", 900, output_tokens=5 * CAPACITY), 0.0)).replica_id == "a"
+
+
+def test_a_prompt_longer_than_any_replica_computes_is_rejected_with_the_reason() -> None:
+    it = core()
+    it.take(seen("a", max_context_tokens=500), 0.0)
+    it.take(seen("b", max_context_tokens=800), 0.0)
+    refused = only(it.take(asked("r0", "p", 801, exact=True), 0.0))
+    assert (refused.status, refused.code) == (400, "context_too_long")
+    assert "801" in refused.message
+    assert "800" in refused.message
+
+
+def test_an_estimate_causes_no_rejection_and_counts_at_most_the_longest_context() -> None:
+    it = core()
+    it.take(seen("a", max_context_tokens=800), 0.0)
+    assert isinstance(only(it.take(asked("r0", "p", 5_000_000), 0.0)), SendRequest)
+    replica = it.fleet.get("a")
+    assert (replica.in_flight_tokens, replica.homed_tokens) == (800, 800)
+
+
+@pytest.mark.parametrize("program", ["p", None])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_expected_output_counts_at_most_the_longest_context(program: str | None, first: bool) -> None:
+    it = core(CapacityRouting())
+    if first:
+        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
+    it.take(asked("r0", program, 10, output_tokens=10**12), 0.0)
+    if not first:
+        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
+    assert it.requests.by_id["r0"].size_tokens == CAPACITY
+    assert only(it.take(asked("r1", "q"), 1.0)).reason == "fits", "there is room beside it"
+    it.take(routing_events.RequestFinished("r0", output_tokens=10**12), 2.0)
+    assert it.fleet.get("a").homed_tokens <= 2 * CAPACITY
+
+
+def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> None:
+    it = with_replicas(core(CapacityRouting(), wait_s=60.0), "a")
+    it.take(asked("r0", "p", 900), 0.0)
+    it.take(asked("r1", "q", 900), 1.0)
+    it.take(seen("a"), 60.0)
+    assert it.take(routing_events.Tick(), 60.9) == []
+    refused = only(it.take(routing_events.Tick(), 61.0))
+    assert (refused.request_id, refused.status) == ("r1", 503)
+    assert refused.retry_after_s
+    assert it.waiting == 0
+
+
+def test_a_full_queue_rejects_new_requests_and_leaves_running_ones_alone() -> None:
+    it = with_replicas(core(CapacityRouting(), most_waiting=2), "a")
+    it.take(asked("r0", "p", 900), 0.0)
+    for name in ("r1", "r2"):
+        assert it.take(asked(name, name, 900), 0.0) == []
+    refused = only(it.take(asked("r3", "r3", 900), 0.0))
+    assert (refused.request_id, refused.status) == ("r3", 429)
+
+
+def flooded(sharing: Any, most: int) -> AffinityCore:
+    """Somebody's requests wait, as many as may."""
+    it = with_replicas(core(CapacityRouting(), sharing=sharing, most_waiting=most), "a")
+    it.take(asked("r", "r", 900), 0.0)
+    for number in range(most):
+        assert it.take(asked(f"f{number}", f"f{number}", 900, tenant="flood"), 0.0) == []
+    return it
+
+
+def test_a_flood_of_one_tenant_shuts_out_no_other_where_they_take_turns() -> None:
+    it = flooded(AgentFairShare(), 6)
+    assert only(it.take(asked("more", "more", 900, tenant="flood"), 0.0)).status == 429
+    for number in range(3):
+        assert it.take(asked(f"l{number}", f"l{number}", 900, tenant="light"), 0.0) == []
+    refused = only(it.take(asked("l3", "l3", 900, tenant="light"), 0.0))
+    assert refused.status == 429, "it has its half"
+    it.take(routing_events.RequestFinished("l0"), 1.0)
+    assert it.take(asked("l4", "l4", 900, tenant="light"), 1.0) == []
+    assert only(it.take(asked("again", "again", 900, tenant="flood"), 1.0)).status == 429
+
+
+def test_however_many_tenants_there_are_no_more_than_twice_as_many_wait() -> None:
+    it = flooded(AgentFairShare(), 6)
+    for number in range(40):
+        for tenant in range(10):
+            name = f"{tenant}/{number}"
+            it.take(asked(name, name, 900, tenant=f"t{tenant}"), 0.0)
+    assert it.waiting == 12
+
+
+def test_without_shares_a_full_queue_is_full_for_all_tenants() -> None:
+    it = flooded(FcfsSharing(), 6)
+    assert only(it.take(asked("l", "l", 900, tenant="light"), 0.0)).status == 429
+
+
+class Broken:
+    """Answers no question."""
+
+    reads_prefixes = False
+    divides_capacity = True
+    steals = True
+    yields = True
+    epoch_s = 0.1
+    blocked_s = 0.0
+
+    def _breaks(self, *_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    route = shares = order = steal = preempt_less_urgent = _breaks
+
+
+class BreaksOn:
+    """Answers all questions but those about a prompt of 13 tokens, and has no place before ``opens``."""
+
+    reads_prefixes = False
+    opens = False
+
+    def route(self, view: Any, replicas: Any, now: float) -> Any:
+        if self.opens and view.context_tokens == 13:
+            raise RuntimeError("broken")
+        return (
+            RoutingDecision(replicas[0].replica_id, "first")
+            if self.opens
+            else RoutingDecision(None, "no_replica")
+        )
+
+
+def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
+    it = with_replicas(core(Broken()), "a")
+    refused = only(it.take(asked("r0", "p"), 0.0))
+    assert (refused.request_id, refused.status, refused.code) == ("r0", 500, "policy_failed")
+    assert (it.waiting, it.requests.by_id, it.tenants.in_flight_tokens) == (0, {}, {})
+    assert it.counts.policy_failures == 1
+    program = it.programs.get(("t", "p"))
+    assert (program.waiting, program.in_flight) == (0, 0)
+
+
+def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
+    routing = BreaksOn()
+    it = with_replicas(core(routing), "a")
+    assert it.take(asked("bad", "p", 13), 0.0) == it.take(asked("good", "q", 14), 0.0) == []
+    routing.opens = True
+    actions = it.take(routing_events.Tick(), 1.0)
+    assert [(type(a), a.request_id) for a in actions] == [(RejectRequest, "bad"), (SendRequest, "good")]
+
+
+def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
+    broken = Broken()
+    it = AffinityCore(
+        SessionAffinityRouting(most_load=10.0),
+        broken,
+        broken,
+        RoutingLimits(send_below_load=1.0, lease_s=1e6),
+        yielding=broken,
+    )
+    it.take(seen("a"), 0.0)
+    for number in range(12):
+        it.take(asked(f"r{number}", f"p{number}", tenant=f"t{number % 2}"), float(number))
+    it.take(seen("b"), 20.0)
+    it.take(routing_events.Tick(), 21.0)
+    assert it.waiting == 2
+    assert it.counts.policy_failures >= 2
+    assert only(it.take(routing_events.RequestFinished("r0"), 22.0)).request_id == "r10"
+
+
+def test_an_id_that_is_in_use_is_refused_and_the_first_goes_on() -> None:
+    it = with_replicas(core(), "a")
+    it.take(asked("r0", "p"), 0.0)
+    assert only(it.take(asked("r0", "p"), 1.0)).status == 409
+    assert "r0" in it.fleet.get("a").in_flight
+
+
+def test_a_request_given_up_while_it_waits_is_gone() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(asked("r0", "p", 900), 0.0)
+    it.take(asked("r1", "q", 900), 0.0)
+    it.take(routing_events.RequestFinished("r1"), 1.0)
+    assert it.waiting == 0
+    assert it.take(routing_events.ProgramEnded("p", "t"), 2.0) == []
+
+
+def test_the_gateway_keeps_what_an_engine_would_only_queue() -> None:
+    it = with_replicas(core(send_below_load=1.0), "a")
+    for number in range(10):
+        assert it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    assert it.take(asked("r10", "p10"), 0.0) == []
+    assert only(it.take(routing_events.RequestFinished("r3"), 1.0)).request_id == "r10"
+
+
+# -- faults -------------------------------------------------------------------------------
+
+
+def test_a_request_that_failed_before_its_first_byte_is_sent_elsewhere() -> None:
+    it = with_replicas(core(), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    probe, left, sent = it.take(routing_events.RequestFailed("r0", first), 1.0)
+    assert isinstance(probe, ProbeReplica)
+    assert left == ReleaseProgramKv("p", first, "t"), "should it live after all"
+    assert isinstance(sent, SendRequest)
+    assert sent.replica_id != first
+    assert it.take(routing_events.RequestFailed("r0", first), 1.1) == [], (
+        "an old failure says nothing of the new try"
+    )
+
+
+def test_after_its_first_byte_it_is_cut_and_never_silently_begun_again() -> None:
+    it = with_replicas(core(), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(routing_events.FirstByteSent("r0", first), 0.5)
+    actions = it.take(routing_events.RequestFailed("r0", first), 1.0)
+    assert AbortStream("r0", first) in actions
+    assert not [action for action in actions if isinstance(action, SendRequest)]
+
+
+def test_a_failing_request_is_not_retried_for_ever() -> None:
+    it = with_replicas(core(most_failures=3), "a", "b", "c", "d")
+    at = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    tried = [at]
+    while True:
+        actions = it.take(routing_events.RequestFailed("r0", at), 1.0)
+        sent = [action for action in actions if isinstance(action, SendRequest)]
+        if not sent:
+            break
+        at = sent[0].replica_id
+        tried.append(at)
+    assert len(tried) == len(set(tried)) == 3
+    assert [a.status for a in actions if isinstance(a, RejectRequest)] == [502]
+
+
+def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third() -> None:
+    it = with_replicas(core(), "a", "b", "c")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    second = it.take(routing_events.RequestFailed("r0", first, computing=True), 1.0)[-1].replica_id
+    refused = it.take(routing_events.RequestFailed("r0", second, computing=True), 2.0)[-1]
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert "2 replicas accepted it" in refused.message
+
+
+def test_a_replica_that_is_known_to_be_gone_first_failed_it_just_as_well() -> None:
+    it = with_replicas(core(), "a", "b", "c")
+    at = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    for _ in range(2):
+        gone = at
+        sent = [
+            one for one in it.take(routing_events.ReplicaGone(gone, "1"), 1.0) if isinstance(one, SendRequest)
+        ]
+        at = sent[0].replica_id
+        assert it.take(routing_events.RequestFailed("r0", gone, computing=True), 1.1) == []
+        it.take(routing_events.RequestFailed("r0", gone, computing=True), 1.2)
+    assert it.requests.by_id["r0"].failures_computing == 2, "each counts once"
+
+
+def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
+    it = with_replicas(core(most_failures=9), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(seen(first), 0.0)
+    second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
+    it.take(seen(first), 1.1)
+    assert {first, second} == {"a", "b"}
+    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", second), 2.0)] == [
+        ProbeReplica
+    ], "second may be dead"
+    refused = only(it.take(seen(second), 3.0))
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert it.waiting == 0
+
+
+def test_what_comes_in_place_of_a_replica_that_failed_it_may_answer() -> None:
+    it = with_replicas(core(), "a")
+    it.take(asked("r0", "p"), 0.0)
+    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", "a"), 1.0)] == [ProbeReplica]
+    assert only(it.take(seen("a", "2"), 2.0)) == SendRequest("r0", "a", "least_loaded")
+
+
+def test_a_request_that_waits_for_another_replica_blocks_no_other() -> None:
+    it = with_replicas(core(CapacityRouting(), line_patience_requests=0), "a", "b")
+    home = only(it.take(asked("failed", "p", 400), 0.0)).replica_id
+    assert only(it.take(asked("full", "full", 900), 0.0)).replica_id != home
+    assert [type(one) for one in it.take(routing_events.RequestFailed("failed", home), 1.0)] == [ProbeReplica]
+    it.take(seen(home), 2.0)
+    assert it.waiting == 1, "the other is full"
+    assert only(it.take(asked("large", "large", 600), 3.0)).replica_id == home
+    assert it.requests.by_id["failed"].sent_s is None, "there was room where it failed"
+    it.take(routing_events.RequestFinished("full"), 4.0)
+    sent = it.take(routing_events.ProgramEnded("full", "t"), 5.0)
+    assert [(one.request_id, one.replica_id != home) for one in sent if isinstance(one, SendRequest)] == [
+        ("failed", True)
+    ]
+
+
+def test_a_dead_replica_takes_nothing_with_it() -> None:
+    it = with_replicas(core(), "a", "b")
+    began = only(it.take(asked("stream", "p"), 0.0))
+    it.take(routing_events.FirstByteSent("stream", began.replica_id), 0.0)
+    home = began.replica_id
+    silent = _sent_to(it, home)
+    actions = it.take(routing_events.ReplicaGone(home, "1"), 1.0)
+    assert AbortStream("stream", home) in actions
+    resent = [action for action in actions if isinstance(action, SendRequest)]
+    assert {action.request_id for action in resent} == silent
+    assert all(action.replica_id != home for action in resent)
+    assert it.programs.get(("t", "p")).home is None
+
+
+def _sent_to(it: AffinityCore, home: str) -> set[str]:
+    """Requests until two are on their way there."""
+    sent: set[str] = set()
+    number = 0
+    while len(sent) < 2:
+        action = only(it.take(asked(f"s{number}", f"s{number}"), 0.0))
+        if action.replica_id == home:
+            sent.add(action.request_id)
+        number += 1
+    return sent
+
+
+def test_a_late_loss_of_an_earlier_instance_is_ignored() -> None:
+    it = with_replicas(core(), "a")
+    it.take(seen("a", "2"), 1.0)
+    it.take(routing_events.ReplicaGone("a", "1"), 2.0)
+    assert it.fleet.get("a") is not None
+
+
+def test_a_replica_that_came_back_has_nothing_of_what_it_had() -> None:
+    it = with_replicas(core(), "a", "b")
+    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(routing_events.RequestFinished("r0"), 1.0)
+    it.take(seen(home, "2"), 2.0)
+    assert it.programs.get(("t", "p")).home is None
+    assert it.fleet.get(home).homed == 0
+
+
+def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
+    it = with_replicas(core(lease_s=10.0), "a", "b")
+    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(routing_events.RequestFinished("r0"), 1.0)
+    other = "b" if home == "a" else "a"
+    it.take(seen(other), 9.0)
+    assert it.take(routing_events.Tick(), 9.9) == []
+    assert only(it.take(routing_events.Tick(), 10.0)) == ProbeReplica(home, "1")
+    assert it.take(routing_events.Tick(), 11.0) == [], "once a lease"
+    assert only(it.take(asked("new", "q"), 12.0)).replica_id == other
+    assert only(it.take(asked("r1", "p"), 13.0)).replica_id == home, "its KV is there"
+    it.take(seen(home), 14.0)
+    assert it.fleet.view(home).takes_new
+
+
+def test_programs_of_a_draining_replica_move_at_their_next_turn() -> None:
+    it = with_replicas(core(), "a", "b")
+    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    assert it.take(routing_events.ReplicaDrainStarted(home), 0.5) == []
+    assert "r0" in it.fleet.get(home).in_flight, "it is answered there"
+    it.take(routing_events.RequestFinished("r0"), 1.0)
+    sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, SendRequest))
+    assert (sent.replica_id != home, sent.moved_from, sent.left_because) == (True, home, "drain")
+
+
+def test_only_the_move_has_the_reason_for_leaving() -> None:
+    it = with_replicas(core(), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0))
+    assert first.left_because == ""
+    again = next(
+        a
+        for a in it.take(routing_events.RequestFailed("r0", first.replica_id), 1.0)
+        if isinstance(a, SendRequest)
+    )
+    assert (again.moved_from, again.left_because) == (first.replica_id, "failed")
+    assert {again.left_because, "drain"} == {*routing_events.HOME_LEFT_REASONS}
+    it.take(routing_events.RequestFinished("r0"), 2.0)
+    assert only(it.take(asked("r1", "p"), 3.0)).left_because == ""
+
+
+def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_restart() -> None:
+    it = with_replicas(core(), "a", "b")
+    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
+    it.take(routing_events.ReplicaGone("a", "1"), 1.0)
+    it.take(seen("a"), 2.0)
+    assert it.fleet.get("a").health is ReplicaHealth.DRAINING
+    assert only(it.take(asked("r0", "p"), 3.0)).replica_id == "b"
+    it.take(seen("a", "2"), 4.0)
+    assert it.fleet.get("a").health is ReplicaHealth.UP
+    it.take(routing_events.ReplicaGone("a", "2"), 5.0)
+    it.take(seen("a", "1"), 6.0)
+    assert it.fleet.get("a").health is ReplicaHealth.UP, "another life of it was drained, and that is over"
+
+
+def test_a_replica_that_stays_after_all_takes_programs_again() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
+    assert it.take(asked("r0", "p"), 1.0) == []
+    assert only(it.take(routing_events.ReplicaDrainCancelled("a"), 2.0)) == SendRequest("r0", "a", "fits")
+    it.take(routing_events.ReplicaDrainStarted("a"), 3.0)
+    it.take(routing_events.ReplicaGone("a", "1"), 4.0)
+    it.take(routing_events.ReplicaDrainCancelled("a"), 5.0)
+    it.take(seen("a"), 6.0)
+    assert it.fleet.get("a").health is ReplicaHealth.UP, "said while it was gone"
+    assert it.take(routing_events.ReplicaDrainCancelled("nobody"), 7.0) == []
+
+
+def test_a_silent_replica_stays_suspect_when_its_drain_is_cancelled() -> None:
+    it = with_replicas(core(lease_s=10.0), "a")
+    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
+    assert only(it.take(routing_events.Tick(), 11.0)) == ProbeReplica("a", "1")
+    it.take(routing_events.ReplicaDrainCancelled("a"), 12.0)
+    assert it.fleet.get("a").health is ReplicaHealth.SUSPECT
+    it.take(seen("a"), 13.0)
+    assert it.fleet.get("a").health is ReplicaHealth.UP
+
+
+def test_not_more_drained_replicas_are_remembered_than_so_many() -> None:
+    it = core()
+    for number in range(MAX_REMEMBERED_DRAINS + 5):
+        it.take(seen(f"{number}"), 0.0)
+        it.take(routing_events.ReplicaDrainStarted(f"{number}"), 0.0)
+        it.take(routing_events.ReplicaGone(f"{number}", "1"), 0.0)
+    assert len(it.fleet.drained) == MAX_REMEMBERED_DRAINS
+    assert "0" not in it.fleet.drained
+
+
+def test_a_clock_that_steps_back_does_no_harm() -> None:
+    it = with_replicas(core(CapacityRouting()), "a")
+    it.take(asked("r0", "p", 900), 1000.0)
+    it.take(asked("r1", "q", 900), 1000.0)
+    it.take(routing_events.Tick(), -1e6)
+    it.take(routing_events.RequestFinished("r0"), -1e6)
+    assert only(it.take(routing_events.ProgramEnded("p", "t"), -1e6)).request_id == "r1"
+
+
+# -- load and shares ------------------------------------------------------------------------
+
+
+def test_an_idle_replica_steals_the_oldest_movable_request_of_one_twice_as_loaded() -> None:
+    it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(), send_below_load=1.0)
+    it.take(seen("a"), 0.0)
+    for number in range(13):
+        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    assert it.waiting == 3
+    it.take(seen("b"), 1.0)
+    assert it.take(routing_events.Tick(), 1.05) == [], "b has been idle for 50 ms"
+    actions = it.take(routing_events.Tick(), 1.11)
+    sent = [action for action in actions if isinstance(action, SendRequest)]
+    assert [(s.request_id, s.replica_id, s.reason, s.moved_from) for s in sent] == [
+        (f"r{number}", "b", "stolen_idle", "a") for number in (10, 11, 12)
+    ]
+    assert it.programs.get(("t", "p10")).home == "b"
+
+
+def test_queued_requests_count_at_the_replica_they_wait_for() -> None:
+    it = with_replicas(core(send_below_load=1.0), "a", "b", "c")
+    for number in range(90):
+        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    assert it.waiting == 60
+    assert {len(queue) for queue in it.requests.queues.values()} == {20}, "not all where one was first"
+
+
+def test_a_replica_that_comes_steals_at_once_if_it_may() -> None:
+    it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
+    it.take(seen("a"), 0.0)
+    for number in range(13):
+        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+    sent = [action for action in it.take(seen("b"), 1.0) if isinstance(action, SendRequest)]
+    assert [one.request_id for one in sent] == ["r10", "r11", "r12"]
+
+
+def test_a_program_with_a_request_at_home_is_not_split() -> None:
+    it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
+    it.take(seen("a"), 0.0)
+    for number in range(10):
+        it.take(asked(f"r{number}", "p"), 0.0)
+    it.take(asked("r10", "p"), 0.0)
+    it.take(seen("b"), 1.0)
+    assert it.take(routing_events.Tick(), 2.0) == []
+
+
+def test_a_tenant_that_floods_waits_for_itself() -> None:
+    it = core(CapacityRouting(), sharing=AgentFairShare(), send_below_load=1.0)
+    it.take(seen("a", host_tokens=10**6), 0.0)
+    for number in range(50):
+        it.take(asked(f"f{number}", f"f{number}", tenant="flood"), 0.0)
+    assert it.take(asked("mine", "mine", tenant="light"), 1.0) == []
+    it.take(routing_events.Tick(), 1.1)
+    assert only(it.take(routing_events.RequestFinished("f0"), 2.0)).request_id == "mine"

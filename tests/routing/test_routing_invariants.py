@@ -1,0 +1,394 @@
+"""Any life of a routing core: whatever happens in whatever order, nothing is lost and all sums are right."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.fairness.tenant_preemption import NoTenantPreemption, UrgencyPreemption
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.prefix_affinity_routing import PrefixAffinityRouting
+from sojourn_server.policies.routing.routing_policies import (
+    RandomRouting,
+    RoundRobinRouting,
+    SessionAffinityRouting,
+)
+from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.replica_fleet import ReplicaHealth
+from sojourn_server.routing.routing_events import (
+    AbortStream,
+    RecallRequest,
+    RejectRequest,
+    ReleaseProgramKv,
+    SendRequest,
+)
+from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_state import RoutingState
+
+ROUTINGS = (
+    RandomRouting(),
+    RoundRobinRouting(),
+    SessionAffinityRouting(),
+    PrefixAffinityRouting(),
+    CapacityRouting(),
+    CapacityRouting(size_by="context", fit="least-room"),
+)
+
+
+class AnyLife(RuleBasedStateMachine):
+    """One place for each request. ``at`` is where gateways have sent requests, as the core told them to."""
+
+    @initialize(
+        routing=st.sampled_from(ROUTINGS),
+        stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
+        sharing=st.sampled_from((AgentFairShare(), FcfsSharing(), AgentFairShare())),
+        yielding=st.sampled_from(
+            (UrgencyPreemption(blocked_s=0.0), NoTenantPreemption(), UrgencyPreemption(blocked_s=0.0))
+        ),
+        send_below=st.sampled_from((0.5, 1.0, math.inf)),
+    )
+    def begin(self, routing: Any, stealing: Any, sharing: Any, yielding: Any, send_below: float) -> None:
+        limits = RoutingLimits(
+            send_below_load=send_below,
+            wait_s=50.0,
+            most_waiting=30,
+            line_patience_s=15.0,
+            line_patience_requests=3,
+        )
+        self.lives = 0
+
+        def another() -> AffinityCore:
+            self.lives += 1
+            return AffinityCore(
+                routing, stealing, sharing, limits, yielding=yielding, life=f"life {self.lives}"
+            )
+
+        self.another = another
+        self.core = another()
+        self.now = 0.0
+        self.number = 0
+        self.instances = 0
+        self.open: dict[str, routing_events.RequestReceived] = {}
+        self.at: dict[str, str] = {}
+        self.began: set[str] = set()
+        self.failed: dict[str, set[tuple[str, str]]] = {}
+        self.recalled: dict[str, str] = {}
+        self.copy: dict[tuple[str, str], tuple[str, str]] = {}
+        self.copied = ("", 0)
+        for name in "ab":
+            self.a_replica(name, True, 1000)
+        for tenant in "tu":  # so that there is work to share out
+            self.asks("warm", 100, tenant, None, None)
+            self.now += 1.0
+            self.open.clear()
+            self.at.clear()
+            self.take(routing_events.RequestFinished(f"r{self.number}", 10))
+
+    def take(self, fact: Any) -> None:
+        for action in self.core.take(fact, self.now):
+            match action:
+                case SendRequest():
+                    assert action.request_id in self.open
+                    assert action.request_id not in self.at
+                    replica = self.core.fleet.get(action.replica_id)
+                    assert replica is not None
+                    failed = self.failed.get(action.request_id, set())
+                    assert (replica.replica_id, replica.instance) not in failed, "it has failed there"
+                    self.at[action.request_id] = action.replica_id
+                case RecallRequest():
+                    assert self.at.pop(action.request_id) == action.replica_id
+                    assert action.request_id not in self.began, "its answer had begun"
+                    assert action.request_id not in self.recalled, "a second time"
+                    self.recalled[action.request_id] = action.replica_id
+                case RejectRequest():
+                    del self.open[action.request_id]
+                    self.at.pop(action.request_id, None)
+                case AbortStream():
+                    del self.open[action.request_id]
+                    assert self.at.pop(action.request_id) == action.replica_id
+                case ReleaseProgramKv():
+                    assert self.core.fleet.get(action.replica_id) is not None
+
+    def lose(self, names: list[str]) -> None:
+        """Their replica does not answer: who has not begun waits again."""
+        for name in names:
+            if name not in self.began:
+                self.at.pop(name, None)
+
+    @rule(name=st.sampled_from("abc"), again=st.booleans(), capacity=st.integers(500, 2000))
+    def a_replica(self, name: str, again: bool, capacity: int) -> None:
+        known = self.core.fleet.get(name)
+        if known is None or not again:
+            self.instances += 1
+        instance = known.instance if known is not None and again else str(self.instances)
+        if known is not None and not again:
+            self.lose([one for one, at in self.at.items() if at == name])
+        self.take(routing_events.ReplicaRegistered(name, instance, capacity, max_running=4))
+
+    @rule(name=st.sampled_from("abc"), drains=st.booleans())
+    def leaves(self, name: str, drains: bool) -> None:
+        replica = self.core.fleet.get(name)
+        if replica is None:
+            return
+        if not drains:
+            self.lose([one for one, at in self.at.items() if at == name])
+        self.take(
+            routing_events.ReplicaDrainStarted(name)
+            if drains
+            else routing_events.ReplicaGone(name, replica.instance)
+        )
+        if not drains:
+            assert name not in self.at.values()
+
+    @rule(name=st.sampled_from("abc"))
+    def stays(self, name: str) -> None:
+        self.take(routing_events.ReplicaDrainCancelled(name))
+        replica = self.core.fleet.get(name)
+        assert replica is None or replica.health is not ReplicaHealth.DRAINING
+
+    @rule(name=st.sampled_from("abc"))
+    def is_gone_for_a_moment(self, name: str) -> None:
+        replica = self.core.fleet.get(name)
+        if replica is not None:
+            drained = replica.health is ReplicaHealth.DRAINING
+            self.leaves(name, False)
+            self.take(routing_events.ReplicaRegistered(name, replica.instance, 1000, max_running=4))
+            assert (self.core.fleet.get(name).health is ReplicaHealth.DRAINING) == drained
+
+    @rule(
+        program=st.sampled_from(("p", "q", "r", None)),
+        tokens=st.integers(1, 3000),
+        tenant=st.sampled_from("tu"),
+        parent=st.sampled_from(("p", "q", None)),
+        due_s=st.sampled_from((None, 2.0, 500.0)),
+        output=st.sampled_from((0, 10**12)),
+        exact=st.booleans(),
+    )
+    def asks(
+        self,
+        program: str | None,
+        tokens: int,
+        tenant: str,
+        parent: str | None,
+        due_s: float | None,
+        output: int = 0,
+        exact: bool = False,
+    ) -> None:
+        self.number += 1
+        name = f"r{self.number}"
+        deadline_s = None if due_s is None else self.now + due_s
+        self.open[name] = routing_events.RequestReceived(
+            name,
+            tenant,
+            tokens,
+            program,
+            parent,
+            output_tokens=output,
+            deadline_s=deadline_s,
+            prefix=(tokens % 3, tokens % 7),
+            exact=exact,
+        )
+        self.take(self.open[name])
+
+    @rule(
+        tenant=st.sampled_from("tu"),
+        tokens=st.integers(50, 400),
+        due_s=st.sampled_from((2.0, 500.0)),
+        many=st.integers(2, 6),
+        seconds=st.sampled_from((0.0, 0.2)),
+    )
+    def a_crowd_asks(self, tenant: str, tokens: int, due_s: float, many: int, seconds: float) -> None:
+        for _ in range(many):
+            self.asks(f"new {self.number}", tokens, tenant, None, due_s)
+        self.now += seconds
+        self.take(routing_events.Tick())
+
+    @rule(
+        program=st.sampled_from(("p", "q", None)),
+        tokens=st.integers(1, 900),
+        tenant=st.sampled_from("tu"),
+        at=st.sampled_from("abc"),
+    )
+    def a_gateway_sends_by_itself(self, program: str | None, tokens: int, tenant: str, at: str) -> None:
+        self.number += 1
+        name = f"r{self.number}"
+        self.open[name] = routing_events.RequestReceived(name, tenant, tokens, program)
+        self.at[name] = at
+        self.take(routing_events.RequestSent(name, at, tenant, tokens, program))
+        assert (
+            self.core.take(routing_events.RequestSent(name, "a", tenant, tokens, program), self.now) == []
+        ), "said twice"
+
+    @rule(data=st.data(), tokens=st.integers(0, 500), says_where=st.booleans())
+    def ends(self, data: Any, tokens: int, says_where: bool) -> None:
+        if self.open:
+            name = data.draw(st.sampled_from(sorted(self.open)))
+            at = self.at.get(name)
+            if says_where and at is None:
+                return
+            del self.open[name]
+            self.at.pop(name, None)
+            self.take(routing_events.RequestFinished(name, tokens, at if says_where else None))
+
+    @rule(data=st.data(), began=st.booleans(), stale=st.booleans(), computing=st.booleans())
+    def fails(self, data: Any, began: bool, stale: bool, computing: bool) -> None:
+        if self.at:
+            name = data.draw(st.sampled_from(sorted(self.at)))
+            at = "nowhere" if stale else self.at[name]
+            if stale:
+                self.take(routing_events.RequestFinished(name, 7, at))
+                assert name in self.core.requests.by_id, "an earlier try's end ends nothing"
+            if began:
+                self.take(routing_events.FirstByteSent(name, at))
+                if not stale:
+                    self.began.add(name)
+            if not stale:
+                self.lose([name])
+                replica = self.core.fleet.get(at)
+                if replica is not None:
+                    self.failed.setdefault(name, set()).add((at, replica.instance))
+            self.take(routing_events.RequestFailed(name, at, computing))
+
+    @rule(data=st.data())
+    def begins(self, data: Any) -> None:
+        if self.at:
+            name = data.draw(st.sampled_from(sorted(self.at)))
+            self.began.add(name)
+            self.take(routing_events.FirstByteSent(name, self.at[name]))
+
+    @rule(data=st.data(), ends=st.booleans())
+    def a_recall_comes_too_late(self, data: Any, ends: bool) -> None:
+        late = sorted(
+            name
+            for name, at in self.recalled.items()
+            if name in self.open and self.core.requests.by_id[name].recalled_from == at
+        )
+        if not late:
+            return
+        name = data.draw(st.sampled_from(late))
+        at = self.recalled[name]
+        self.began.add(name)
+        if ends:
+            del self.open[name]
+            self.at.pop(name, None)
+            self.take(routing_events.RequestFinished(name, 3, at))
+        else:
+            self.at[name] = at
+            self.take(routing_events.FirstByteSent(name, at))
+            assert self.core.requests.by_id[name].replica_id == at
+
+    @rule(
+        program=st.sampled_from("pqr"),
+        tenant=st.sampled_from("tu"),
+        drop=st.booleans(),
+        at=st.sampled_from("abc"),
+    )
+    def a_program(self, program: str, tenant: str, drop: bool, at: str) -> None:
+        self.take(
+            routing_events.KvDropped(program, tenant, at)
+            if drop
+            else routing_events.ProgramEnded(program, tenant)
+        )
+
+    @rule(seconds=st.floats(-5, 40))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        astray = self.core.requests.unregistered_since(self.now - self.core.limits.lease_s)
+        self.lose([one.request_id for one in astray])
+        self.take(routing_events.Tick())
+
+    @rule()
+    def another_core_goes_on(self) -> None:
+        state = self.core.snapshot(self.now)
+        homes = {program.key: program.home for program in self.core.programs}
+        written = msgspec.json.encode(state)
+        after = self.another()
+        after.restore(msgspec.json.decode(written, type=RoutingState), self.now)
+        assert after.snapshot(self.now) == state
+        assert {program.key: program.home for program in after.programs} == homes
+        self.core = after
+        self.recalled.clear()
+        self.failed.clear()
+        for name, asked in list(self.open.items()):
+            if name in self.at:
+                told = (asked.tenant, asked.context_tokens, asked.program_id)
+                self.take(routing_events.RequestSent(name, self.at[name], *told, began=name in self.began))
+        for name, asked in list(self.open.items()):
+            if name not in self.at:
+                self.take(asked)
+
+    @invariant()
+    def nothing_is_lost_and_nothing_is_twice(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        it = self.core
+        by_id = it.requests.by_id
+        assert set(by_id) == set(self.open)
+        waits = [one.request_id for one in it.requests.waiting_requests()]
+        assert len(waits) == len(set(waits)) == it.waiting
+        assert set(waits) == self.open.keys() - self.at.keys()
+        waiting_of = Counter(by_id[name].tenant for name in waits)
+        assert it.requests.waiting_of == waiting_of
+        for one in it.requests.failed:
+            assert one.failed_at
+            assert all(it.fleet.get(name) is not None for name in one.failed_at)
+        assert it.counts.policy_failures == 0
+        assert {name: one.replica_id for name, one in by_id.items() if one.sent_s is not None} == self.at
+        for replica in it.fleet:
+            mine = {name for name, at in self.at.items() if at == replica.replica_id}
+            assert set(replica.in_flight) == mine
+            assert replica.in_flight_tokens == sum(replica.in_flight.values())
+            homes = [program for program in it.programs if program.home == replica.replica_id]
+            assert replica.homed == len(homes)
+            assert replica.homed_tokens == sum(program.size_tokens for program in homes)
+            assert it.fleet.view(replica.replica_id) == replica.view()
+            assert (replica.idle_since_s is None) == it.fleet.full(replica)
+            queue = it.requests.queues.get(replica.replica_id)
+            queued = [one.context_tokens for one in queue or ()]
+            assert (replica.queued, replica.queued_tokens) == (len(queued), sum(queued))
+            assert not queue or it.fleet.full(replica) or replica.health is not ReplicaHealth.UP
+        for program in it.programs:
+            assert program.home is None or it.fleet.get(program.home) is not None
+            assert program.in_flight == sum(1 for n in self.at if by_id[n].program is program)
+            assert program.waiting == sum(1 for n in waits if by_id[n].program is program)
+        for tenant in "tu":
+            flying = sum(by_id[name].context_tokens for name in self.at if by_id[name].tenant == tenant)
+            assert it.tenants.in_flight_tokens.get(tenant, 0) == flying
+            homed = sum(program.size_tokens for program in it.programs if program.tenant == tenant)
+            assert it.tenants.homed_tokens.get(tenant, 0) == homed
+        unknown = {name for name, at in self.at.items() if it.fleet.get(at) is None}
+        assert set(it.requests.unregistered_requests) == unknown
+        assert it.fleet.capacity_tokens == sum(replica.capacity_tokens for replica in it.fleet)
+
+    @invariant()
+    def a_copy_of_the_homes_is_right(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        life, version = self.copied
+        changes = self.core.changes_since(version, life)
+        if changes.full:
+            self.copy.clear()
+        for change in changes.changes:
+            key = (change.tenant, change.program_id)
+            self.copy.pop(key, None)
+            if change.replica_id is not None and change.instance is not None:
+                self.copy[key] = (change.replica_id, change.instance)
+        self.copied = (changes.life, changes.version)
+        fleet = self.core.fleet
+        assert self.copy == {
+            program.key: (program.home, fleet.get(program.home).instance)  # type: ignore[union-attr]
+            for program in self.core.programs
+            if program.home is not None
+        }
+
+
+TestAnyLife = AnyLife.TestCase
+TestAnyLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,308 @@
+"""What a routing that reads residents is told, and who waits where it says that no memory lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
+from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
+from sojourn_server.policies.routing.replica_views import (
+    ReplicaView,
+    ResidentProgramGroup,
+    RoutingDecision,
+    RoutingView,
+)
+from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.request_placer import MAX_REPLICAS_COMPARED
+from sojourn_server.routing.routed_programs import MIN_FINISHED_PROGRAMS, ProgramEstimator, RoutedProgram
+from sojourn_server.routing.routing_events import SendRequest
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+
+@dataclass
+class Noted:
+    """Another policy, and what it was shown."""
+
+    policy: Any = field(default_factory=LeastDelayRouting)
+    views: list[RoutingView] = field(default_factory=list)
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        self.views.append(view)
+        return self.policy.route(view, replicas, now)
+
+
+def expectations() -> ProgramEstimator:
+    """Enough have ended: coders after ten turns at 900 tokens, clerks after two at 20."""
+    expected = ProgramEstimator()
+    for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)):
+        for _ in range(MIN_FINISHED_PROGRAMS):
+            expected.ended(
+                RoutedProgram(("t", "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns), 10.0
+            )
+    return expected
+
+
+def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> AffinityCore:
+    it = AffinityCore(routing, NoStealing(), sharing or FcfsSharing(), RoutingLimits(lease_s=1e6), **more)
+    for number in range(replicas):
+        it.take(routing_events.ReplicaRegistered(f"e{number}", "1", 1000), 0.0)
+    return it
+
+
+def asked(
+    name: str, tokens: int = 100, tenant: str = "t", program: str | None = None
+) -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, tenant, tokens, program or name, agent_type="coder")
+
+
+def keep_busy(it: AffinityCore) -> None:
+    """Each replica with a request of nobody's, that does not end."""
+    for number in range(len(it.fleet)):
+        it.take(routing_events.RequestReceived(f"busy {number}", "nobody", 1), 0.0)
+    assert all(replica.in_flight for replica in it.fleet)
+
+
+def sends(actions: list[Any]) -> list[str]:
+    return [action.request_id for action in actions if isinstance(action, SendRequest)]
+
+
+def test_the_policy_sees_residents_and_their_turns_left() -> None:
+    routing = Noted()
+    it = core(routing, replicas=2, expected=expectations())
+    it.take(asked("a"), 0.0)
+    it.take(routing_events.RequestFinished("a", 50, "e0"), 1.0)
+    it.take(asked("b", 30), 2.0)
+    assert routing.views[0].residents == {}
+    assert routing.views[0].turns_left == 10.0
+    assert routing.views[1].residents == {"e0": (ResidentProgramGroup(150, 900, 1, 9.0),)}
+    it.take(asked("a2", 160, program="a"), 3.0)
+    assert routing.views[2].residents == {}, "it has its KV, and stays"
+    it.take(routing_events.ProgramEnded("b", "t"), 4.0)
+    it.take(asked("c"), 5.0)
+    assert set(routing.views[3].residents) == {"e0"}
+    it.take(routing_events.ReplicaGone("e0", "1"), 6.0)
+    it.take(asked("d"), 7.0)
+    assert set(routing.views[-1].residents) <= {"e1"}
+
+
+def test_of_agents_of_which_nothing_is_known_as_much_is_left_as_was() -> None:
+    routing = Noted()
+    it = core(routing)
+    for turn in range(3):
+        it.take(asked(f"a{turn}", 100 + turn, program="a"), float(turn))
+        it.take(routing_events.RequestFinished(f"a{turn}", 5, "e0"), turn + 0.5)
+    it.take(asked("b"), 9.0)
+    assert routing.views[-1].residents == {}, "nobody knows whether it comes back"
+    it.take(asked("a3", 110, program="a"), 10.0)
+    it.take(asked("c"), 11.0)
+    assert ResidentProgramGroup(107, 110, 3, 3.0) in routing.views[-1].residents["e0"]
+
+
+@pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
+def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
+    preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
+    it = core(parse_cluster_preset(preset, source="x").routing, expected=expectations())
+    keep_busy(it)
+    it.take(asked("a"), 0.0)
+    it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
+    assert sends(it.take(asked("b"), 2.0)) == []
+    assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
+    assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
+
+
+def test_the_shipped_preset_expects_no_return_after_five_minutes() -> None:
+    assert load_cluster_preset("sojourn").routing == LeastDelayRouting(resident_for_s=300.0)
+
+
+def test_a_policy_without_a_time_limit_sees_all_residents() -> None:
+    routing = Noted()
+    it = core(routing, expected=expectations())
+    it.take(asked("a"), 0.0)
+    it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
+    it.take(asked("b"), 1e6)
+    assert len(routing.views[-1].residents["e0"]) == 1
+
+
+def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
+    routing = Noted()
+    it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, expected=expectations())
+    for number in range(2 * MAX_REPLICAS_COMPARED):
+        it.take(asked(f"a{number}", 100 + number), 0.0)
+    homed = [replica.homed for replica in it.fleet]
+    assert max(homed) == 1, "an empty one goes before all others"
+    assert it.waiting == 2 * MAX_REPLICAS_COMPARED - len(homed)
+    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
+
+
+def test_what_another_core_goes_on_with_is_judged_anew() -> None:
+    it = core(LeastDelayRouting(), expected=expectations())
+    it.take(asked("a"), 0.0)
+    it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
+    after = AffinityCore(LeastDelayRouting(), NoStealing(), FcfsSharing(), RoutingLimits(lease_s=1e6))
+    after.restore(it.snapshot(2.0), 2.0)
+    keep_busy(after)
+    assert sends(after.take(asked("b"), 3.0)) == [], "it knows who is at home, and that it comes back"
+    assert sends(after.take(routing_events.ProgramEnded("a", "t"), 4.0)) == ["b"]
+
+
+def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
+    it = core(LeastDelayRouting(), expected=expectations())
+    keep_busy(it)
+    assert sends(it.take(asked("a"), 0.0)) == ["a"]
+    assert sends(it.take(asked("b"), 1.0)) == [], "both would come to 1,800 of 1,000"
+    clerk = routing_events.RequestReceived("c", "t", 10, "c", agent_type="clerk")
+    assert sends(it.take(clerk, 2.0)) == [], "there is memory for it, but it came later"
+    assert it.waiting == 2
+    assert sends(it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)) == []
+    assert sends(it.take(routing_events.ProgramEnded("a", "t"), 3.0)) == ["b", "c"]
+    assert it.waiting == 0
+    alone = core(LeastDelayRouting(), expected=expectations())
+    assert sends(alone.take(asked("a"), 0.0) + alone.take(clerk, 2.0)) == ["a", "c"]
+
+
+def test_requests_without_a_program_do_not_wait() -> None:
+    """Hints are advice: who gives none is served as without those who do."""
+    it = core(LeastDelayRouting(), expected=expectations())
+    it.take(asked("a"), 0.0)
+    assert sends(it.take(asked("b"), 1.0)) == []
+    assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
+    assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
+    assert it.waiting == 1
+
+
+def test_programs_without_an_end_block_no_other_on_an_idle_replica() -> None:
+    it = core(LeastDelayRouting(), expected=expectations())
+    for number in range(5):
+        assert sends(it.take(asked(f"a{number}"), float(number))) == [f"a{number}"]
+        it.take(routing_events.RequestFinished(f"a{number}", 5, "e0"), number + 0.5)
+
+
+def test_a_tenant_that_has_less_goes_first_among_those_that_wait() -> None:
+    it = core(LeastDelayRouting(), sharing=AgentFairShare(), expected=expectations())
+    keep_busy(it)
+    it.take(asked("a", tenant="busy"), 0.0)
+    it.take(asked("b", tenant="busy"), 1.0)
+    it.take(asked("c", tenant="calm"), 2.0)
+    it.take(routing_events.Tick(), 2.1)
+    it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)
+    it.take(routing_events.Tick(), 3.1)
+    gone = it.take(routing_events.ProgramEnded("a", "busy"), 3.2)
+    assert len(sends(gone)) == 1
+    assert it.waiting == 1
+
+
+def test_of_ten_thousand_waiting_requests_one_is_routed_at_a_time() -> None:
+    routing = Noted()
+    it = core(routing, replicas=4, expected=expectations())
+    keep_busy(it)
+    for number in range(10_000):
+        it.take(asked(f"r{number}", tenant=f"t{number % 7}"), 0.0)
+    assert it.waiting == 10_000 - 4
+    routing.views.clear()
+    assert sends(it.take(routing_events.Tick(), 1.0)) == []
+    assert len(routing.views) == 1
+    first = next(name for name in it.fleet.get("e2").in_flight if name.startswith("r"))  # type: ignore[union-attr]
+    it.take(routing_events.RequestFinished(first, 5, "e2"), 2.0)
+    routing.views.clear()
+    tenant = f"t{int(first[1:]) % 7}"
+    assert len(sends(it.take(routing_events.ProgramEnded(first, tenant), 2.0))) == 1
+    assert len(routing.views) == 2
+
+
+# -- the count is what it would be if everybody were looked at ---------------------------
+
+
+@dataclass
+class Checked:
+    """A least-delay policy whose view is compared with the programs themselves."""
+
+    core: Any = None
+    policy: LeastDelayRouting = field(default_factory=lambda: LeastDelayRouting(resident_for_s=20.0))
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+    resident_for_s: float = 20.0
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if not (view.home is not None and view.cached):
+            but = self.core.requests.by_id[view.request_id].program
+            shown = [replica.replica_id for replica in replicas]
+            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
+        return self.policy.route(view, replicas, now)
+
+    def all_at(
+        self, replica_id: str, but: RoutedProgram | None, now: float
+    ) -> tuple[ResidentProgramGroup, ...]:
+        """One program after the other."""
+        rows: dict[tuple[float, int], ResidentProgramGroup] = {}
+        for one in self.core.programs:
+            comes_back = one.turns_left is not None and now - one.last_s < self.resident_for_s
+            there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
+            if not there or one is but:
+                continue
+            left = max(1.0, one.turns if one.turns_left is None else one.turns_left)
+            before = rows.get((left, one.turns), ResidentProgramGroup(0, 0, one.turns, left, 0))
+            rows[left, one.turns] = ResidentProgramGroup(
+                before.context_tokens + one.context_tokens,
+                before.size_tokens + max(one.size_tokens, one.context_tokens),
+                one.turns,
+                left,
+                before.programs + 1,
+            )
+        return tuple(rows[alike] for alike in sorted(rows))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["ask", "ask", "ask", "end", "end", "over", "dropped", "tick", "drain", "gone", "seen"]
+        ),
+        st.integers(0, 7),
+        st.sampled_from(["coder", "clerk", "stranger", None]),
+        st.integers(1, 400),
+        st.sampled_from([0.0, 0.5, 3.0, 19.5, 20.0, -4.0]),
+    ),
+    min_size=5,
+    max_size=80,
+)
+
+
+@given(steps=STEPS)
+def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> None:
+    routing = Checked()
+    it = routing.core = core(routing, replicas=3, expected=expectations())
+    it.take(routing_events.ReplicaRegistered("e1", "1", 100_000), 0.0)
+    now = 0.0
+    for number, (step, which, kind, tokens, later) in enumerate(steps):
+        now += later
+        name, replica_id = f"p{which}", f"e{which % 3}"
+        if step == "ask":
+            it.take(routing_events.RequestReceived(f"r{number}", "t", tokens, name, agent_type=kind), now)
+        elif step == "end" and it.requests.by_id:
+            one = list(it.requests.by_id.values())[which % len(it.requests.by_id)]
+            it.take(routing_events.RequestFinished(one.request_id, tokens, one.replica_id), now)
+        elif step == "over":
+            it.take(routing_events.ProgramEnded(name, "t"), now)
+        elif step == "dropped":
+            it.take(routing_events.KvDropped(name, "t", replica_id), now)
+        elif step == "drain":
+            it.take(routing_events.ReplicaDrainStarted(replica_id), now)
+        elif step == "gone":
+            it.take(routing_events.ReplicaGone(replica_id, "1"), now)
+        elif step == "seen":
+            it.take(routing_events.ReplicaRegistered(replica_id, "1", 100_000), now)
+        else:
+            it.take(routing_events.Tick(), now)
+    # Whatever was left uncounted so far is looked at now.
+    it.take(routing_events.ReplicaRegistered("last", "1", 100_000), now)
+    it.take(asked("last"), now)
+    assert it.counts.policy_failures == 0, it.counts.newest_policy_failure

@@ -1,0 +1,295 @@
+"""Tenants that share replicas: floods, turns, and who makes way for whom."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import pytest
+from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
+from sojourn_server.policies.routing.capacity_routing import CapacityRouting
+from sojourn_server.policies.routing.routing_policies import RoundRobinRouting, SessionAffinityRouting
+from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.routing_events import RecallRequest, ReleaseProgramKv, SendRequest
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+AT_HOME = SessionAffinityRouting(most_load=math.inf)
+
+
+def core(routing: Any, sharing: Any = None, **limits: Any) -> AffinityCore:
+    return AffinityCore(
+        routing,
+        NoStealing(),
+        sharing or AgentFairShare(),
+        RoutingLimits(**{"lease_s": 1e6, **limits}),
+        yielding=UrgencyPreemption(),
+    )
+
+
+def seen(name: str, **more: Any) -> routing_events.ReplicaRegistered:
+    return routing_events.ReplicaRegistered(
+        **{"replica_id": name, "instance": "1", "capacity_tokens": 1000, **more}
+    )
+
+
+def asked(name: str, tenant: str, tokens: int = 100, **more: Any) -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, tenant, tokens, **{"program_id": name, **more})
+
+
+def sends(actions: list[Any]) -> list[tuple[str, str]]:
+    return [(action.request_id, action.replica_id) for action in actions if isinstance(action, SendRequest)]
+
+
+# -- floods -------------------------------------------------------------------------------
+
+
+def sent_in_turn(it: AffinityCore, light: int, most: int) -> list[str]:
+    """Tenants in the order in which their requests are sent: a flood of 10,000, then somebody who always
+    has one waiting. One program after the other comes to its end."""
+    for name in "abcd":
+        it.take(seen(name), 0.0)
+    running: deque[tuple[str, str]] = deque()
+    for number in range(10_000):
+        running += [(one, "flood") for one, _ in sends(it.take(asked(f"f{number}", "flood"), 0.0))]
+    assert len(running) == 40
+    it.take(asked("l0", "light"), 1.0)
+    asked_for, now, order = 1, 1.0, []
+    while len(order) < most and asked_for <= light:
+        now += 0.05
+        name, tenant = running.popleft()
+        actions = it.take(routing_events.Tick(), now)
+        actions += it.take(routing_events.RequestFinished(name, 10), now)
+        actions += it.take(routing_events.ProgramEnded(name, tenant), now)
+        for one, _ in sends(actions):
+            tenant = "light" if one.startswith("l") else "flood"
+            running.append((one, tenant))
+            order.append(tenant)
+            if tenant == "light":
+                it.take(asked(f"l{asked_for}", "light"), now)
+                asked_for += 1
+    return order
+
+
+@pytest.mark.parametrize("routing", [RoundRobinRouting(), CapacityRouting()])
+def test_a_flood_delays_others_by_no_more_than_its_share(routing: Any) -> None:
+    order = sent_in_turn(core(routing, send_below_load=1.0, usual_life_s=60.0), light=12, most=2_000)
+    assert order.count("light") == 12
+    assert order.index("light") <= 4, "it had nothing: the first place at its replica is its own"
+    gaps = "".join("l" if tenant == "light" else "." for tenant in order).split("l")
+    # Of two tenants the least share is 1/20: it has two of 40 places, each for 40 sends of others. Who needs
+    # a little more room than they all may be passed by 32, and by those who get what others leave meanwhile.
+    assert max(map(len, gaps)) <= (40 if isinstance(routing, RoundRobinRouting) else 40 + 32 + 40)
+
+
+def test_first_come_first_served_lets_a_flood_go_first() -> None:
+    it = core(RoundRobinRouting(), FcfsSharing(), send_below_load=1.0)
+    assert "light" not in sent_in_turn(it, light=1, most=300)
+
+
+def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
+    it = core(SessionAffinityRouting(), send_below_load=1.0)
+    it.take(seen("a"), 0.0)
+    for number in range(30):
+        it.take(asked(f"f{number}", "busy"), 0.0)
+    it.take(routing_events.RequestReceived("stranger", "curl", 100), 0.0)
+    it.take(routing_events.Tick(), 0.1)
+    assert it.tenants.shares["curl"] == pytest.approx(0.5)
+    assert sends(it.take(routing_events.RequestFinished("f0"), 0.2)) == [("stranger", "a")]
+
+
+def worked(it: AffinityCore) -> AffinityCore:
+    """A turn takes 60 s, as the core knows by now."""
+    it.take(asked("before", "before"), 0.0)
+    it.take(routing_events.RequestFinished("before", 1), 60.0)
+    it.take(routing_events.ProgramEnded("before", "before"), 60.0)
+    return it
+
+
+@pytest.mark.parametrize("late_s", [1e9, 30.0, 0.1])
+def test_a_deadline_makes_no_program_more_urgent_than_computing_without_pause(late_s: float) -> None:
+    it = core(RoundRobinRouting(), usual_life_s=60.0)
+    it.take(seen("a", capacity_tokens=10**6), 0.0)
+    worked(it)
+    it.take(asked("honest", "honest", deadline_s=100.0 + 60.0), 100.0)
+    it.take(asked("liar", "liar", deadline_s=100.0 + 60.0 - late_s), 100.0)
+    it.take(routing_events.Tick(), 100.0)
+    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+    it.take(routing_events.Tick(), 150.0)
+    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize(("max_running", "most"), [(4, 4), (0, 64)])
+def test_no_more_of_a_tenants_programs_count_than_are_computed_at_once(max_running: int, most: int) -> None:
+    it = core(RoundRobinRouting(), usual_life_s=60.0)
+    it.take(seen("a", capacity_tokens=10**6, max_running=max_running), 0.0)
+    worked(it)
+    it.take(asked("one", "one", deadline_s=0.0), 100.0)
+    for number in range(150):
+        it.take(asked(f"m{number}", "many", deadline_s=0.0), 100.0)
+    for tenth in range(10):
+        it.take(routing_events.Tick(), 100.0 + tenth / 10)
+    assert it.tenants.shares["many"] == pytest.approx(0.05 + 0.9 * most / (most + 1))
+
+
+def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
+    it = core(CapacityRouting())
+    it.take(seen("a"), 0.0)
+    for number in range(9):
+        it.take(asked(f"h{number}", "hoarder"), 0.0)
+        it.take(routing_events.RequestFinished(f"h{number}"), 0.0)
+    it.take(asked("late", "hoarder", 200), 0.0)
+    it.take(asked("other", "other", 200), 1.0)
+    it.take(routing_events.Tick(), 1.0)
+    assert it.waiting == 2
+    # Nothing is in flight; but the hoarder's programs have nine tenths of all room.
+    assert sends(it.take(routing_events.ProgramEnded("h0", "hoarder"), 2.0)) == [("other", "a")]
+
+
+# -- making way ---------------------------------------------------------------------------
+
+
+def blocked(*names: str, urgent_s: float = 2.0, calm_s: float = 1e6, **limits: Any) -> AffinityCore:
+    """At ``a`` two requests of a calm tenant run, one of them not yet answered; an urgent one waits there."""
+    it = core(AT_HOME, send_below_load=1.0, **limits)
+    it.take(seen("a", max_running=2), 0.0)
+    for tenant, deadline_s in (("calm", calm_s), ("urgent", urgent_s)):
+        it.take(asked(tenant, tenant, deadline_s=deadline_s), 0.0)
+        it.take(routing_events.RequestFinished(tenant, 1), 1.0)
+    for name in ("c0", "c1"):
+        assert sends(it.take(asked(name, "calm", deadline_s=calm_s), 2.0)) == [(name, "a")]
+    it.take(routing_events.FirstByteSent("c0", "a"), 2.0)
+    assert it.take(asked("u", "urgent", program_id="urgent"), 2.0) == [], "it is at home at a"
+    for name in names:
+        it.take(seen(name, max_running=2), 2.0)
+    return it
+
+
+def test_a_calm_tenants_request_makes_way_for_an_urgent_one_after_half_a_second() -> None:
+    it = blocked()
+    assert it.take(routing_events.Tick(), 2.49) == []
+    recall, send = it.take(routing_events.Tick(), 2.6)
+    assert recall == RecallRequest("c1", "a"), "c0 is being answered"
+    assert (send.request_id, send.replica_id) == ("u", "a")
+    assert (it.waiting, it.counts.recalls) == (1, 1)
+    assert sends(it.take(routing_events.RequestFinished("u", replica_id="a"), 4.0)) == [("c1", "a")], (
+        "moved, not dropped"
+    )
+
+
+def test_a_preempted_request_goes_to_another_replica_if_possible() -> None:
+    it = blocked("b")
+    actions = it.take(routing_events.Tick(), 2.6)
+    assert actions[0] == RecallRequest("c1", "a")
+    assert sends(actions) == [("c1", "b"), ("u", "a")]
+    assert ReleaseProgramKv("c1", "a", "calm") in actions
+    assert it.programs.get(("calm", "c1")).home == "b"
+    assert it.counts.moves == 1
+
+
+def test_no_request_is_preempted_twice() -> None:
+    it = blocked()
+    it.take(routing_events.Tick(), 2.6)
+    assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
+    assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
+    for tenth in range(20):
+        assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
+
+
+def test_tenants_of_equal_standing_wait_for_each_other() -> None:
+    it = blocked(urgent_s=1e6)
+    assert it.take(routing_events.Tick(), 10.0) == []
+    assert it.tenants.shares["calm"] > it.tenants.shares["urgent"] > 0
+    assert it.counts.recalls == 0
+
+
+def test_a_recall_that_came_too_late_changes_nothing() -> None:
+    it = blocked("b")
+    it.take(routing_events.Tick(), 2.6)
+    assert "c1" in it.fleet.get("b").in_flight
+    it.take(routing_events.FirstByteSent("c1", "a"), 2.61)
+    assert "c1" in it.fleet.get("a").in_flight
+    assert "c1" not in it.fleet.get("b").in_flight
+    assert it.programs.get(("calm", "c1")).home == "a"
+    it.take(routing_events.RequestFinished("c1", 5, "b"), 2.7)
+    assert "c1" in it.requests.by_id, "it is not answered at b"
+    it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
+    assert "c1" not in it.requests.by_id
+
+
+def test_an_answer_that_overtook_the_recall_is_an_answer() -> None:
+    it = blocked()
+    it.take(routing_events.Tick(), 2.6)
+    assert it.waiting == 1
+    assert it.take(routing_events.RequestFinished("c1", 5, "a"), 2.61) == []
+    assert it.waiting == 0
+    assert it.programs.get(("calm", "c1")).turns == 1
+
+
+def test_reports_after_a_recall_are_ignored_once_another_replica_answers() -> None:
+    it = blocked("b")
+    it.take(routing_events.Tick(), 2.6)
+    assert it.take(routing_events.RequestFailed("c1", "a"), 2.61) == []
+    it.take(routing_events.FirstByteSent("c1", "b"), 2.7)
+    it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
+    assert "c1" in it.fleet.get("b").in_flight
+
+
+def test_programs_make_way_for_one_that_needs_room() -> None:
+    it = core(CapacityRouting())
+    it.take(seen("a"), 0.0)
+    it.take(asked("first", "urgent", deadline_s=2.0), 0.0)
+    it.take(routing_events.RequestFinished("first", 1, "a"), 1.0)
+    it.take(routing_events.ProgramEnded("first", "urgent"), 1.0)
+    for at, name in enumerate(("c0", "c1", "c2")):
+        assert sends(it.take(asked(name, "calm", 300, deadline_s=1e6), 1.0 + at / 10)) == [(name, "a")]
+    it.take(routing_events.FirstByteSent("c2", "a"), 1.0)
+    assert it.take(asked("u", "urgent", 350, deadline_s=3.0), 1.0) == []
+    recall, send = it.take(routing_events.Tick(), 1.6)
+    assert recall == RecallRequest("c1", "a"), (
+        "the last sent of those that have not begun, and no more than needed"
+    )
+    assert (send.request_id, send.replica_id) == ("u", "a")
+    assert it.waiting == 1
+    assert sends(it.take(routing_events.ProgramEnded("u", "urgent"), 3.0)) == [("c1", "a")]
+
+
+def three_at_a_and_room_at_b() -> AffinityCore:
+    """Each in its second turn, of 300 tokens, not yet begun to be answered; ``b`` is new, and for 400."""
+    it = core(CapacityRouting())
+    it.take(seen("a"), 0.0)
+    for at, name in enumerate(("c0", "c1", "c2")):
+        it.take(asked(name, "calm", 299, deadline_s=1e6), 0.0)
+        it.take(routing_events.RequestFinished(name, 1, "a"), 1.0)
+        it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
+    it.take(seen("b", capacity_tokens=400), 1.3)
+    return it
+
+
+def test_no_kv_is_thrown_away_to_make_room() -> None:
+    it = three_at_a_and_room_at_b()
+    for name, tokens in (("x", 60), ("other", 300)):
+        assert sends(it.take(asked(name, "calm", tokens, deadline_s=1e6), 1.3)) == [(name, "b")]
+    it.take(routing_events.FirstByteSent("x", "b"), 1.3)
+    it.take(routing_events.FirstByteSent("other", "b"), 1.3)
+    assert it.take(asked("u", "urgent", 350, deadline_s=3.0), 1.3) == []
+    assert it.take(routing_events.Tick(), 2.0) == [], "nowhere else is room for them"
+    it.take(routing_events.RequestFinished("other"), 2.1)
+    it.take(routing_events.ProgramEnded("other", "calm"), 2.1)
+    actions = it.take(routing_events.Tick(), 2.2)
+    assert [type(action) for action in actions] == [RecallRequest, ReleaseProgramKv, SendRequest, SendRequest]
+    assert sends(actions) == [("c2/2", "b"), ("u", "a")]
+
+
+def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
+    it = three_at_a_and_room_at_b()
+    it.take(asked("x", "calm", 60, deadline_s=1e6), 1.3)
+    it.take(routing_events.FirstByteSent("x", "b"), 1.3)
+    assert it.take(asked("u", "urgent", 650, deadline_s=3.0), 1.3) == []
+    assert sends(it.take(routing_events.Tick(), 2.2)) == [("c2/2", "b")]
+    assert it.counts.recalls == 1
+    assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
+    assert it.requests.by_id["u"].sent_s is None

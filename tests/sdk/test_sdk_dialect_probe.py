@@ -1,0 +1,216 @@
+"""What a server is taken for, and how that changes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import sojourn
+from sojourn.dialect_probe import ServerDialect, probe_dialect
+from sojourn.http_transport import HttpResponse
+from sojourn.testing import FakeServer, refusing_url
+
+
+class Says:
+    """A transport that answers each path as told, and 404 to all others."""
+
+    def __init__(self, answer, **others):
+        self.answers = {"/sojourn/v1/capabilities": answer, **others}
+        self.asked = []
+
+    def get(self, path, timeout_s):
+        self.asked.append(path)
+        answer = self.answers.get(path, HttpResponse(404, b"{}"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "dialect"),
+    [
+        (HttpResponse(200, b'{"name": "sojourn", "wire": [1], "version": "9"}'), "sojourn"),
+        (HttpResponse(200, b'{"name": "sojourn", "wire": [1, 2]}'), "sojourn"),
+        (HttpResponse(200, b'{"name": "sojourn", "wire": [2]}'), "vllm"),
+        (HttpResponse(200, b'{"name": "other", "wire": [1]}'), "vllm"),
+        (HttpResponse(200, b'{"ok": true}'), "vllm"),
+        (HttpResponse(200, b"<html>welcome</html>"), "vllm"),
+        (HttpResponse(200, b"\xff\xfe"), "vllm"),
+        (HttpResponse(200, b"[" * 100_000), "vllm"),
+        (HttpResponse(404, b""), "vllm"),
+        (HttpResponse(405, b""), "vllm"),
+        (HttpResponse(401, b""), None),
+        (HttpResponse(500, b""), None),
+        (HttpResponse(307, b""), None),
+        (OSError("refused"), None),
+    ],
+)
+def test_answers_are_read_cautiously(answer, dialect):
+    assert probe_dialect(Says(answer), timeout_s=1) == dialect
+
+
+NO_SUCH_PATH = HttpResponse(404, b"")
+# Heads of what the real servers said: vLLM 0.32, SGLang 0.5.23 (its source), Dynamo 1.6.1, ThunderAgent
+# a7eef77, vLLM Router 0.1.17.
+MODELS = '{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"%s"}]}'
+VLLM = {"/v1/models": HttpResponse(200, (MODELS % "vllm").encode()), "/health": HttpResponse(200, b"")}
+SGLANG = {"/v1/models": HttpResponse(200, (MODELS % "sglang").encode())}
+DYNAMO = {
+    "/v1/models": HttpResponse(200, (MODELS % "nvidia").encode()),
+    "/health": HttpResponse(
+        200, b'{"status":"healthy","endpoints":["dyn://dynamo.backend.generate"],"instances":[]}'
+    ),
+}
+THUNDERAGENT = {
+    "/v1/models": HttpResponse(200, (MODELS % "vllm").encode()),  # its backend's
+    "/health": HttpResponse(
+        200, b'{"status":"ok","router_mode":"tr","scheduling_enabled":true,"backends":[],"programs_count":0}'
+    ),
+}
+VLLM_ROUTER = {
+    **VLLM,
+    "/health": HttpResponse(200, b"All servers healthy"),
+    "/scheduling/diagnostics": HttpResponse(
+        200, b'{"enabled":true,"binding_only":false,"resume_order":"mru","retained_requests":0,"ranks":[]}'
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("server", "dialect"),
+    [
+        (VLLM, "vllm"),
+        (SGLANG, "sglang"),
+        (DYNAMO, "dynamo"),
+        (THUNDERAGENT, "thunderagent"),
+        (VLLM_ROUTER, "vllm_router"),
+    ],
+    ids=["vllm", "sglang", "dynamo", "thunderagent", "vllm_router"],
+)
+def test_peers_are_recognised_by_what_they_say_of_themselves(server, dialect):
+    says = Says(NO_SUCH_PATH, **server)
+    assert probe_dialect(says, timeout_s=1) == dialect
+    assert len(says.asked) == len(set(says.asked)) <= 4
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {},
+        {"/v1/models": DYNAMO["/v1/models"]},  # others at NVIDIA own models too
+        {"/health": DYNAMO["/health"]},
+        {
+            "/v1/models": HttpResponse(200, b'{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}')
+        },  # a mixed fleet
+        {"/v1/models": HttpResponse(200, b'{"data":"sglang"}')},
+        {"/v1/models": HttpResponse(200, b'{"data":[["sglang"]]}')},
+        {"/v1/models": HttpResponse(401, SGLANG["/v1/models"].body)},
+        {"/v1/models": OSError("gone"), "/health": OSError("gone")},
+        {"/health": HttpResponse(200, b'{"status":"ok","programs_count":1}')},
+        {"/health": HttpResponse(200, b"[" * 100_000)},
+        {"/health": HttpResponse(200, b"\xff")},
+        {
+            "/scheduling/diagnostics": HttpResponse(
+                200, b'{"enabled":false,"resume_order":"mru","retained_requests":0}'
+            )
+        },
+        {"/scheduling/diagnostics": HttpResponse(200, b"[1]")},
+        {"/v1/models": HttpResponse(200, b'{"data":[{"owned_by":"sglang"}],"pad":"' + b"x" * 2**22 + b'"}')},
+    ],
+)
+def test_what_is_not_certain_gets_headers_only(server):
+    assert probe_dialect(Says(NO_SUCH_PATH, **server), timeout_s=1) == "vllm"
+
+
+def test_a_server_that_answers_anything_is_not_asked_further():
+    says = Says(HttpResponse(200, b"{}"), **SGLANG)
+    assert probe_dialect(says, timeout_s=1) == "vllm"
+    assert says.asked == ["/sojourn/v1/capabilities"]
+
+
+def test_a_given_dialect_stays():
+    server = ServerDialect("sojourn")
+    server.learn("vllm")
+    assert server.dialect.name == "sojourn"
+    assert server.known
+
+
+def test_a_stock_server_gets_headers_only_and_no_events():
+    with FakeServer(sojourn=False) as server:
+        sojourn.init(server.url)
+        with sojourn.program("p") as p:
+            assert sojourn.request_parts() == ({}, {"X-Session-ID": p.id})
+        assert sojourn.flush(5)
+        assert server.probes == 4  # ours, and three by which its peers would be known
+        assert server.batches == []
+        assert server.authorizations == []
+        stats = sojourn.stats()
+        assert (stats.dialect, stats.dialect_known) == ("vllm", True)
+        assert stats["dropped_unsupported"] == 2
+
+
+def test_the_events_themselves_teach_when_the_probe_came_too_early():
+    with FakeServer() as server:
+        server.probe_delay_s = 30
+        sojourn.init(server.url, probe_timeout_s=0.05)
+        assert sojourn.stats().dialect_known is False
+        assert sojourn.request_fields() == {}  # cautious: headers only
+        assert sojourn.headers()
+        server._released.set()
+        with sojourn.program():
+            assert sojourn.flush(5)
+        assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("sojourn", True)
+
+
+@pytest.mark.parametrize(("probe_timeout_s", "at_most_s"), [(0.0, 0.5), (0.2, 1.0)])
+def test_init_waits_no_longer_than_it_may(probe_timeout_s, at_most_s):
+    with FakeServer() as server:
+        server.probe_delay_s = 30
+        started = time.monotonic()
+        sojourn.init(server.url, probe_timeout_s=probe_timeout_s)
+        assert time.monotonic() - started < at_most_s
+        server._released.set()
+
+
+def test_an_absent_server_costs_init_nothing_and_breaks_nothing():
+    sojourn.init(refusing_url())
+    with sojourn.program("p") as p, sojourn.tool_call("t"):
+        assert sojourn.request_parts() == ({}, {"X-Session-ID": p.id})
+    sojourn.flush(1)
+    assert sojourn.stats().dialect_known is False
+    assert sojourn.stats()["net_ConnectionRefusedError"] >= 1
+
+
+def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog):
+    with FakeServer(api_key="secret") as server:
+        sojourn.init(server.url)
+        assert sojourn.request_fields() == {}
+        assert "SOJOURN_API_KEY" in caplog.text
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")  # never used for events
+        sojourn.init(server.url, probe_timeout_s=0.31)
+        assert sojourn.request_fields() == {}
+        monkeypatch.setenv("SOJOURN_API_KEY", "secret")
+        sojourn.init(server.url)
+        assert sojourn.request_fields()
+        sojourn.init(server.url, api_key="secret", probe_timeout_s=0.32)
+        assert sojourn.request_fields()
+
+
+def test_an_explicit_dialect_asks_nothing(server):
+    sojourn.init(server.url, dialect="sojourn")
+    assert sojourn.request_fields()["vllm_xargs"]
+    assert server.probes == 0
+
+
+def test_init_again_is_harmless_and_with_other_arguments_replaces(server):
+    sojourn.init(server.url)
+    with sojourn.program("a"):
+        sojourn.init(server.url)
+    assert server.probes == 1
+    with FakeServer() as second:
+        sojourn.init(second.url)
+        assert len(server.events()) == 2  # the first session was closed properly
+        with sojourn.program("b"):
+            pass
+        assert sojourn.flush(5)
+        assert len(second.events()) == 2

@@ -1,0 +1,138 @@
+"""A graph is spelt out once, and once more to a server that does not know it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import sojourn
+from sojourn.aeg import Aeg
+from sojourn.events import AegReport
+from sojourn.testing import FakeServer
+from sojourn.wire import Outcome, decode_context, decode_event
+
+GRAPH = Aeg({"plan": (), "act": ("bash",)}, [("plan", "act")])
+
+
+class Graphs:
+    """The verdicts of a server that keeps graphs until it is told to forget them."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def __call__(self, event: object) -> Outcome:
+        if isinstance(event, AegReport):
+            if event.graph is not None:
+                self.known.add(event.graph_hash)
+            elif event.graph_hash not in self.known:
+                return Outcome.MISSING
+        return Outcome.APPLIED
+
+
+@pytest.fixture
+def graphs(online: FakeServer) -> Graphs:
+    online.verdict = graphs = Graphs()
+    return graphs
+
+
+def reports(server: FakeServer, count: int) -> list[tuple[str, bool]]:
+    """(program, spelt out) of each report, once there are ``count``, and a moment later."""
+    end_s = time.monotonic() + 5
+    while True:
+        assert sojourn.flush(5)
+        found = [e for e in server.events() if isinstance(e, AegReport)]
+        if len(found) >= count:
+            time.sleep(0.05)
+            assert sojourn.flush(5)
+            again = [e for e in server.events() if isinstance(e, AegReport)]
+            assert len(again) == count
+            return [(e.program_id, e.graph is not None) for e in again]
+        assert time.monotonic() < end_s, f"{len(found)} of {count} reports"
+
+
+def test_it_is_spelt_out_once(online: FakeServer, graphs: Graphs) -> None:
+    for name in "ab":
+        with sojourn.program(id=name, aeg=GRAPH):
+            pass
+    assert reports(online, 2) == [("a", True), ("b", False)]
+
+
+def test_a_restarted_server_learns_it_from_the_running_program(online: FakeServer, graphs: Graphs) -> None:
+    with sojourn.program(id="a", aeg=GRAPH):
+        reports(online, 1)
+        graphs.known.clear()
+        with sojourn.program(id="b", aeg=GRAPH):
+            assert reports(online, 3) == [("a", True), ("b", False), ("b", True)]
+        with sojourn.program(id="c", aeg=GRAPH):
+            assert reports(online, 4)[3:] == [("c", False)]
+
+
+def test_where_the_program_is_over_the_next_one_says_it(online: FakeServer, graphs: Graphs) -> None:
+    with sojourn.program(id="a", aeg=GRAPH):
+        reports(online, 1)
+    graphs.known.clear()
+    with sojourn.program(id="b", aeg=GRAPH, heartbeat=False):
+        reports(online, 2)
+    with sojourn.program(id="c", aeg=GRAPH):
+        assert reports(online, 3) == [("a", True), ("b", False), ("c", True)]
+
+
+def test_after_a_batch_was_lost_it_is_spelt_out_again(online: FakeServer, graphs: Graphs) -> None:
+    """The server may have been restarted since, and nobody answers a report that rides on a request."""
+    emitter = sojourn.runtime.session().emitter
+    assert emitter is not None
+    with sojourn.program(id="a", aeg=GRAPH):
+        reports(online, 1)
+    online.mode = "500"
+    with sojourn.program(id="lost"):
+        assert not sojourn.flush(5)
+    online.mode = "ok"
+    emitter._linger_s = 5.0
+    for name, spelt_out in (("b", True), ("c", False)):
+        with sojourn.program(id=name, aeg=GRAPH):
+            body, _ = sojourn.request_parts()
+        context = decode_context(body["vllm_xargs"]["agentic_context"])
+        assert context.sojourn is not None
+        riding = [decode_event(raw) for raw in context.sojourn.events]
+        assert [e.graph is not None for e in riding if isinstance(e, AegReport)] == [spelt_out]
+
+
+def test_a_server_that_never_learns_it_is_not_told_for_ever(online: FakeServer) -> None:
+    def never(event: object) -> Outcome:
+        return Outcome.MISSING if isinstance(event, AegReport) else Outcome.APPLIED
+
+    online.verdict = never
+    with sojourn.program(id="a", aeg=GRAPH):
+        assert reports(online, 1) == [("a", True)]
+    with sojourn.program(id="b", aeg=GRAPH):
+        assert reports(online, 2) == [("a", True), ("b", True)]
+    assert sojourn.stats()["outcome_missing"] == 2
+    assert sojourn.stats()["internal_error"] == 0
+
+
+def test_other_missing_things_are_no_reason(online: FakeServer) -> None:
+    online.verdict = lambda event: Outcome.APPLIED if isinstance(event, AegReport) else Outcome.MISSING
+    for name in "ab":
+        with sojourn.program(id=name, aeg=GRAPH), sojourn.tool_call("t"):
+            pass
+    assert reports(online, 2) == [("a", True), ("b", False)]
+
+
+def test_the_real_desk_and_this_agree(online: FakeServer) -> None:
+    """The server's own verdicts: it takes the hash that ``Aeg`` computes, and misses what it was not told."""
+    store = pytest.importorskip("sojourn_server.programs.execution_graphs").GraphStore()
+
+    def verdict(event: object) -> Outcome:
+        if isinstance(event, AegReport):
+            known = store.follow(event.graph_hash, event.graph, event.agent_type)
+            return Outcome.APPLIED if known else Outcome.MISSING
+        return Outcome.APPLIED
+
+    online.verdict = verdict
+    with sojourn.program(id="a", agent_type="fixer", aeg=GRAPH):
+        reports(online, 1)
+    assert store.current("fixer").aeg == GRAPH
+    store.__init__()
+    with sojourn.program(id="b", agent_type="fixer", aeg=GRAPH):
+        assert reports(online, 3)[1:] == [("b", False), ("b", True)]
+    assert store.current("fixer").aeg == GRAPH

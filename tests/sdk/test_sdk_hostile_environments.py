@@ -1,0 +1,296 @@
+"""Environments that fight back: proxies without a library, missing certificates, no threads, forks at bad
+moments. The agent must not notice."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import sojourn
+from sojourn import emitter as emitter_module
+from sojourn.emitter import Emitter
+from sojourn.events import Heartbeat, ToolStart
+from sojourn.stats import Counters
+from sojourn.testing import FakeServer
+
+HOSTILE = [
+    pytest.param({"all_proxy": "socks5://127.0.0.1:9"}, "http", id="socks without socksio"),
+    pytest.param({"http_proxy": "ftp://x"}, "http", id="unknown proxy"),
+    pytest.param({"SSL_CERT_FILE": "/nowhere/at/all.pem"}, "https", id="no certificates"),
+]
+NO_THREADS = """
+import threading
+def refuse(*args, **kwargs):
+    raise RuntimeError("can't start new thread")
+threading._start_new_thread = refuse
+"""
+AGENT = """
+import sojourn
+for _ in range(2):
+    with sojourn.program("p"), sojourn.tool_call("t"):
+        assert sojourn.request_parts() == ({}, {})
+assert sojourn.flush() and sojourn.stats().dialect is None
+"""
+CLEAR = {name: "" for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")}
+
+
+@pytest.mark.parametrize(("env", "scheme"), HOSTILE)
+def test_a_hostile_environment_never_reaches_an_agent_that_did_not_call_init(python, env, scheme):
+    said = python(AGENT, env={**CLEAR, **env, "SOJOURN_URL": f"{scheme}://127.0.0.1:9"})
+    assert said.stderr.count("sojourn stays off") == 1
+
+
+@pytest.mark.parametrize(("env", "scheme"), HOSTILE)
+def test_init_tells_it_as_a_mistake_of_the_set_up(python, env, scheme):
+    code = f"""
+    import sojourn
+    try:
+        sojourn.init("{scheme}://127.0.0.1:9")
+    except sojourn.ConfigError as error:
+        assert error.__cause__ is not None
+    else:
+        raise SystemExit("not told")
+    with sojourn.program("p"): pass
+    """
+    python(code, env={**CLEAR, **env})
+
+
+def test_a_process_without_threads_goes_on(python, server):
+    said = python(NO_THREADS + AGENT, env={"SOJOURN_URL": server.url})
+    assert said.stderr.count("sojourn stays off") == 1
+    code = f"""
+try:
+    sojourn.init({server.url!r})
+except sojourn.ConfigError:
+    pass
+else:
+    raise SystemExit("not told")
+"""
+    python(NO_THREADS + "import sojourn\n" + code)
+
+
+def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
+    for name, value in {**CLEAR, "http_proxy": "ftp://x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(sojourn.ConfigError):
+        sojourn.init("http://127.0.0.1:9")
+    with sojourn.program("p"):
+        pass
+    assert sojourn.flush(5)
+    assert len(online.events()) == 2
+
+
+class Program:
+    """Stands for one."""
+
+    id = "p"
+    is_open = True
+
+
+class Sink:
+    """A transport that takes everything."""
+
+    def __init__(self):
+        self.bodies = []
+
+    def post(self, path, body):
+        from sojourn.http_transport import HttpResponse
+
+        self.bodies.append(body)
+        return HttpResponse(200, b"{}")
+
+    def get(self, path, timeout_s):
+        raise OSError
+
+    def after_fork(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
+    now = [0.0]
+    sink = Sink()
+    emitter = Emitter(sink, Counters(), clock=lambda: now[0])
+    start = threading.Thread.start
+    tries = []
+
+    def refuse(self):
+        tries.append(self)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(100):
+        assert emitter.put(Program(), Heartbeat)
+    assert emitter.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
+    now[0] += 2
+    emitter.put(Program(), Heartbeat)
+    assert emitter.counters["thread_start_failed"] == 2
+    monkeypatch.setattr(threading.Thread, "start", start)
+    now[0] += 2
+    emitter.put(Program(), Heartbeat)
+    assert emitter.flush(5)
+    assert emitter.counters["events_sent"] == 102
+    emitter.close(1)
+
+
+def test_a_thread_that_died_is_replaced(monkeypatch):
+    sink = Sink()
+    emitter = Emitter(sink, Counters(), linger_s=0.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(Emitter, "_wait_for_events", lambda self: False)
+        emitter.put(Program(), Heartbeat)
+        emitter._thread.join(5)
+        assert not emitter._thread.is_alive()
+    emitter.put(Program(), Heartbeat)
+    assert emitter.flush(5)
+    assert emitter.counters["events_sent"] == 2
+    emitter.close(1)
+
+
+FORKING = """
+import os, signal, threading, time, sojourn, sojourn.config
+from sojourn import runtime
+{set_up}
+pid = os.fork()
+if pid == 0:
+    signal.alarm(10)
+    with sojourn.program("kid"), sojourn.tool_call("kid"):
+        pass
+    sojourn.shutdown()
+    sojourn.init({url!r}, dialect="sojourn")
+    with sojourn.program("kid"), sojourn.tool_call("kid"):
+        pass
+    os._exit(0 if sojourn.flush(5) else 7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+os._exit(0)
+"""
+
+
+UNTIL_SET_UP = """
+while runtime.current() is None:
+    time.sleep(0.01)
+with runtime.change_lock():
+    pass
+"""
+"""The other thread has made the session and waits for the server's answer, without the lock."""
+
+
+@pytest.mark.parametrize(
+    "set_up",
+    [
+        "init = lambda: sojourn.init({slow!r}, probe_timeout_s=30)\n"
+        "threading.Thread(target=init, daemon=True).start()\n" + UNTIL_SET_UP,
+        "os.environ['SOJOURN_URL'] = {slow!r}\n"
+        "C = sojourn.config.Config; resolve = C.resolve.__func__\n"
+        "C.resolve = classmethod(lambda *a, **k: resolve(*a, **{{**k, 'probe_timeout_s': 30}}))\n"
+        "threading.Thread(target=sojourn.headers, daemon=True).start()\n" + UNTIL_SET_UP,
+        "held = threading.Event()\n"
+        "hold = lambda: (runtime._lock.acquire(), held.set(), time.sleep(60))\n"
+        "threading.Thread(target=hold, daemon=True).start()\nheld.wait()",
+    ],
+    ids=["in init", "in the first use", "with the lock held"],
+)
+def test_a_fork_while_another_thread_sets_up_hangs_nobody(python, server, set_up):
+    with FakeServer() as slow:
+        slow.probe_delay_s = 30
+        code = FORKING.format(url=server.url, set_up=set_up.format(slow=slow.url))
+        assert python(code).stdout.strip() == "0"
+    assert sum(isinstance(e, ToolStart) for e in server.events()) == 1
+
+
+def test_nobody_waits_for_the_lock_while_the_probe_is_awaited(monkeypatch):
+    monkeypatch.setattr(sojourn.runtime, "_session", None)
+    with FakeServer() as slow:
+        slow.probe_delay_s = 30
+        thread = threading.Thread(
+            target=sojourn.init, args=(slow.url,), kwargs={"probe_timeout_s": 1.0}, daemon=True
+        )
+        thread.start()
+        time.sleep(0.2)
+        started = time.perf_counter()
+        sojourn.headers()
+        assert time.perf_counter() - started < 0.4
+        slow._released.set()
+        thread.join(5)
+
+
+# ---- how long a silent server is left alone
+
+
+class Broken(Sink):
+    """Refuses until it is told better."""
+
+    broken = True
+
+    def post(self, path, body):
+        if self.broken:
+            raise OSError
+        return super().post(path, body)
+
+
+def in_backoff(sink, **settings):
+    """An emitter that has just failed and would wait for half a minute."""
+    emitter = Emitter(sink, Counters(), linger_s=0.0, **settings)
+    emitter.put(Program(), Heartbeat)
+    deadline = time.monotonic() + 5
+    while not emitter.counters["dropped_send"] and time.monotonic() < deadline:
+        time.sleep(0.002)
+    sink.broken = False
+    emitter.put(Program(), Heartbeat)
+    return emitter
+
+
+def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
+    assert emitter_module.MAX_BEATING_BACKOFF_S <= 5.0
+    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    for promised in (True, False):
+        sink = Broken()
+        emitter = in_backoff(sink, promised=lambda promised=promised: promised)
+        time.sleep(0.6)
+        assert bool(sink.bodies) is promised
+        emitter.close(1)
+
+
+def test_a_promise_made_during_the_backoff_shortens_it(monkeypatch):
+    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.1)
+    promise = []
+    sink = Broken()
+    emitter = in_backoff(sink, promised=lambda: bool(promise))
+    time.sleep(0.3)
+    assert not sink.bodies
+    promise.append(1)
+    time.sleep(0.5)
+    assert sink.bodies
+    emitter.close(1)
+
+
+def test_an_answered_request_ends_the_backoff(monkeypatch):
+    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    sink = Broken()
+    emitter = in_backoff(sink)
+    emitter.server_answered()
+    deadline = time.monotonic() + 5
+    while not sink.bodies and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert sink.bodies
+    emitter.close(1)
+
+
+def test_a_program_that_promised_to_beat_is_heard_soon_after_the_server_is_back(online, monkeypatch):
+    monkeypatch.setattr(emitter_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(emitter_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    online.mode = "500"
+    with sojourn.program("silent", heartbeat=False):
+        while not sojourn.stats()["http_500"]:
+            time.sleep(0.005)
+        online.mode = "ok"
+        with sojourn.tool_call("t"):
+            time.sleep(0.6)
+        assert online.events() == []
+        with sojourn.program("promising"):
+            online.wait_for_events(3)

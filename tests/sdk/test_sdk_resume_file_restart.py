@@ -1,0 +1,334 @@
+"""A program that goes on after its client was restarted: the file that holds its id meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sojourn
+from sojourn.errors import ArgumentError
+from sojourn.events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.resume_file import ResumeBusy, ResumeFile
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.id"
+
+
+def run(path):
+    with sojourn.program("fix", resume=path) as p:
+        return p.id
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+AGENT = """
+import sys, time, sojourn
+sojourn.init({url!r})
+with sojourn.program("fix", resume={path!r}) as p, sojourn.tool_call("work"):
+    assert sojourn.flush(5)
+    print(p.id, flush=True)
+    {then}
+"""
+
+
+def started(server, path, then="time.sleep(60)"):
+    code = AGENT.format(url=server.url, path=str(path), then=then)
+    agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return agent, agent.stdout.readline().strip()
+
+
+def killed(agent, number=signal.SIGKILL):
+    agent.send_signal(number)
+    assert agent.wait(10) == -number
+    agent.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_client_comes_back_as_the_same_program(server, path, number):
+    first, its_id = started(server, path)
+    killed(first, number)
+    assert path.read_text() == its_id + "\n"
+    second, same = started(server, path, then="pass")
+    assert second.wait(10) == 0
+    second.stdout.close()
+    assert same == its_id
+    assert not path.exists()
+    told = [(type(e), e.program_id) for e in server.events() if isinstance(e, (ProgramStart, ProgramEnd))]
+    assert told == [(ProgramStart, its_id), (ProgramStart, its_id), (ProgramEnd, its_id)]
+    assert len({batch.emitter for batch in server.batches}) == 2, "numbers of the two can not collide"
+
+
+def test_two_processes_at_once_are_two_programs(server, path):
+    first, its_id = started(server, path)
+    second, other = started(server, path, then="pass")
+    assert second.wait(10) == 0
+    second.stdout.close()
+    assert other != its_id
+    assert path.read_text() == its_id + "\n", "whoever does not hold it leaves it alone"
+    killed(first)
+    third, again = started(server, path, then="pass")
+    assert third.wait(10) == 0
+    third.stdout.close()
+    assert again == its_id
+
+
+def test_a_worker_that_outlives_its_parent_does_not_keep_the_next_attempt_out(server, path):
+    fork = """import os
+    if os.fork() == 0:
+        os.write(1, b"forked\\n")
+        os.close(1)
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(60)"""
+    code = AGENT.format(url=server.url, path=str(path), then=fork)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        its_id = agent.stdout.readline().strip()
+        assert agent.stdout.readline() == "forked\n"
+        killed(agent)
+        assert run(path) == its_id
+    finally:
+        os.killpg(agent.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, asyncio.CancelledError, SystemExit])
+def test_only_a_clean_end_removes_the_file(path, error):
+    def fail():
+        with sojourn.program(resume=path) as p:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            ids.append(p.id)
+            raise error
+
+    ids: list[str] = []
+    with pytest.raises(error):
+        fail()
+    assert path.read_text() == f"{ids[0]}\n"
+    assert run(path) == ids[0]
+    assert not path.exists()
+    assert run(path) != ids[0]
+
+
+def test_attempt_after_attempt_is_one_program(online, path):
+    ids = []
+    for attempt in range(3):
+        try:
+            with sojourn.program("fix", resume=path) as p:
+                ids.append(p.id)
+                if attempt < 2:
+                    raise ValueError
+        except ValueError:
+            pass
+    assert len(set(ids)) == 1
+    assert sojourn.flush(5)
+    ends = [e.status for e in online.events() if isinstance(e, ProgramEnd)]
+    assert ends == ["error", "error", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("content", "id"),
+    [
+        (b"run-7\n", "run-7"), (b"run-7", "run-7"), (b"run-7\r\n", "run-7"), ("lauf ä".encode(), "lauf ä"),
+        (b"x" * MAX_ID_BYTES, "x" * MAX_ID_BYTES), (b"x" * MAX_ID_BYTES + b"\n", "x" * MAX_ID_BYTES),
+    ],
+    ids=["as written", "no line end", "dos", "any script", "longest", "longest line"],
+)  # fmt: skip
+def test_an_id_written_by_hand_is_taken_up(path, content, id):
+    path.write_bytes(content)
+    assert run(path) == id
+
+
+def test_an_empty_file_is_a_new_one(path):
+    path.touch()
+    with sojourn.program(resume=path) as p:
+        assert path.read_text() == p.id + "\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\n", b"a\nb\n", b"a\n\n", b"\xff\xfe", b"a\x00b", b"\x1b[2J", b"x" * (MAX_ID_BYTES + 1), b"x" * 10**7],
+    ids=lambda content: repr(content[:8]),
+)
+def test_a_file_that_holds_no_id_is_named_and_left_alone(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError) as caught:
+        sojourn.program("fix", resume=path)
+    assert str(path) in str(caught.value)
+    assert "expected one line, a program id of 1 to 256 bytes" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["", "no/such/folder", ".", "a\0b", "x" * 5000])
+def test_a_path_that_cannot_be_one_is_refused_before_the_agent_runs(tmp_path, name):
+    with pytest.raises(ArgumentError, match="resume"):
+        sojourn.program("fix", resume=f"{tmp_path}/{name}" if name else name)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"]
+)
+def test_what_is_no_file_is_refused_and_never_waited_for(path, make):
+    """A pipe would be read for ever. A link in a folder of all leads to what somebody else chose."""
+    scope = sojourn.program("fix", resume=path)
+    make(path)
+    path.with_name("elsewhere").write_text("")
+    with pytest.raises(ArgumentError, match="not a regular file"), timed():
+        sojourn.program("fix", resume=path)
+    with timed(), scope as p:
+        assert p.is_open
+    assert sojourn.stats()["resume_failed"] == 1
+    assert path.with_name("elsewhere").read_text() == ""
+
+
+@contextmanager
+def timed(seconds=5):
+    def over(*_):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_id_and_a_file_for_it_contradict_each_other(path):
+    with pytest.raises(ArgumentError, match="both id and resume"):
+        sojourn.program("fix", id="x", resume=path)
+    assert not path.exists()
+
+
+def test_a_file_that_fails_when_the_run_begins_costs_the_agent_nothing(path):
+    path.parent.joinpath("sub").mkdir()
+    scope = sojourn.program("fix", resume=path.parent / "sub" / "run.id")
+    path.parent.joinpath("sub").rmdir()
+    before = sojourn.stats()["resume_failed"]
+    with scope as p:
+        assert p.is_open
+    assert sojourn.stats()["resume_failed"] == before + 1
+
+
+def test_a_second_run_in_the_same_process_is_a_program_of_its_own(path):
+    with sojourn.program(resume=path) as outer:
+        with sojourn.program(resume=path) as inner:
+            assert inner.id != outer.id
+            assert inner.parent_id == outer.id
+        assert path.read_text() == outer.id + "\n"
+    assert not path.exists()
+    assert sojourn.stats()["resume_busy"] == 1
+
+
+def test_decorated_functions_take_it_up_call_by_call(path):
+    seen = []
+
+    @sojourn.program("fix", resume=path)
+    async def agent(fails):
+        seen.append(sojourn.current_program().id)
+        if fails:
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        asyncio.run(agent(True))
+    asyncio.run(agent(False))
+    asyncio.run(agent(False))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_a_file_put_in_its_place_is_not_ours_to_remove(path):
+    with sojourn.program(resume=path):
+        path.unlink()
+        path.write_text("somebody-else\n")
+    assert path.read_text() == "somebody-else\n"
+    with sojourn.program(resume=path):
+        path.unlink()
+    assert not path.exists()
+
+
+def test_a_forked_child_that_leaves_the_block_removes_nothing(path):
+    with sojourn.program(resume=path) as p:
+        pid = os.fork()
+        if pid == 0:
+            p.end("ok")
+            os._exit(0 if path.exists() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        with sojourn.program(resume=path) as other:
+            assert other.id != p.id, "the child gave up its copy of the lock, not the lock"
+    assert not path.exists()
+
+
+def test_nothing_stays_open_whatever_the_end(path):
+    before = open_descriptors()
+    for status in ("ok", "error", "cancelled"):
+        sojourn.program(resume=path).make().start().end(status)
+    sojourn.program(resume=path).make().start()  # let go of without an end
+    path.write_text("a\nb\n")
+    for _ in range(3):
+        with pytest.raises(ArgumentError):
+            ResumeFile(str(path))
+    gc.collect()
+    assert open_descriptors() == before
+
+
+def test_disabled_it_leaves_no_trace(path, monkeypatch):
+    monkeypatch.setenv("SOJOURN_DISABLED", "1")
+    sojourn.init()
+    with sojourn.program(resume=path) as p:
+        assert not path.exists()
+        assert p.id
+
+
+def test_whoever_comes_and_goes_no_two_ever_hold_it_at_once(path):
+    holders: list[str] = []
+    together: list[int] = []
+    done = threading.Event()
+
+    def hammer(seed: int) -> None:
+        chance = random.Random(seed)
+        while not done.is_set():
+            try:
+                file = ResumeFile(str(path))
+            except ResumeBusy:
+                continue
+            holders.append(file.id)
+            together.append(len(holders))
+            holders.pop()
+            if len(together) > 500:
+                done.set()
+            file.remove() if chance.random() < 0.7 else file.close()
+
+    threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert done.is_set()
+    assert set(together) == {1}
+
+
+def test_the_events_name_the_tools_of_each_attempt(server, path):
+    for _ in range(2):
+        agent, _ = started(server, path)
+        killed(agent)
+    tools = [e for e in server.events() if isinstance(e, ToolStart)]
+    assert len(tools) == 2
+    assert len({(e.program_id) for e in tools}) == 1
+    assert Path(path).exists()

@@ -1,0 +1,136 @@
+"""Token counts of answers: found where they are, never guessed, only looked for while somebody listens."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import sojourn
+from sojourn import listeners, logical_request
+from sojourn.listeners import ProgramListener
+from sojourn.testing import FakeServer
+from sojourn.token_usage import TokenUsage, of_answer, of_tail
+
+openai = pytest.importorskip("openai")
+
+CHAT = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+def event(document: object) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def test_the_last_usage_that_says_something_counts():
+    tail = event({"usage": {"prompt_tokens": 1}}) + event({"usage": CHAT}) + event({"usage": None})
+    assert of_tail(tail + b"data: [DONE]\n\n") == TokenUsage(12, 3, 8)
+
+
+def test_words_of_the_answer_are_not_taken_for_it():
+    text = json.dumps({"usage": {"prompt_tokens": 99}})
+    assert of_tail(event({"choices": [{"delta": {"content": text}}]})) is None
+    assert of_tail(event({"usage": CHAT, "choices": [{"delta": {"content": text}}]})) == TokenUsage(12, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b'"usage"',
+        b'"usage": {',
+        b'"usage": {"prompt_tok',
+        b'"usage": 3',
+        b'{"usage": {}}',
+        b'{"usage": {"prompt_tokens": "many", "completion_tokens": -1}}',
+        b'{"usage": {"prompt_tokens": true}}',
+        b'{"usage": {"a": "\xff\xfe"}}',
+        b"\x80" * 100,
+    ],
+)
+def test_nonsense_says_nothing(tail):
+    assert of_tail(tail) is None
+
+
+def test_an_answer_full_of_empty_usages_takes_no_time():
+    """Some servers say ``"usage":null`` in every chunk of a stream."""
+    body = b'data: {"usage":null}\n\n' * 100_000
+    started_s = time.perf_counter()
+    assert of_tail(body) is None
+    assert of_tail(b'"usage":{' * 100_000) is None
+    assert time.perf_counter() - started_s < 2.0
+
+
+def test_cut_off_in_front_it_is_still_found():
+    whole = event({"choices": ["x" * 50_000], "usage": CHAT})
+    assert of_tail(whole[-logical_request._READ_TAIL_BYTES :]) == TokenUsage(12, 3, 8)
+
+
+def test_objects_of_the_client_and_raw_responses():
+    details = SimpleNamespace(cached_tokens=5)
+    recorded = SimpleNamespace(input_tokens=7, output_tokens=2, input_tokens_details=details)
+    assert of_answer(SimpleNamespace(usage=recorded)) == TokenUsage(7, 2, 5)
+    raw = SimpleNamespace(http_response=SimpleNamespace(content=json.dumps({"usage": CHAT}).encode()))
+    assert of_answer(raw) == TokenUsage(12, 3, 8)
+    assert of_answer(object()) is None
+    assert of_answer(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=None))) is None
+
+
+class UsageRecorder(ProgramListener):
+    def __init__(self, wants_usage: bool) -> None:
+        self.wants_usage = wants_usage
+        self.heard: list[tuple[str, TokenUsage | None, str | None]] = []
+
+    def request_ended(self, request, how):
+        self.heard.append((how, request.usage, request.model))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_is_read_only_while_somebody_wants_it(monkeypatch, stream):
+    looked = []
+    monkeypatch.setattr(logical_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
+    monkeypatch.setattr(
+        logical_request, "of_answer", lambda result: looked.append(result) or of_answer(result)
+    )
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+
+    def ask(ear: UsageRecorder) -> None:
+        listeners.add_listener(ear)
+        with sojourn.program("p"), openai.OpenAI(base_url=server.base_url, api_key="x") as client:
+            answer = client.chat.completions.create(model="m", messages=[], **more)
+            if stream:
+                for _ in answer:
+                    pass
+        listeners.remove_listener(ear)
+
+    with FakeServer() as server:
+        sojourn.init(server.url)
+        try:
+            ask(deaf := UsageRecorder(wants_usage=False))
+            assert looked == []
+            ask(keen := UsageRecorder(wants_usage=True))
+        finally:
+            sojourn.shutdown()
+    assert deaf.heard == [("ended", None, "m")]
+    assert keen.heard == [("ended", TokenUsage(12, 3, 8), "m")]
+    assert len(looked) == 1
+
+
+def test_a_fault_in_the_tail_is_counted_and_the_stream_goes_on(monkeypatch):
+    def broken(tail: bytes) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(logical_request, "of_tail", broken)
+    ear = UsageRecorder(wants_usage=True)
+    with FakeServer() as server:
+        sojourn.init(server.url)
+        listeners.add_listener(ear)
+        try:
+            with sojourn.program("p"), openai.OpenAI(base_url=server.base_url, api_key="x") as client:
+                chunks = list(client.chat.completions.create(model="m", messages=[], stream=True))
+            assert len(chunks) > 2
+            assert sojourn.stats()["internal_error"] == 1
+        finally:
+            listeners.remove_listener(ear)
+            sojourn.shutdown()
+    assert ear.heard == [("ended", None, "m")]

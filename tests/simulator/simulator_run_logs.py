@@ -1,0 +1,205 @@
+"""Made-up run logs with the shape of real ones, for what only reads them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import NamedTuple
+
+from sojourn_server.simulator.run_log import OccupancySample, ProgramLog, RunLog, TurnLog
+
+BLOCK = 16
+POOL_BLOCKS = 25_000
+HOST_BLOCKS = 25_000
+
+
+class PolicyBehavior(NamedTuple):
+    """How a made-up policy treats its programs."""
+
+    queue_s: float
+    """Mean wait a turn at 20 programs; grows with the square of the load."""
+    lost: float
+    """Share of the known prompt that is gone when a program returns, at 40 programs."""
+    preempted: float
+    host: float = 0.0
+    """Share of what is lost that host memory gives back."""
+    held: float = 0.0
+    """Share of the wait that a router causes."""
+
+
+POLICY_BEHAVIORS = {
+    "stock": PolicyBehavior(16.0, 0.62, 0.08),
+    "lru-offload": PolicyBehavior(9.0, 0.6, 0.06, host=0.6),
+    "admit": PolicyBehavior(1.5, 0.04, 0.01, held=0.9),
+    "autellix": PolicyBehavior(13.0, 0.55, 0.12),
+    "infercept": PolicyBehavior(8.0, 0.4, 0.1, host=0.4),
+    "thunderagent": PolicyBehavior(4.0, 0.2, 0.02, held=0.7),
+    "thunderagent-offload": PolicyBehavior(3.2, 0.2, 0.02, host=0.7, held=0.7),
+    "continuum": PolicyBehavior(5.0, 0.24, 0.05),
+    "continuum-static-ttl": PolicyBehavior(6.0, 0.3, 0.05),
+    "continuum-fcfs": PolicyBehavior(11.0, 0.5, 0.05),
+    "mori": PolicyBehavior(2.5, 0.12, 0.02, host=0.8, held=0.5),
+    "free-io": PolicyBehavior(1.2, 0.3, 0.0, host=1.0),
+}
+
+
+def synthetic_run_log(
+    policy: str,
+    programs: int = 40,
+    *,
+    virtual_s: float = 3600.0,
+    seed: int = 1,
+    rate_per_s: float | None = None,
+    trace: str = "isobench_trae",
+) -> RunLog:
+    """A closed loop of ``programs``, or with ``rate_per_s`` an open one with as many arrivals."""
+    manner = POLICY_BEHAVIORS[policy]
+    load = programs / 40 if rate_per_s is None else rate_per_s / 0.03
+    generator = random.Random(zlib.crc32(f"{policy} {programs} {rate_per_s} {seed}".encode()))
+    run = RunLog(
+        policy=policy,
+        programs_wanted=programs,
+        hardware="a100-80gb",
+        model="llama-3.1-8b",
+        trace=trace,
+        seed=seed,
+        loop="closed" if rate_per_s is None else "open",
+        rate_per_s=rate_per_s,
+        pool_blocks=POOL_BLOCKS,
+        host_blocks=HOST_BLOCKS if manner.host else 0,
+        block_size=BLOCK,
+        virtual_s=virtual_s,
+        busy_s=0.97 * virtual_s,
+        steps=int(virtual_s * 30),
+        scheduler_s=virtual_s * 0.03,
+        wall_s=virtual_s / 70,
+    )
+    if rate_per_s is None:
+        for slot in range(programs):
+            at_s, number = 0.0, 0
+            while at_s < virtual_s:
+                life = _program(f"{slot}.{number}", at_s, run, manner, load, generator)
+                run.programs.append(life)
+                at_s, number = life.finished_s if life.finished_s is not None else virtual_s, number + 1
+    else:
+        at_s = 0.0
+        for number in range(programs):
+            at_s += generator.expovariate(rate_per_s)
+            if at_s < virtual_s:
+                run.programs.append(_program(f"{number}", at_s, run, manner, load, generator))
+    run.programs.sort(key=lambda life: (life.arrived_s, life.program_id))
+    steps = int(60 * manner.preempted * load * 10)
+    run.preemption_steps = sorted(generator.randrange(run.steps) for _ in range(steps))
+    run.occupancy = _occupancy(run, manner)
+    return run
+
+
+def _program(
+    name: str, at_s: float, run: RunLog, manner: PolicyBehavior, load: float, generator: random.Random
+) -> ProgramLog:
+    turns = max(3, round(generator.gauss(24, 9)))
+    arrived_s, context = at_s, 0
+    life = ProgramLog(
+        program_id=f"swe-{name}", trace_id=f"t{len(run.programs) % 31}", arrived_s=at_s, turns_total=turns
+    )
+    prompt = generator.randrange(3_000, 9_000)
+    for number in range(turns):
+        known = context // BLOCK * BLOCK
+        gone = min(1.0, manner.lost * load) if generator.random() < 0.9 else 0.0
+        lost = int(known * gone) // BLOCK * BLOCK
+        host = int(lost * manner.host) // BLOCK * BLOCK
+        again = lost - host
+        output = generator.randrange(40, 700)
+        turn = TurnLog(
+            program_id=life.program_id,
+            turn=number,
+            submitted_s=at_s,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            known_tokens=known,
+            tool="bash",
+        )
+        life.turns.append(turn)
+        wait_s = generator.expovariate(1.0) * manner.queue_s * load * load
+        turn.entered_s = _before(at_s + wait_s * manner.held, run)
+        if turn.entered_s is None:
+            return life
+        at_s += wait_s
+        turn.admitted_s = _before(at_s, run)
+        if turn.admitted_s is None:
+            return life
+        turn.device_tokens, turn.host_tokens = known - lost, host
+        turn.computed_tokens = prompt - turn.device_tokens - host
+        if again:
+            turn.regenerated["evicted"] = again
+        if generator.random() < manner.preempted * load:
+            turn.preemptions = 1
+            turn.regenerated["preempted"] = prompt // 2
+            turn.computed_tokens += prompt // 2
+        at_s += turn.computed_tokens / 6_000 + 0.05
+        turn.first_token_s = _before(at_s, run)
+        if turn.first_token_s is None:
+            return life
+        at_s += output * 0.012 * (1 + load)
+        turn.finished_s = _before(at_s, run)
+        if turn.finished_s is None:
+            turn.generated_tokens = int(
+                output * (run.virtual_s - turn.first_token_s) / (at_s - turn.first_token_s)
+            )
+            return life
+        context = prompt + output
+        prompt = context + generator.randrange(50, 1_500)
+        if prompt > 31_000:
+            life.cut = True
+            break
+        if number + 1 < turns:
+            turn.gap_s = generator.lognormvariate(0.4, 1.3)
+            at_s += turn.gap_s
+            if at_s >= run.virtual_s:
+                return life
+    life.finished_s = life.turns[-1].finished_s
+    assert life.finished_s is not None
+    assert life.finished_s > arrived_s
+    return life
+
+
+def _before(at_s: float, run: RunLog) -> float | None:
+    return at_s if at_s <= run.virtual_s else None
+
+
+def _occupancy(run: RunLog, manner: PolicyBehavior) -> list[OccupancySample]:
+    samples = []
+    step_s = 5.0
+    for number in range(int(run.virtual_s / step_s) + 1):
+        at_s = number * step_s
+        held = {"running": 0, "acting": 0, "waiting": 0}
+        blocks = {"running": 0, "acting": 0, "waiting": 0}
+        for life in run.programs:
+            if life.arrived_s > at_s or (life.finished_s is not None and life.finished_s <= at_s):
+                continue
+            turn = max((t for t in life.turns if t.submitted_s <= at_s), key=lambda t: t.turn)
+            if turn.finished_s is not None and turn.finished_s <= at_s:
+                state = "acting"
+            elif turn.admitted_s is not None and turn.admitted_s <= at_s:
+                state = "running"
+            else:
+                state = "waiting"
+            held[state] += 1
+            blocks[state] += turn.prompt_tokens // BLOCK
+        running = min(run.pool_blocks, blocks["running"])
+        idle = min(run.pool_blocks - running, int(blocks["acting"] * (1 - manner.lost)))
+        other = min(run.pool_blocks - running - idle, blocks["waiting"] + number * 200)
+        samples.append(
+            OccupancySample(
+                at_s=at_s,
+                running=running,
+                idle=idle,
+                other=other,
+                free=run.pool_blocks - running - idle - other,
+                host=min(run.host_blocks, int(blocks["acting"] * manner.host) + number * 150),
+                programs_waiting=held["waiting"],
+                programs_acting=held["acting"],
+                programs_running=held["running"],
+            )
+        )
+    return samples

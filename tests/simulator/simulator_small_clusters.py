@@ -1,0 +1,81 @@
+"""Runs a small world on several replicas, under any cluster policy of the lab."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
+from sojourn_server.simulator.cluster.cluster_policies import ClusterPolicy, find_cluster_policy
+from sojourn_server.simulator.cluster.simulated_gateway import SimulatedGateway
+from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+from sojourn_server.simulator.tier_transfers import TierTransfers
+from sojourn_server.simulator.virtual_clock import VirtualClock
+from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
+
+
+class SmallCluster:
+    """What happened: the log, and the front and the engines as they were left."""
+
+    def __init__(
+        self,
+        policy: str | ClusterPolicy,
+        loop: Any,
+        *,
+        replicas: int = 3,
+        blocks: int = 100,
+        host_blocks: int = 200,
+        samples: int = 0,
+        until_s: float | None = None,
+        call_s: float = 0.0,
+        max_num_seqs: int = 8,
+        seen: Iterable[Any] = (),
+    ) -> None:
+        chosen = find_cluster_policy(policy) if isinstance(policy, str) else policy
+        engine = chosen.engine
+        if not engine.host_cache:
+            host_blocks = 0
+        self.clock = VirtualClock()
+        latency = FlatLatency(call_s)
+        make = TierTransfers if engine.own_tiers else VllmOffloadTransfers
+        self.engines: list[tuple[SimulatedEngine, Any]] = []
+        for _ in range(replicas):
+            settings = engine.settings
+            options = SimulatedEngineOptions(
+                blocks=blocks,
+                block_size=BLOCK,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=256,
+                max_model_len=(blocks - 1) * BLOCK,
+                host_blocks=host_blocks,
+                own_tiers=engine.own_tiers,
+                sojourn=None if settings is None else {**settings, "strict": True},
+            )
+            copies = make(latency, 64) if host_blocks else None
+            self.engines.append((SimulatedEngine(options, self.clock), copies))
+        programs = loop.programs if isinstance(loop, SmallLoop) else []
+        self.log = RunLog(
+            policy=chosen.name, programs_wanted=len(programs), hardware="none", model="none",
+            trace="small", seed=0, loop="open",
+        )  # fmt: skip
+        self.front = chosen.front(replicas)
+        self.simulation = Simulation(
+            self.engines,
+            self.clock,
+            latency,
+            loop,
+            self.log,
+            SimulationOptions(until_s=until_s, samples=samples),
+            front=self.front,
+            with_hints=settings is not None,
+        )
+        self.simulation.saw(seen)
+        self.simulation.run()
+
+    @property
+    def core(self) -> Any:
+        """The routing core, where there is one."""
+        assert isinstance(self.front, SimulatedGateway)
+        return self.front.core

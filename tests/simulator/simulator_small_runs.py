@@ -1,0 +1,117 @@
+"""Runs a small world under any policy of the lab and notes every decision with its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
+from sojourn_server.simulator.access_recorder import AccessRecorder
+from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+from sojourn_server.simulator.simulator_policies import SimulatorPolicy, UpperBound, find_policy
+from sojourn_server.simulator.tier_transfers import TierTransfers
+from sojourn_server.simulator.virtual_clock import VirtualClock
+from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
+
+POOL_BLOCKS = 100
+
+
+class SmallRun:
+    """What happened: the log, and ``decisions`` as (virtual seconds, what)."""
+
+    def __init__(
+        self,
+        policy: str | SimulatorPolicy,
+        loop: SmallLoop,
+        *,
+        blocks: int = POOL_BLOCKS,
+        host_blocks: int = 200,
+        disk_blocks: int = 0,
+        samples: int = 0,
+        until_s: float | None = None,
+        record: bool = False,
+        call_s: float = 0.0,
+    ) -> None:
+        chosen = find_policy(policy) if isinstance(policy, str) else policy
+        self.clock = VirtualClock()
+        self.decisions: list[tuple[float, Any]] = []
+        latency = FlatLatency(call_s)
+        if chosen.limit is UpperBound.FREE_IO:
+            host_blocks = 5000
+        if not chosen.host_cache:
+            host_blocks = 0
+        settings = chosen.settings
+        self.engine = SimulatedEngine(
+            SimulatedEngineOptions(
+                blocks=2000 if chosen.limit is UpperBound.UNLIMITED else blocks,
+                block_size=BLOCK,
+                max_num_seqs=8,
+                max_num_batched_tokens=256,
+                max_model_len=(blocks - 1) * BLOCK,
+                host_blocks=host_blocks,
+                own_tiers=chosen.own_tiers,
+                disk_blocks=disk_blocks,
+                sojourn=None if settings is None else {**settings, "strict": True},
+            ),
+            self.clock,
+        )
+        self._watch()
+        self.log = RunLog(
+            policy=chosen.name, programs_wanted=len(loop.programs), hardware="none", model="none",
+            trace="small", seed=0, loop="open",
+        )  # fmt: skip
+        request_router = chosen.request_router()
+        self._watch_door(request_router)
+        make = TierTransfers if chosen.own_tiers else VllmOffloadTransfers
+        copies = make(latency, 0 if chosen.limit is UpperBound.FREE_IO else 64) if host_blocks else None
+        self.recorder = AccessRecorder(blocks - 1, BLOCK) if record else None
+        Simulation(
+            [(self.engine, copies)],
+            self.clock,
+            latency,
+            loop,
+            self.log,
+            SimulationOptions(until_s=until_s, samples=samples),
+            front=request_router,
+            standalone=True,
+            recorder=self.recorder,
+            with_hints=settings is not None,
+        ).run()
+        adapter = getattr(self.engine.scheduler, "sojourn", None)
+        if adapter is not None:
+            for decision in adapter.program_scheduler.decisions.since(0, 100_000)[0]:
+                self.decisions.append((decision.at_s, ("decision", decision.as_dict())))
+        self.decisions.sort(key=lambda entry: entry[0])
+
+    def before(self, at_s: float) -> list[tuple[float, Any]]:
+        """The decisions taken before ``at_s``."""
+        return [entry for entry in self.decisions if entry[0] < at_s]
+
+    def _watch(self) -> None:
+        plan = self.engine.plan
+
+        def watched() -> Any:
+            now = self.clock.now_s
+            planned = plan()
+            what = (
+                tuple(planned.num_scheduled_tokens.items()),
+                tuple((new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs),
+                tuple(sorted(planned.preempted_req_ids or ())),
+            )
+            if any(what):
+                self.decisions.append((now, ("step", what)))
+            return planned
+
+        self.engine.plan = watched  # type: ignore[method-assign]
+
+    def _watch_door(self, request_router: Any) -> None:
+        select_requests = request_router.select_requests
+
+        def watched(view: Any, now: float) -> Any:
+            entering = list(select_requests(view, now))
+            if entering:
+                self.decisions.append((now, ("door", tuple(entering))))
+            return entering
+
+        request_router.select_requests = watched

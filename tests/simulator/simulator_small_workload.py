@@ -1,0 +1,136 @@
+"""A workload that presses a small pool, made to be changed: lengths, gaps and arrivals are plain numbers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from sojourn_server.simulator.latency.latency_model import StepWork
+from sojourn_server.traces.prompt_builder import TurnPlan
+from sojourn_server.traces.trace_schema import TraceToolRun
+
+BLOCK = 16
+
+
+@dataclass(slots=True)
+class PlannedTurn:
+    """One turn, in tokens and virtual seconds."""
+
+    append: int
+    output: int
+    gap_s: float
+    tool: str
+
+
+@dataclass
+class SmallProgram:
+    """Has the face of ``ProgramPlan``."""
+
+    instance_id: str
+    turns: list[PlannedTurn]
+    arrival_s: float
+    number: int
+    agent_type: str | None = None
+    tenant: str | None = None
+    cut: bool = False
+    parent_turn: int | None = None
+    start_offset_s: float | None = None
+    delay_s: float = 0.0
+    children: list[SmallProgram] = field(default_factory=list)
+
+    @property
+    def trace_id(self) -> str:
+        return self.instance_id
+
+    @property
+    def plans(self) -> list[TurnPlan]:
+        plans: list[TurnPlan] = []
+        context = 0
+        for index, turn in enumerate(self.turns):
+            prompt = context + turn.append
+            plans.append(TurnPlan(prompt, turn.output, context, 0, index - 1 if index else None))
+            context = prompt + turn.output
+        return plans
+
+    def prompt(self, index: int) -> list[int]:
+        ids: list[int] = []
+        for past in range(index + 1):
+            ids += self._ids(past, 0, self.turns[past].append)
+            if past < index:
+                ids += self.planned_output(past)
+        return ids
+
+    def planned_output(self, index: int) -> list[int]:
+        return self._ids(index, 1, self.turns[index].output)
+
+    def gap_s(self, index: int) -> float:
+        return self.turns[index].gap_s
+
+    def tool(self, index: int) -> str | None:
+        return self.turns[index].tool
+
+    def tool_runs(self, index: int) -> tuple[TraceToolRun, ...]:
+        return (TraceToolRun(name=self.turns[index].tool),)
+
+    def _ids(self, turn: int, part: int, count: int) -> list[int]:
+        start = 1000 + self.number * 1_000_003 + turn * 10_007 + part * 5_003
+        return [300 + (start + position * 7919) % 31_000 for position in range(count)]
+
+
+@dataclass
+class SmallLoop:
+    """Every program once, at its time."""
+
+    programs: list[SmallProgram]
+
+    def initial(self):
+        for program in sorted(self.programs, key=lambda p: (p.arrival_s, p.number)):
+            yield program.arrival_s, program
+
+    def finished(self, program, now):
+        return None
+
+
+class FlatLatency:
+    """A slow device: contention without long contexts."""
+
+    def __init__(self, call_s: float = 0.0) -> None:
+        self.call_s = call_s
+
+    def step_s(self, work: StepWork) -> float:
+        return 0.005 + work.tokens * 2e-4
+
+    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
+        return kv_bytes * 1e-6
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        return kv_bytes * (2e-5 if to_disk else 1e-5)
+
+
+def small_workload(seed: int = 0, programs: int = 12, turns: int = 6) -> SmallLoop:
+    """Programs whose contexts together are several times what a pool of about 100 blocks holds."""
+    rng = random.Random(f"small/{seed}")
+    made = []
+    for number in range(programs):
+        made.append(
+            SmallProgram(
+                instance_id=f"p{number}",
+                number=number,
+                arrival_s=number * 0.4,
+                turns=[
+                    PlannedTurn(
+                        append=rng.randint(20, 120),
+                        output=rng.randint(4, 24),
+                        gap_s=round(rng.expovariate(1.0) + 0.01, 6),
+                        tool=rng.choice(("grep", "pytest", "ls")),
+                    )
+                    for _ in range(rng.randint(2, turns))
+                ],
+            )
+        )
+    return SmallLoop(made)
+
+
+def copied_workload(loop: SmallLoop) -> SmallLoop:
+    """The same world, to be changed."""
+    return SmallLoop([replace(p, turns=[replace(turn) for turn in p.turns]) for p in loop.programs])

@@ -1,0 +1,74 @@
+"""What a gateway and its clients have seen before a run: agents of the same types that have ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from simulator_small_clusters import SmallCluster
+from simulator_small_workload import SmallLoop, small_workload
+from sojourn_server.routing.routed_programs import MIN_FINISHED_PROGRAMS, RoutedProgram
+from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, validate_specs
+from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+SPEC = RunSpec(policy="sojourn/saga", workload="synthetic:saga-ten-tenants", replicas=2, seen=5)
+
+
+def named(world: SmallLoop, prefix: str) -> SmallLoop:
+    """Programs of two types."""
+    for number, program in enumerate(world.programs):
+        program.instance_id = f"{prefix}{number}"
+        program.agent_type = "even" if number % 2 == 0 else "odd"
+        if number % 2:
+            del program.turns[2:]
+    return world
+
+
+def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
+    before = named(small_workload(seed=9, programs=2 * MIN_FINISHED_PROGRAMS), "before").programs
+    run = SmallCluster("sojourn/saga", named(small_workload(seed=3), "p"), seen=before, until_s=0.001)
+    expected = run.core.expected
+    new = {kind: RoutedProgram(("t", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
+    turns = sorted(len(program.turns) for program in before[::2])
+    assert expected.turns_left(new["odd"]) == 2.0
+    assert 2.0 < expected.turns_left(new["even"]) in turns
+    peaks = [p.plans[-1].prompt_tokens + p.plans[-1].output_tokens for p in before[::2]]
+    size_tokens = expected.size_tokens(new["even"], 1, 10**6)
+    assert min(peaks) <= size_tokens <= max(peaks)
+    assert expected.work_s(new["even"]) > expected.work_s(new["odd"]) > 0.0
+    assert run.simulation._clients._history.steps_left("odd", 1) == pytest.approx(1.0)
+
+
+def test_nothing_seen_changes_nothing_and_what_was_seen_is_none_of_the_runs_programs() -> None:
+    without = SmallCluster("sojourn/saga", small_workload(seed=3))
+    seen = SmallCluster(
+        "sojourn/saga", named(small_workload(seed=3), "p"), seen=small_workload(seed=9).programs
+    )
+    assert len(seen.log.programs) == len(without.log.programs) == 12
+    assert all(program.finished_s is not None for program in seen.log.programs)
+
+
+def test_a_router_of_its_own_has_seen_nothing_and_runs() -> None:
+    run = SmallCluster("thunderagent", small_workload(seed=3), seen=small_workload(seed=9).programs)
+    assert all(program.finished_s is not None for program in run.log.programs)
+
+
+def test_programs_seen_are_others_than_those_that_come() -> None:
+    from sojourn_server.simulator.simulation_run import HISTORY_SEED
+
+    here, before = (synthetic_programs("saga-ten-tenants", seed=seed, count=20) for seed in (0, HISTORY_SEED))
+    assert [p.turns[0].prompt_tokens for p in here] != [p.turns[0].prompt_tokens for p in before]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [replace(SPEC, seen=-1), replace(SPEC, replicas=None, policy="saga"), replace(SPEC, workload="a.jsonl")],
+)
+def test_what_cannot_have_been_seen_is_refused(spec: RunSpec) -> None:
+    with pytest.raises(SimulatorError, match="seen is"):
+        validate_specs([spec])

@@ -1,0 +1,84 @@
+"""The example of docs/simulator.md: a policy of one's own, judged by the lab without touching sojourn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+from sojourn.ids import ProgramId
+from sojourn_server.cli import build_app
+from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_views import FinishedTurnView
+from sojourn_server.policies.preset import load_preset, read_preset
+from sojourn_server.programs.execution_history import ToolHistory
+from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
+from sojourn_server.simulator.simulator_policies import find_policy
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy" / "break_even.toml"
+
+
+def turn(reload_s: float, wait_s: float, tool: str | None = "bash") -> FinishedTurnView:
+    return FinishedTurnView(
+        program_id=ProgramId("p"),
+        tool=tool,
+        context_tokens=1000,
+        kv_blocks=60,
+        reload_s=reload_s,
+        mean_evicted_wait_s=wait_s,
+        memoryfulness=1.0,
+        history=ToolHistory(),
+    )
+
+
+def test_it_is_short_and_differs_from_its_base_in_one_answer() -> None:
+    files = (EXAMPLE, EXAMPLE.with_suffix(".py"))
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 100
+    mine, base = read_preset(EXAMPLE), load_preset("continuum-paper")
+    for question in ("entry", "order", "room", "victim", "eviction"):
+        assert getattr(mine, question) == getattr(base, question)
+    assert type(mine.retention).__name__ == "BreakEven"
+
+
+def test_it_keeps_for_as_long_as_the_loss_would_cost() -> None:
+    retention = read_preset(EXAMPLE).retention
+    assert retention.keep(turn(2.0, 3.0), 0.0) == RetentionDecision(5.0, DecisionReason.LEAST_WASTE)
+    assert retention.keep(turn(2.0, 3.0, tool=None), 0.0) == RetentionDecision(
+        0.0, DecisionReason.NO_TOOL_CALL
+    )
+
+
+def test_the_lab_takes_it_by_its_file(tmp_path: Path) -> None:
+    assert find_policy(str(EXAMPLE)).name == "break_even"
+    assert validate_specs(
+        [RunSpec(policy=str(EXAMPLE), workload="synthetic:latency-cv:1.0", max_context_tokens=60_000)]
+    )
+    (tmp_path / "bad.py").write_text("class Mine:\n    pass\n")
+    (tmp_path / "bad.toml").write_text('extends = "continuum"\nretention = "bad:Mine"\n')
+    result = typer.testing.CliRunner().invoke(
+        build_app(), ["simulate", "synthetic:continuum-bfcl", "--policy", str(tmp_path / "bad.toml")]
+    )
+    message = str(result.exception)
+    assert "bad:Mine has no keep; retention needs what RetentionPolicy in sojourn_server.policies" in message
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_it_runs_in_vllms_scheduler_and_does_what_it_says() -> None:
+    pytest.importorskip("vllm")
+    from simulator_small_runs import SmallRun
+    from simulator_small_workload import small_workload
+
+    run = SmallRun(find_policy(str(EXAMPLE)), small_workload(seed=3))
+    assert not run.log.notes
+    assert run.log.hook_failures == 0
+    assert all(program.finished_s is not None for program in run.log.programs)
+    kept = [what for _, (kind, what) in run.decisions if kind == "decision" and _is_mine(what)]
+    assert len(kept) > 10
+    base = SmallRun("program-fcfs", small_workload(seed=3))
+    assert not [what for _, (kind, what) in base.decisions if kind == "decision" and _is_mine(what)]
+
+
+def _is_mine(decision: dict[str, Any]) -> bool:
+    return bool(decision["reason"] == DecisionReason.LEAST_WASTE.value)

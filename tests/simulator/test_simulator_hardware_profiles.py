@@ -1,0 +1,181 @@
+"""Hardware and model profiles: complete, sourced, self-consistent; a wrong one is told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from sojourn_server.simulator.latency.device_shape import device_shape
+from sojourn_server.simulator.latency.hardware_profile import HardwareProfile, load_hardware_profile
+from sojourn_server.simulator.latency.latency_profile_files import (
+    SHIPPED_PROFILES,
+    LatencyProfileError,
+    shipped_profile_names,
+)
+from sojourn_server.simulator.latency.model_shape import load_model_shape
+
+HARDWARE = ("a100-80gb", "b200", "h100", "h200", "h200-80gb")
+MODELS = ("llama-3.1-70b", "llama-3.1-8b", "qwen2.5-32b", "qwen2.5-7b", "qwen3-30b-a3b")
+UNSOURCED = {"name", "title", "sources", "estimates"}
+
+
+def test_what_ships_is_what_the_documentation_names() -> None:
+    assert tuple(shipped_profile_names("hardware")) == HARDWARE
+    assert tuple(shipped_profile_names("models")) == MODELS
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_every_constant_has_a_source(name: str) -> None:
+    hardware = load_hardware_profile(name)
+    constants = {field.name for field in dataclasses.fields(HardwareProfile)} - UNSOURCED
+    assert hardware.name == name
+    assert {constant for constant, source in hardware.sources if len(source) > 15} == constants
+    assert set(hardware.estimates) <= constants
+    # What the vendor publishes is never a guess of ours.
+    published = {"memory_bytes", "bf16_flops_per_s", "memory_bandwidth_bytes_per_s"}
+    assert not published & set(hardware.estimates)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "kv_bytes"),
+    [
+        # Totals of the hub's safetensors metadata; Qwen3's page says 3.3 B activated.
+        ("llama-3.1-8b", 8_030_261_248, None, 131_072),
+        ("llama-3.1-70b", 70_553_706_496, None, 327_680),
+        ("qwen2.5-7b", 7_615_616_512, None, 57_344),
+        ("qwen2.5-32b", 32_763_876_352, None, 262_144),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3e9, 98_304),
+    ],
+)
+def test_a_shape_adds_up_to_the_published_parameters(
+    name: str, parameters: int, active: float | None, kv_bytes: int
+) -> None:
+    model = load_model_shape(name)
+    assert model.parameters == parameters
+    assert model.kv_bytes_per_token() == kv_bytes
+    if active is not None:
+        found = model.layers * model.active_layer_parameters + 2 * model.head_parameters
+        assert found == pytest.approx(active, rel=0.03)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(LatencyProfileError, match=r"unknown hardware 'a100'.*did you mean 'a100-80gb'"):
+        load_hardware_profile("a100")
+    with pytest.raises(
+        LatencyProfileError, match=r"unknown model 'lama-3.1-8b'.*did you mean 'llama-3.1-8b'"
+    ):
+        load_model_shape("lama-3.1-8b")
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text(
+        (SHIPPED_PROFILES / "hardware" / "h100.toml").read_text().replace('name = "h100"', 'name = "mine"')
+    )
+    assert load_hardware_profile(str(own)) == dataclasses.replace(load_hardware_profile("h100"), name="mine")
+    with pytest.raises(LatencyProfileError, match=r"gone\.toml: no such file"):
+        load_hardware_profile(str(tmp_path / "gone.toml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("version = 1", "version = 7", "version is 7; expected 1"),
+        ("[linear_efficiency]", "[linear_eficiency]", "'linear_eficiency'; did you mean 'linear_efficiency'"),
+        ("value = 0.67", "value = 1.67", "linear_efficiency.value is 1.67; expected a number from"),
+        ("value = 0.67", 'value = "0.67"', "linear_efficiency.value is '0.67'"),
+        ("value = 0.67\nsource", "value = 0.67\norigin", "unknown field 'origin'"),
+        ("value = 2.039e12", "value = -2.039e12", "memory_bandwidth_bytes_per_s.value is -2039"),
+        ("version = 1", "version = ", "not TOML"),
+    ],
+)
+def test_a_broken_hardware_file_says_what_and_where(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    text = (SHIPPED_PROFILES / "hardware" / "a100-80gb.toml").read_text()
+    assert old in text
+    broken = tmp_path / "broken.toml"
+    broken.write_text(text.replace(old, new, 1))
+    with pytest.raises(LatencyProfileError, match=reason) as error:
+        load_hardware_profile(str(broken))
+    assert str(error.value).startswith(str(broken))
+    assert "\n" not in str(error.value)
+
+
+def test_a_source_is_not_optional(tmp_path: Path) -> None:
+    text = (SHIPPED_PROFILES / "hardware" / "a100-80gb.toml").read_text()
+    lines = text.splitlines()
+    cut = lines.index("[kv_read_efficiency]") + 2
+    assert lines[cut].startswith("source = ")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("\n".join([*lines[:cut], *lines[cut + 1 :]]))
+    with pytest.raises(LatencyProfileError, match=r"kv_read_efficiency\.source is None; expected a text"):
+        load_hardware_profile(str(broken))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("layers = 48\n", "", "layers is missing"),
+        ("layers = 48", "layers = 0", "layers is 0; expected a whole number ≥ 1"),
+        ("kv_heads = 4", "kv_heads = 5", "kv_heads is 5; expected a divisor of heads, 32"),
+        ("experts_per_token = 8", "experts_per_token = 0", "experts is 128 and experts_per_token 0"),
+        ("qk_norm = true", "qk_norm = 1", "qk_norm is 1; expected true or false"),
+        ("experts = 128", "expert = 128", "unknown field 'expert'; did you mean 'experts'"),
+    ],
+)
+def test_a_broken_model_file_says_what_and_where(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    text = (SHIPPED_PROFILES / "models" / "qwen3-30b-a3b.toml").read_text()
+    assert old in text
+    broken = tmp_path / "broken.toml"
+    broken.write_text(text.replace(old, new, 1))
+    with pytest.raises(LatencyProfileError, match=reason):
+        load_model_shape(str(broken))
+
+
+def test_the_pool_is_what_memory_leaves() -> None:
+    """Probe and papers work with about 25,000 blocks of 16 on an A100-80GB with an 8B model."""
+    shape = device_shape(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b"), cpu_ratio=2.0)
+    assert 25_000 <= shape.kv_pool_tokens // 16 <= 30_000
+    assert shape.kv_pool_tokens % shape.block_size == 0
+    assert shape.host_kv_tokens == 2 * shape.kv_pool_tokens
+    assert (shape.max_num_seqs, shape.max_num_batched_tokens) == (256, 2048)
+    assert shape.max_context_tokens == 131_072
+
+
+def test_more_devices_leave_more_room_and_the_same_kv_a_token() -> None:
+    hardware, model = load_hardware_profile("h100"), load_model_shape("llama-3.1-70b")
+    four, eight = device_shape(hardware, model, 4), device_shape(hardware, model, 8)
+    assert eight.kv_pool_tokens > 2 * four.kv_pool_tokens
+    assert eight.kv_bytes_per_token == four.kv_bytes_per_token == 327_680
+    assert eight.hardware == "8x h100"
+    # With more devices than KV heads every one holds a copy: 8 heads on 16 devices are 16.
+    assert device_shape(hardware, model, 16).kv_bytes_per_token == 2 * 327_680
+
+
+def test_a_model_that_does_not_fit_is_told_how_far_off_and_what_would_do() -> None:
+    with pytest.raises(LatencyProfileError, match=r"does not fit on 1 × a100-80gb: \d+\.\d GiB .*use tp 4"):
+        device_shape(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-70b"))
+    with pytest.raises(LatencyProfileError, match=r"use tp 2, or a max_model_len of at most (\d+)") as error:
+        device_shape(load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"))
+    longest = int(str(error.value).rsplit(" ", 1)[1])
+    fits = device_shape(load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"), max_model_len=longest)
+    assert fits.max_context_tokens == longest <= fits.kv_pool_tokens
+    with pytest.raises(LatencyProfileError, match="does not fit"):
+        device_shape(
+            load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"), max_model_len=longest + 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 3}, "tp is 3; llama-3.1-8b has 32 heads and 8 KV heads: expected one of 1, 2, 4, 8, 16, 32"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"cpu_ratio": -1.0}, "cpu_ratio is -1.0"),
+        ({"max_model_len": 131_073}, "max_model_len is 131,073; llama-3.1-8b takes at most 131,072"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], reason: str) -> None:
+    with pytest.raises(LatencyProfileError, match=reason):
+        device_shape(load_hardware_profile("h200"), load_model_shape("llama-3.1-8b"), **options)  # type: ignore[arg-type]

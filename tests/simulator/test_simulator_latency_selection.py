@@ -1,0 +1,160 @@
+"""From names and files to a latency model and its device: shipped, own, measured; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.simulator.latency.fitted_latency import FittedLatency
+from sojourn_server.simulator.latency.latency_model import StepWork
+from sojourn_server.simulator.latency.latency_profile_files import SHIPPED_PROFILES, LatencyProfileError
+from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
+from sojourn_server.simulator.latency.roofline import RooflineLatency
+
+PROFILE = EngineProfile(
+    model="tiny",
+    hardware="2 cores",
+    engine="vllm 0.32.0",
+    block_size=16,
+    prefill=PrefillCurve(0.02, 1e-4, 5e-9),
+    points=((1000, 0.12),),
+    device_to_host_bytes_per_s=2e9,
+    host_to_device_bytes_per_s=4e9,
+    decode_points=((1000, 0.012), (5000, 0.016)),
+    limits=EngineLimits(
+        kv_pool_tokens=10_007,
+        max_context_tokens=8000,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        kv_bytes_per_token=1024,
+    ),
+    steps=StepCosts(0.01, 1e-4, 2e-9, 1e-7, 1e-5, 5e-3),
+)
+
+
+def written(tmp_path: Path, profile: EngineProfile) -> str:
+    path = tmp_path / "engine.toml"
+    path.write_text(profile.to_toml())
+    return str(path)
+
+
+def without(**limits: Any) -> EngineProfile:
+    return dataclasses.replace(PROFILE, limits=dataclasses.replace(PROFILE.limits, **limits))
+
+
+def test_names_give_a_roofline() -> None:
+    latency, device = load_latency_model("h100", "llama-3.1-70b", 4, DeviceOptions(cpu_ratio=1.0))
+    assert isinstance(latency, RooflineLatency)
+    assert (device.hardware, device.model, device.max_num_batched_tokens) == (
+        "4x h100",
+        "llama-3.1-70b",
+        8192,
+    )
+    assert device.host_kv_tokens == device.kv_pool_tokens > device.max_context_tokens
+
+
+def test_files_of_ones_own_give_a_roofline(tmp_path: Path) -> None:
+    hardware, model = tmp_path / "h.toml", tmp_path / "m.toml"
+    hardware.write_text((SHIPPED_PROFILES / "hardware" / "h200.toml").read_text())
+    model.write_text((SHIPPED_PROFILES / "models" / "qwen2.5-7b.toml").read_text())
+    assert load_latency_model(str(hardware), str(model)) == load_latency_model("h200", "qwen2.5-7b")
+
+
+def test_options_override_what_vllm_would_choose() -> None:
+    options = DeviceOptions(
+        kv_pool_tokens=50_005,
+        max_model_len=40_000,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        block_size=32,
+        cpu_ratio=0.5,
+    )
+    _, device = load_latency_model("a100-80gb", "llama-3.1-8b", 1, options)
+    assert device[3:] == (49_984, 40_000, 8, 512, 32, 24_992)
+    smaller = load_latency_model("a100-80gb", "llama-3.1-8b", 1, DeviceOptions(gpu_memory_utilization=0.5))[1]
+    assert smaller.kv_pool_tokens < load_latency_model("a100-80gb", "llama-3.1-8b")[1].kv_pool_tokens / 2
+    with pytest.raises(LatencyProfileError, match="one request would not fit"):
+        load_latency_model(
+            "a100-80gb", "llama-3.1-8b", 1, DeviceOptions(kv_pool_tokens=1000, max_model_len=2000)
+        )
+
+
+def test_an_engine_profile_brings_its_own_model_and_limits(tmp_path: Path) -> None:
+    latency, device = load_latency_model(written(tmp_path, PROFILE), options=DeviceOptions(cpu_ratio=2.0))
+    assert latency == FittedLatency(PROFILE.steps or StepCosts(*[0.0] * 6), 2e9, 4e9)
+    assert device == ("2 cores", "tiny", 1024, 10_000, 8000, 16, 2048, 16, 20_000)
+    assert latency.copy_s(4_000_000_000, to_host=True) == 2.0
+    assert latency.copy_s(4_000_000_000, to_host=False) == 1.0
+    _, device = load_latency_model(written(tmp_path, PROFILE), options=DeviceOptions(max_num_seqs=4))
+    assert (device.max_num_seqs, device.host_kv_tokens) == (4, 0)
+
+
+def test_a_model_tells_the_size_of_kv_where_the_server_did_not(tmp_path: Path) -> None:
+    file = written(tmp_path, without(kv_bytes_per_token=None))
+    assert load_latency_model(file)[1].kv_bytes_per_token == 0
+    assert load_latency_model(file, "qwen2.5-7b")[1].kv_bytes_per_token == 57_344
+    with pytest.raises(LatencyProfileError, match=r"kv_bytes_per_token is missing.*name the model"):
+        load_latency_model(file, options=DeviceOptions(cpu_ratio=1.0))
+
+
+def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        LatencyProfileError, match="max_num_seqs, max_num_batched_tokens are not in the profile"
+    ):
+        load_latency_model(written(tmp_path, without(max_num_seqs=None, max_num_batched_tokens=None)))
+    with pytest.raises(LatencyProfileError, match=r"tp is 2.*leave tp at 1"):
+        load_latency_model(written(tmp_path, PROFILE), tp=2)
+    with pytest.raises(LatencyProfileError, match="needs a model"):
+        load_latency_model("h100")
+    no_copies = dataclasses.replace(PROFILE, device_to_host_bytes_per_s=None)
+    latency, _ = load_latency_model(written(tmp_path, no_copies))
+    with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
+        latency.copy_s(1, to_host=True)
+    with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
+        load_latency_model(written(tmp_path, no_copies), options=DeviceOptions(cpu_ratio=1.0))
+    broken = tmp_path / "broken.toml"
+    broken.write_text(PROFILE.to_toml().replace("token_s = 0.0001", "token_s = -1"))
+    with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: steps\.token_s is -1"):
+        load_latency_model(str(broken))
+
+
+def test_a_profile_of_version_one_does_if_it_measured_decodes(tmp_path: Path) -> None:
+    old = tmp_path / "old.toml"
+    version_one = dataclasses.replace(PROFILE, steps=None, limits=EngineLimits())
+    old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
+    options = DeviceOptions(
+        kv_pool_tokens=10_000, max_model_len=8000, max_num_seqs=4, max_num_batched_tokens=2048
+    )
+    latency, _ = load_latency_model(str(old), options=options)
+    # The two decode points lie on a line, the curve's quadratic part is pairs.
+    assert latency.step_s(StepWork(1, 1, 0, 0, 0, 1000, 1)) == pytest.approx(0.012 + 1e-4, rel=1e-6)
+    pairs = 8000 * 8001 // 2
+    prefill = StepWork(1, 8000, 8000, pairs, pairs, 0, 1)
+    assert isinstance(latency, FittedLatency)
+    assert latency.step_s(prefill) + latency.call_s == pytest.approx(PROFILE.prefill.seconds(8000), rel=0.01)
+    old.write_text(dataclasses.replace(version_one, decode_points=()).to_toml())
+    with pytest.raises(LatencyProfileError, match="no decode measurement"):
+        load_latency_model(str(old), options=options)
+
+
+@given(
+    st.tuples(*[st.floats(0, 1)] * 6),
+    st.tuples(*[st.integers(0, 10**6)] * 7),
+    st.sampled_from(StepWork._fields),
+    st.integers(1, 10**6),
+)
+def test_a_fitted_step_never_falls_when_work_grows(
+    costs: tuple[float, ...], counts: tuple[int, ...], field: str, more: int
+) -> None:
+    fitted = FittedLatency(StepCosts(*costs), None, None)
+    work = StepWork(*counts)
+    grown = work._replace(**{field: getattr(work, field) + more})
+    assert fitted.step_s(work) <= fitted.step_s(grown)
+    assert pickle.loads(pickle.dumps(fitted)) == fitted

@@ -1,0 +1,179 @@
+"""What a hostile review of the lab found, and corners that nothing else holds to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from simulator_crowded_workload import CROWDED_BLOCKS, crowded_workload
+from simulator_small_runs import SmallRun
+from simulator_small_workload import BLOCK, FlatLatency
+from sojourn_server.simulator import simulation_run, simulation_suite
+from sojourn_server.simulator.latency.latency_profile_files import shipped_profile_names
+from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.run_log import RunLog, TurnLog
+from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.simulator_policies import UpperBound, find_policy, policy_names
+from sojourn_server.simulator.virtual_clock import VirtualClock
+from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+CROWD = 59
+"""Under stock, one that was computing again what had been evicted is preempted before it is through."""
+
+POLICIES = [name for name in policy_names() if find_policy(name).limit is not UpperBound.BELADY]
+
+
+def turns_of(log: RunLog) -> list[TurnLog]:
+    return [turn for program in log.programs for turn in program.turns]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_corner_cases_are_played_to_their_end_and_add_up(policy: str):
+    loop, programs = crowded_workload(CROWD)
+    log = SmallRun(policy, loop, blocks=CROWDED_BLOCKS).log
+    assert not log.notes
+    assert log.hook_failures == log.refused_hints == 0
+    lives = {life.program_id: life for life in log.programs}
+    assert lives.keys() == programs.keys()
+    for program_id, program in programs.items():
+        assert [turn.output_tokens for turn in lives[program_id].turns] == [t.output for t in program.turns]
+    for turn in turns_of(log):
+        if not turn.preemptions:
+            assert turn.device_tokens + turn.host_tokens + turn.computed_tokens == turn.prompt_tokens
+        assert turn.regenerated_tokens <= turn.computed_tokens
+
+
+def test_the_corner_cases_are_there():
+    log = SmallRun("stock", crowded_workload(CROWD)[0], blocks=CROWDED_BLOCKS).log
+    assert sum(turn.preemptions for turn in turns_of(log)) > 0
+    assert any(turn.output_tokens == 1 for turn in turns_of(log))
+    assert any(turn.prompt_tokens == 1 for turn in turns_of(log))
+    assert any(turn.prompt_tokens % BLOCK == 1 and turn.device_tokens for turn in turns_of(log))
+    assert any(program.parent for program in log.programs)
+
+
+@pytest.mark.parametrize(("seed", "until_s"), [(CROWD, None), (CROWD, 2.6), (4, None), (6, 6.4)])
+def test_what_is_computed_again_is_counted_once(
+    seed: int, until_s: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Against a count of blocks, one by one, as they are filled."""
+    filled: set[bytes] = set()
+    again = 0
+
+    def watch(run: SmallRun) -> None:
+        plan = run.engine.plan
+
+        def watched() -> Any:
+            nonlocal again
+            planned = plan()
+            for request_id, tokens in planned.num_scheduled_tokens.items():
+                request = run.engine.scheduler.requests[request_id]
+                end = request.num_computed_tokens
+                for number in range((end - tokens) // BLOCK, end // BLOCK):
+                    block = request.block_hashes[number]
+                    # A block that ends with the last token can never be found, for that is always computed.
+                    again += block in filled and number < (request.num_tokens - 1) // BLOCK
+                    filled.add(block)
+            return planned
+
+        run.engine.plan = watched  # type: ignore[method-assign]
+
+    monkeypatch.setattr(SmallRun, "_watch", watch)
+    log = SmallRun("stock", crowded_workload(seed)[0], blocks=CROWDED_BLOCKS, until_s=until_s).log
+    cut = [turn for turn in turns_of(log) if turn.admitted_s is not None and turn.finished_s is None]
+    assert (until_s is None) == (not cut)
+    # Of one that the end cut off, less than a block may lie beyond its last full one.
+    counted = sum(turn.regenerated_tokens for turn in turns_of(log))
+    assert again * BLOCK <= counted < again * BLOCK + (BLOCK * len(cut) or 1)
+    assert again > 0
+
+
+def test_the_longest_context_of_every_shipped_model_is_one_the_engine_takes():
+    longest = max(load_model_shape(name).max_context_tokens for name in shipped_profile_names("models"))
+    options = SimulatedEngineOptions(blocks=longest // BLOCK + 2, max_model_len=longest)
+    engine = SimulatedEngine(options, VirtualClock())
+    engine.add("a/0", range(300, 300 + longest - 1))
+    engine.run(max_steps=longest // options.max_num_batched_tokens + 1)
+    assert not engine.scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("limit", [UpperBound.FREE_IO, UpperBound.UNLIMITED])
+@pytest.mark.parametrize("seed", [CROWD, 2])
+def test_under_a_limit_nothing_is_computed_again(limit: UpperBound, seed: int):
+    log = SmallRun(limit.value, crowded_workload(seed)[0], blocks=CROWDED_BLOCKS).log
+    assert sum(turn.known_tokens for turn in turns_of(log)) > 0
+    assert [turn.regenerated for turn in turns_of(log) if turn.regenerated] == []
+
+
+def copy_job(request_id: str, blocks: int) -> Any:
+    where = SimpleNamespace(block_ids=list(range(blocks)))
+    return TransferJob(req_id=request_id, src_spec=where, dst_spec=where)
+
+
+def test_a_load_waits_for_the_stores_of_the_blocks_it_overwrites():
+    """vLLM's worker waits for the flush before it submits any load (offloading/worker.py)."""
+    host = VllmOffloadTransfers(FlatLatency(), block_bytes=1_000_000)  # a second a block
+    stores = OffloadingConnectorMetadata(load_jobs={}, store_jobs={1: copy_job("a/0", 3)})
+    assert host.begin_step(stores, 0.0) == 0.0
+    loads = OffloadingConnectorMetadata(load_jobs={2: copy_job("b/0", 2)}, store_jobs={}, jobs_to_flush={1})
+    assert host.begin_step(loads, 1.0) == 4.0
+    assert host.finished(5.9).finished_recving is None
+    assert host.finished(6.0).finished_recving == {"b/0"}
+
+
+def test_only_an_eviction_order_is_compared_with_the_optimum_of_eviction_orders():
+    """The others would all show stock's ratio, though they lose other tokens on other accesses."""
+    assert find_policy("stock").eviction_order == "lru"
+    for policy in ("lru-offload", "admit", "infercept", "thunderagent", "continuum", "free-io", "belady"):
+        assert find_policy(policy).eviction_order is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_the_optimum_is_of_the_same_turns_as_the_run_it_is_of(share: float):
+    run = SmallRun("stock", crowded_workload(CROWD)[0], blocks=CROWDED_BLOCKS, record=True)
+    assert run.recorder is not None
+    accesses = run.recorder.close(run.engine.scheduler.requests)
+    since_s = share * run.log.virtual_s
+    spec = RunSpec(policy="stock", workload="synthetic:none")
+    outcomes = {replace(spec, record_accesses=True): simulation_suite._run_outcome(run.log, accesses)}
+    stock, belady = simulation_suite._rows([spec, replace(spec, policy="belady")], outcomes, since_s).rows
+    assert stock.regenerated_tokens > belady.regenerated_tokens > 0
+    assert stock.prompt_tokens == belady.prompt_tokens
+    assert (
+        stock.computed_tokens - stock.regenerated_tokens == belady.computed_tokens - belady.regenerated_tokens
+    )
+    # Of a preemption the record does not say who took blocks before it and who after it in the same step.
+    ratio = stock.regenerated_tokens / belady.regenerated_tokens
+    assert stock.regenerated_over_belady == pytest.approx(ratio, rel=0.005)
+    assert belady.regenerated_over_belady == 1.0
+
+
+@pytest.mark.parametrize("limit", [UpperBound.FREE_IO, UpperBound.UNLIMITED])
+def test_a_limit_whose_memory_fills_up_says_that_it_is_none(
+    limit: UpperBound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    turns = [{"prompt_tokens": 400 + 110 * turn, "output_tokens": 10, "gap_s": 1.0} for turn in range(4)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"program_id": f"p{n}", "turns": turns}) + "\n" for n in range(6)))
+    spec = RunSpec(
+        policy=limit.value, workload=str(trace), programs=6, rate_per_s=50.0, until_s=None, pool_tokens=1024
+    )
+    assert simulation_run.run_simulation(spec).log.notes == []
+    monkeypatch.setattr(simulation_run, "UNBOUNDED_HOST_TOKENS", 640)
+    log = simulation_run.run_simulation(spec).log
+    assert sum(turn.regenerated_tokens for turn in turns_of(log)) > 0
+    assert any("no bound" in note for note in log.notes)

@@ -1,0 +1,165 @@
+"""Results and saved runs: what is written is read, and a bad file is named with what is wrong in it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from simulator_run_logs import synthetic_run_log
+from sojourn_server.cli.console import write_json
+from sojourn_server.simulator.report.program_explanation import explain_program
+from sojourn_server.simulator.report.results_file import (
+    Provenance,
+    ResultsError,
+    document,
+    made_with,
+    read_results,
+)
+from sojourn_server.simulator.report.run_metrics import summarize_run
+from sojourn_server.simulator.report.saved_runs import SUFFIXES, load_runs, save_runs
+
+MADE = Provenance(command="sojourn simulate t", versions={"sojourn": "1"}, machine={"cores": 2})
+RUN = synthetic_run_log("stock", 3, virtual_s=300.0)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path / "out.json"
+    plain = document([summarize_run(RUN)], MADE)
+    write_json(plain, str(path))
+    return path, plain
+
+
+def test_results_are_read_back_as_written(results: tuple[Path, dict[str, Any]]) -> None:
+    read = read_results(results[0])
+    assert (read.version, read.made_with, read.runs) == (1, MADE, [summarize_run(RUN)])
+
+
+def test_results_on_stdout_are_the_same_document(
+    results: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(results[1], "-")
+    assert capsys.readouterr().out == results[0].read_text()
+
+
+def test_the_command_names_no_folder_of_the_users() -> None:
+    arguments = [
+        "simulate",
+        "/home/me/t.jsonl",
+        "--policy",
+        "stock,/home/me/mine.toml",
+        "--json=/home/me/o.json",
+    ]
+    assert made_with(["/home/me/bin/sojourn", *arguments, "../traces/u.jsonl", "/"]).command == (
+        "sojourn simulate t.jsonl --policy stock,mine.toml --json=o.json ../traces/u.jsonl /"
+    )
+
+
+def test_a_field_that_a_later_release_adds_does_not_matter(results: tuple[Path, dict[str, Any]]) -> None:
+    path, plain = results
+    plain["runs"][0]["colour"] = "blue"
+    path.write_text(json.dumps(plain))
+    assert read_results(path).runs == [summarize_run(RUN)]
+
+
+def without(name: str, plain: dict[str, Any]) -> None:
+    del plain["runs"][0][name]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: without("seed", d), r"out.json: runs\[0\]: object missing required field `seed`"),
+        (
+            lambda d: d["runs"][0].update(seed="x"),
+            r"out.json: runs\[0\].seed: expected `int`, got `str`",
+        ),
+        (
+            lambda d: d["runs"][0]["ttft_s"].update(p95="fast"),
+            r"out.json: runs\[0\].ttft_s.p95: expected `float \| null`, got `str`",
+        ),
+        (lambda d: d.pop("version"), "out.json: object missing required field `version`"),
+        (lambda d: d.update(version=2), "out.json: version is 2; this sojourn reads results of version 1"),
+        (lambda d: d.pop("made_with"), "out.json: object missing required field `made_with`"),
+    ],
+)
+def test_a_bad_field_is_named(results: tuple[Path, dict[str, Any]], spoil: Any, message: str) -> None:
+    path, plain = results
+    spoil(plain)
+    path.write_text(json.dumps(plain))
+    with pytest.raises(ResultsError, match=message):
+        read_results(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xc1", b"\x1f\x8bxx", b'"\xff"', b"[" * 100_000])
+@pytest.mark.parametrize("read", [read_results, load_runs])
+def test_what_is_no_such_file_is_one_clear_line(tmp_path: Path, data: bytes, read: Any) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(ResultsError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [read_results, load_runs])
+def test_a_missing_file_is_named(tmp_path: Path, read: Any) -> None:
+    with pytest.raises(ResultsError, match="nowhere: No such file or directory"):
+        read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_saved_runs_come_back_and_can_be_explained(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "deep" / f"runs.1{suffix}"
+    save_runs(path, [RUN], MADE, [summarize_run(RUN)])
+    saved = load_runs(path)
+    assert (saved.runs, saved.rows, saved.made_with) == ([RUN], [summarize_run(RUN)], MADE)
+    explain_program(saved.runs[0], RUN.programs[0].program_id)
+    assert (path.read_bytes()[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_the_same_runs_are_the_same_bytes_under_any_name(tmp_path: Path) -> None:
+    for name in ("a.msgpack.gz", "b.msgpack.gz"):
+        save_runs(tmp_path / name, [RUN], MADE)
+    assert (tmp_path / "a.msgpack.gz").read_bytes() == (tmp_path / "b.msgpack.gz").read_bytes()
+    # The header's time of writing is left out: two files made within a second would be the same anyway.
+    assert (tmp_path / "a.msgpack.gz").read_bytes()[4:8] == bytes(4)
+    (tmp_path / "a.msgpack.gz").rename(tmp_path / "renamed")
+    assert load_runs(tmp_path / "renamed").runs == [RUN]
+
+
+def test_a_truncated_gzip_is_called_that(tmp_path: Path) -> None:
+    path = tmp_path / "runs.msgpack.gz"
+    save_runs(path, [RUN], MADE)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ResultsError, match="the gzip data is cut off or damaged"):
+        load_runs(path)
+
+
+def test_a_bad_field_of_a_saved_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json.gz"
+    save_runs(path, [RUN], MADE)
+    plain = msgspec.json.decode(gzip.decompress(path.read_bytes()))
+    plain["runs"][0]["programs"][1]["turns"][0]["submitted_s"] = None
+    path.write_bytes(gzip.compress(msgspec.json.encode(plain)))
+    message = r"runs\[0\].programs\[1\].turns\[0\].submitted_s: expected `float`, got `null`"
+    with pytest.raises(ResultsError, match=message):
+        load_runs(path)
+
+
+def test_a_name_that_tells_no_form_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"runs.txt: the name ends in none of .json"):
+        save_runs(tmp_path / "new" / "runs.txt", [RUN], MADE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_it_was_made_with_names_neither_host_nor_folder() -> None:
+    made = made_with(["/opt/there/bin/sojourn", "simulate", "a b.jsonl", "--hours", "1"])
+    assert made.command == "sojourn simulate 'a b.jsonl' --hours 1"
+    assert {"python", "msgspec"} <= set(made.versions)
+    assert set(made.machine) == {"system", "processor", "cores"}

@@ -1,0 +1,253 @@
+"""Tables: what is marked best, what is said against stock, and that no figure gets lost on the way."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from rich.console import Console
+from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
+from sojourn_server.simulator.report.result_columns import (
+    ENGINE,
+    SERVICE,
+    ResultColumn,
+    TableCell,
+    cells,
+    shown,
+)
+from sojourn_server.simulator.report.results_table import markdown, notes, render, title, workloads
+from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
+from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
+
+BASE = summarize_run(synthetic_run_log("stock", 3, virtual_s=900.0))
+
+
+def row(policy: str, **changes: object) -> RunRow:
+    return msgspec.structs.replace(BASE, policy=policy, notes=(), **changes)
+
+
+def seconds(value: float | None, *at_least: str) -> SummaryStatistics:
+    return SummaryStatistics(
+        mean=value, p50=value, p90=value, p95=value, p99=value, count=1, at_least=at_least
+    )
+
+
+def column(title: str, unit: str) -> ResultColumn:
+    return next(c for c in [*SERVICE, *ENGINE] if (c.title, c.unit) == (title, unit))
+
+
+@dataclass
+class Bound:
+    """A completion time, exact or from below."""
+
+    mean_s: float
+    at_least: bool = False
+
+
+def completion_cells(*bounds: Bound) -> list[TableCell]:
+    names = ["stock", "b", "c", "d", "e"]
+    rows = [
+        row(
+            name,
+            loop="open",
+            rate_per_s=1.0,
+            completion_s=seconds(bound.mean_s, *(["mean"] if bound.at_least else [])),
+        )
+        for name, bound in zip(names, bounds, strict=False)
+    ]
+    return cells(rows, column("completion", "mean s"))
+
+
+def test_less_time_is_better_and_said_as_a_factor() -> None:
+    found = completion_cells(Bound(300), Bound(100), Bound(600))
+    assert [c.text for c in found] == ["300", "100", "600"]
+    assert [c.factor for c in found] == ["", "3.00×", "0.50×"]
+    assert [c.best for c in found] == [False, True, False]
+
+
+def test_more_throughput_is_better() -> None:
+    rows = [row("stock", output_tok_per_s=100.0), row("b", output_tok_per_s=250.0)]
+    found = cells(rows, column("output", "tok/s"))
+    assert [(c.factor, c.best) for c in found] == [("", False), ("2.50×", True)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "factors", "best"),
+    [
+        ((Bound(300, True), Bound(100)), ["", "≥3.00×"], 1),
+        ((Bound(300), Bound(100, True)), ["", "≤3.00×"], None),
+        ((Bound(300, True), Bound(100, True)), ["", ""], None),
+        # What is at least 50 s may be more than 100 s.
+        ((Bound(300), Bound(100), Bound(50, True)), ["", "3.00×", "≤6.00×"], None),
+        ((Bound(300), Bound(100), Bound(200, True)), ["", "3.00×", "≤1.50×"], 1),
+    ],
+)
+def test_a_lower_bound_is_never_best_nor_an_exact_factor(
+    bounds: tuple[Bound, ...], factors: list[str], best: int | None
+) -> None:
+    found = completion_cells(*bounds)
+    assert [c.factor for c in found] == factors
+    assert [c.best for c in found] == [place == best for place in range(len(bounds))]
+    assert [c.text.startswith("≥") for c in found] == [bound.at_least for bound in bounds]
+
+
+def test_a_lead_below_the_last_digit_is_none() -> None:
+    assert not any(c.best for c in completion_cells(Bound(300.2), Bound(300.1)))
+
+
+def test_what_most_reach_sets_nobody_apart() -> None:
+    assert not any(c.best for c in completion_cells(Bound(100), Bound(100), Bound(100), Bound(200)))
+    assert [c.best for c in completion_cells(Bound(100), Bound(100), Bound(200), Bound(300))][:2] == [
+        True,
+        True,
+    ]
+
+
+def test_a_limit_is_compared_but_never_best() -> None:
+    rows = [row("stock", output_tok_per_s=1.0), row("free-io", output_tok_per_s=9.0, limit=True)]
+    rows.append(row("b", output_tok_per_s=3.0))
+    found = cells(rows, column("output", "tok/s"))
+    assert [(c.factor, c.best) for c in found] == [("", False), ("9.00×", False), ("3.00×", True)]
+    rows[1] = row("free-io", output_tok_per_s=3.0, limit=True)
+    assert [c.best for c in cells(rows, column("output", "tok/s"))] == [False, False, True]
+
+
+def test_finished_programs_of_a_closed_loop_are_not_compared_but_the_estimate_is() -> None:
+    # Under stock only a short program finished.
+    rows = [
+        row("stock", programs_unfinished=9, completion_s=seconds(10), completion_estimate_s=seconds(900)),
+        row("b", programs_unfinished=2, completion_s=seconds(50), completion_estimate_s=seconds(90)),
+    ]
+    assert [(c.factor, c.best) for c in cells(rows, column("completion", "mean s"))] == [("", False)] * 2
+    assert [(c.factor, c.best) for c in cells(rows, column("est. of all", "P95 s"))] == [
+        ("", False),
+        ("10.0×", True),
+    ]
+
+
+def test_the_estimate_takes_no_place_where_all_finished() -> None:
+    rows = [row(name, programs_unfinished=0, completion_estimate_s=seconds(9)) for name in ("stock", "b")]
+    assert not [c for c in shown(rows, SERVICE) if c.title == "est. of all"]
+    rows[1] = row("b", programs_unfinished=1, completion_estimate_s=seconds(9))
+    assert len([c for c in shown(rows, SERVICE) if c.title == "est. of all"]) == 2
+
+
+def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
+    rows = [row("a", output_tok_per_s=1.0), row("b", output_tok_per_s=2.0)]
+    assert [c.factor for c in cells(rows, column("output", "tok/s"))] == ["", ""]
+    rows = [row("stock", output_tok_per_s=0.0), row("b", output_tok_per_s=2.0)]
+    assert [c.factor for c in cells(rows, column("output", "tok/s"))] == ["", ""]
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    limit = bound_row(BASE, "belady", regenerated_tokens=5, regenerated_over_belady=1.0)
+    for heading, unit in (
+        ("completion", "mean s"),
+        ("finished", ""),
+        ("preempted", ""),
+        ("on device", "% prompt"),
+    ):
+        assert cells([BASE, limit], column(heading, unit))[1].text == "–"
+    assert cells([BASE, limit], column("again", "÷ Bélády"))[1].text == "1.00"
+
+
+def test_workloads_keep_apart_what_may_not_be_compared() -> None:
+    rows = [
+        row("b", programs=80),
+        row("free-io", limit=True, pool_blocks=10**9),
+        row("b"),
+        row("stock"),
+        row("stock", seed=2),
+        row("stock", programs=80),
+        row("stock", programs=80, trace="other"),
+    ]
+    groups = [[(r.trace, r.seed, r.programs, r.policy) for r in group] for group in workloads(rows)]
+    trace = BASE.trace
+    assert groups == [
+        [(trace, 1, 3, "stock"), (trace, 1, 3, "b"), (trace, 1, 3, "free-io")],
+        [(trace, 1, 80, "stock"), (trace, 1, 80, "b")],
+        [(trace, 2, 3, "stock")],
+        [("other", 1, 80, "stock")],
+    ]
+
+
+def rendered(rows: list[RunRow], width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(render(rows))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(text, str)
+    return text
+
+
+ROWS = [summarize_run(synthetic_run_log(name, 8, virtual_s=1200.0)) for name in POLICY_BEHAVIORS]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 400])
+def test_no_figure_is_lost_on_a_console_of_any_width(width: int) -> None:
+    text = rendered(ROWS, width)
+    # A note's own text may be folded anywhere; figures may not.
+    figures = text.split("* best of the policies")[0]
+    assert "…" not in figures
+    for found in (cells(ROWS, c) for c in shown(ROWS, [*SERVICE, *ENGINE])):
+        for cell in found:
+            assert cell.text in figures
+            assert cell.factor in figures
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_wide_console_has_one_line_a_policy() -> None:
+    lines = rendered(ROWS, 400).splitlines()
+    for name in POLICY_BEHAVIORS:
+        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1
+
+
+def test_no_rows_are_an_empty_table() -> None:
+    assert rendered([], 80).strip() == ""
+
+
+def cells_of(line: str) -> list[str]:
+    return re.split(r"(?<!\\)\|", line)[1:-1]
+
+
+@pytest.mark.parametrize("one_table", [False, True])
+def test_every_markdown_row_has_a_cell_a_column(one_table: bool) -> None:
+    rows = [*ROWS, *(msgspec.structs.replace(r, programs=99, trace="a|b") for r in ROWS)]
+    lines = [line for line in markdown(rows, one_table=one_table).splitlines() if line.startswith("|")]
+    headings = [line for line in lines if "policy" in line]
+    assert len(headings) == (1 if one_table else 2)
+    assert len(lines) == 2 * len(headings) + len(rows)
+    assert len({len(cells_of(line)) for line in lines}) == 1
+
+
+def test_markdown_says_the_same_as_the_cells() -> None:
+    text = markdown(ROWS)
+    for found in (cells(ROWS, c) for c in shown(ROWS, [*SERVICE, *ENGINE])):
+        for cell in found:
+            marked = f"**{cell.text}**" if cell.best else cell.text
+            assert f"| {marked} ({cell.factor}) |" in text if cell.factor else f"| {marked} |" in text
+    assert text.endswith("\n")
+    assert "- closed loop: completion" in text
+
+
+def test_a_note_says_whose_it_is_where_it_is_not_everybodys() -> None:
+    rows = [
+        msgspec.structs.replace(BASE, policy="stock", notes=("all", "mine")),
+        msgspec.structs.replace(BASE, policy="b", notes=("all", "b: own")),
+        msgspec.structs.replace(BASE, policy="belady", notes=("bound",), limit=True),
+    ]
+    assert notes(rows) == ["all", "stock: mine", "b: own", "belady: bound"]
+
+
+def test_the_title_tells_how_much_is_below_the_device_where_a_policy_has_it() -> None:
+    pool = f"KV pool {BASE.pool_blocks * BASE.block_size:,} tokens"
+    rows = [row("stock"), row("lru-offload", host_blocks=1000), row("free-io", limit=True, host_blocks=9999)]
+    assert f" · {pool} · host memory 16,000 tokens · seed" in title(rows)
+    with_disk = [*rows, row("mori", host_blocks=1000, disk_blocks=4000)]
+    assert f" · {pool} · host memory 16,000 tokens · disk 64,000 tokens · seed" in title(with_disk)
+    assert f" · {pool} · seed" in title([row("stock"), row("continuum")])
+    for other in (0, 2000):  # as in a sweep
+        swept = [*rows, row("lru-offload", host_blocks=other)]
+        assert "host memory" not in title(swept)

@@ -1,0 +1,335 @@
+"""Figures of a run: every definition on a log small enough to count by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulator_run_logs import synthetic_run_log
+from sojourn_server.simulator.report.run_metrics import (
+    CUT_OFF_NOTE,
+    NONE_ARRIVED_NOTE,
+    NONE_FINISHED_NOTE,
+    SURVIVORS_NOTE,
+    bound_row,
+    cascades,
+    censored_statistics,
+    summarize_run,
+    summary_statistics,
+    trace_name,
+)
+from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
+from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
+
+ISSUE_FIELDS = [
+    *("policy", "programs", "hardware", "model", "trace", "seed", "programs_finished", "programs_unfinished"),
+    *("completion_s", "ttft_s", "tpot_s", "output_tok_per_s", "prompt_tokens", "computed_tokens"),
+    *("regenerated_tokens", "regenerated_over_belady", "preemptions", "cascades"),
+    *("scheduler_ms_per_step", "virtual_s", "wall_s"),
+]
+
+
+def small_run(loop: str = "closed") -> RunLog:
+    """Two programs in 100 s: one of two turns that finishes, one whose only turn is cut off in decode."""
+    first = ProgramLog(
+        program_id="a",
+        trace_id="a",
+        arrived_s=0.0,
+        finished_s=30.0,
+        turns_total=2,
+        turns=[
+            TurnLog(
+                program_id="a",
+                turn=0,
+                submitted_s=0.0,
+                entered_s=1.0,
+                admitted_s=2.0,
+                first_token_s=3.0,
+                finished_s=13.0,
+                prompt_tokens=100,
+                output_tokens=11,
+                computed_tokens=100,
+                gap_s=7.0,
+            ),
+            TurnLog(
+                program_id="a",
+                turn=1,
+                submitted_s=20.0,
+                entered_s=20.0,
+                admitted_s=24.0,
+                first_token_s=27.0,
+                finished_s=30.0,
+                prompt_tokens=160,
+                output_tokens=4,
+                known_tokens=96,
+                device_tokens=32,
+                host_tokens=16,
+                computed_tokens=132,
+                regenerated={"preempted": 20, "evicted": 48},
+                preemptions=1,
+            ),
+        ],
+    )
+    second = ProgramLog(
+        program_id="b",
+        trace_id="b",
+        arrived_s=40.0,
+        turns_total=3,
+        turns=[
+            TurnLog(
+                program_id="b",
+                turn=0,
+                submitted_s=40.0,
+                entered_s=40.0,
+                admitted_s=50.0,
+                first_token_s=60.0,
+                prompt_tokens=200,
+                output_tokens=500,
+                generated_tokens=85,
+                computed_tokens=200,
+            )
+        ],
+    )
+    return RunLog(
+        policy="stock",
+        programs_wanted=2,
+        hardware="h",
+        model="m",
+        trace="../traces/t.jsonl.gz",
+        seed=3,
+        loop=loop,
+        rate_per_s=None if loop == "closed" else 0.02,
+        programs=[first, second],
+        preemption_steps=[5, 15, 16, 40],
+        steps=200,
+        virtual_s=100.0,
+        busy_s=50.0,
+        scheduler_s=0.1,
+        wall_s=2.0,
+    )
+
+
+def test_the_json_begins_with_the_agreed_fields_in_their_order() -> None:
+    document = msgspec.json.decode(msgspec.json.encode(summarize_run(small_run())))
+    assert list(document)[: len(ISSUE_FIELDS)] == ISSUE_FIELDS
+    for name in ("completion_s", "ttft_s", "tpot_s"):
+        assert list(document[name])[:5] == ["mean", "p50", "p90", "p95", "p99"]
+
+
+def test_every_figure_of_a_closed_loop_counted_by_hand() -> None:
+    row = summarize_run(small_run())
+    assert (row.programs_finished, row.programs_unfinished) == (1, 1)
+    assert (row.completion_s.mean, row.completion_s.count, row.completion_s.at_least) == (30.0, 1, ())
+    assert row.unfinished_elapsed_s.mean == 60.0
+    # From the client's sending: the second that turn a/0 spent at a router is in it.
+    assert (row.ttft_s.mean, row.ttft_s.count) == ((3 + 7 + 20) / 3, 3)
+    # b/0 has made 85 tokens by the run's end.
+    assert (row.tpot_s.mean, row.tpot_s.count) == ((1.0 + 1.0 + 40 / 84) / 3, 3)
+    assert row.queue_s.mean == (2 + 4 + 10) / 3
+    assert row.output_tok_per_s == (11 + 4 + 85) / 100
+    assert row.programs_per_hour == 36.0
+    assert (row.prompt_tokens, row.computed_tokens) == (460, 432)
+    assert (row.device_hit_tokens, row.host_hit_tokens) == (32, 16)
+    assert row.regenerated_tokens == 68
+    assert list(row.regenerated_by.items()) == [("evicted", 48), ("preempted", 20)]
+    assert (row.turns_finished, row.turns_unfinished) == (2, 1)
+    assert (row.preemptions, row.cascades) == (4, 2)
+    assert row.device_busy_fraction == 0.5
+    assert row.scheduler_ms_per_step == pytest.approx(0.5)
+    assert row.trace == "t"
+    assert row.notes == (SURVIVORS_NOTE,)
+
+
+def test_the_estimate_counts_the_unfinished_for_as_long_as_it_was_seen() -> None:
+    estimate = summarize_run(small_run()).completion_estimate_s
+    # One of two had finished after 30 s; of the other 60 s are known.
+    assert (estimate.p50, estimate.p90, estimate.mean) == (30.0, 60.0, 30 + 0.5 * 30)
+    assert estimate.at_least == ("mean", "p90", "p95", "p99")
+
+
+def test_an_open_loop_counts_the_unfinished_as_a_lower_bound() -> None:
+    row = summarize_run(small_run("open"))
+    assert (row.completion_s.mean, row.completion_s.count) == (45.0, 2)
+    assert row.completion_s.at_least == ("mean", "p50", "p90", "p95", "p99")
+    assert row.notes == (CUT_OFF_NOTE,)
+
+
+def test_a_run_in_which_all_finished_needs_no_note_and_no_bound() -> None:
+    run = small_run("open")
+    del run.programs[1]
+    row = summarize_run(run)
+    assert row.completion_s.at_least == () == row.notes
+    assert row.completion_s.mean == row.completion_estimate_s.mean == 30.0
+
+
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_run_in_which_none_finished_says_so(loop: str) -> None:
+    run = small_run(loop)
+    del run.programs[0]
+    row = summarize_run(run)
+    assert row.programs_finished == row.programs_per_hour == 0
+    assert row.output_tok_per_s == 0.85
+    if loop == "closed":
+        assert row.completion_s.mean is row.completion_s.p50 is row.completion_s.p95 is None
+        assert row.notes == (NONE_FINISHED_NOTE,)
+    else:
+        assert row.completion_s.at_least == ("mean", "p50", "p90", "p95", "p99")
+        assert row.notes == (NONE_FINISHED_NOTE, CUT_OFF_NOTE)
+
+
+def test_a_run_in_which_nobody_arrived_says_so() -> None:
+    run = small_run("open")
+    run.programs.clear()
+    row = summarize_run(run)
+    assert row.notes == (NONE_ARRIVED_NOTE,)
+    assert row.completion_s.mean is row.ttft_s.mean is row.completion_estimate_s.mean is None
+
+
+def test_a_turn_without_blocks_counts_as_waiting_only() -> None:
+    run = small_run()
+    run.programs[1].turns[0] = TurnLog(
+        program_id="b", turn=0, submitted_s=40.0, prompt_tokens=200, output_tokens=9
+    )
+    row = summarize_run(run)
+    assert (row.prompt_tokens, row.turns_unfinished) == (260, 1)
+    # It has waited for 60 s when the run ends: who lets somebody wait for ever must not look best.
+    assert (row.ttft_s.mean, row.ttft_s.count) == ((3 + 7 + 60) / 3, 3)
+    assert (row.queue_s.mean, row.queue_s.count) == ((2 + 4 + 60) / 3, 3)
+    assert row.ttft_s.at_least == row.queue_s.at_least == ("mean", "p90", "p95", "p99")
+    assert row.ttft_s.p50 == 7
+    assert row.tpot_s.count == 2
+
+
+def test_a_pool_that_was_never_short_is_noted() -> None:
+    run = small_run()
+    run.preemption_steps, run.pool_blocks = [], 1000
+    for program in run.programs:
+        for turn in program.turns:
+            turn.regenerated = {}
+    assert "KV pool of 16,000 tokens never ran short" in summarize_run(run).notes[-1]
+    run.policy = "admit"
+    assert summarize_run(run).notes == (SURVIVORS_NOTE,)
+
+
+def test_a_warm_up_leaves_out_earlier_programs_and_turns_but_not_their_tokens_since() -> None:
+    row = summarize_run(small_run(), since_s=8.0)
+    assert (row.programs_finished, row.programs_unfinished) == (0, 1)
+    assert row.completion_s.mean is None
+    assert (row.ttft_s.count, row.ttft_s.mean) == (2, (7 + 20) / 2)
+    # Half of turn a/0's tokens fell after 8 s, and a's end counts: it happened in the window.
+    assert row.output_tok_per_s == pytest.approx((11 / 2 + 4 + 85) / 92)
+    assert row.programs_per_hour == pytest.approx(3600 / 92)
+    assert row.prompt_tokens == 360
+    assert row.preemptions == 4
+    assert "first 8 s" in row.notes[-1]
+
+
+def test_a_program_that_ended_before_the_warm_up_counts_in_no_rate() -> None:
+    assert summarize_run(small_run(), since_s=30.0).programs_per_hour == pytest.approx(3600 / 70)
+    assert summarize_run(small_run(), since_s=31.0).programs_per_hour == 0.0
+
+
+@pytest.mark.parametrize("since_s", [-1.0, 100.0, 1e9])
+def test_a_warm_up_that_leaves_nothing_is_refused(since_s: float) -> None:
+    with pytest.raises(ValueError, match=r"since_s is .*less than virtual_s, 100"):
+        summarize_run(small_run(), since_s=since_s)
+
+
+def test_nothing_measured_is_null_not_zero() -> None:
+    run = RunLog(policy="stock", programs_wanted=1, hardware="h", model="m", trace="t", seed=0, loop="closed")
+    row = summarize_run(run)
+    assert (
+        row.completion_s.mean is row.ttft_s.p95 is row.output_tok_per_s is row.scheduler_ms_per_step is None
+    )
+
+
+def test_defects_of_the_run_are_noted() -> None:
+    run = small_run()
+    run.hook_failures, run.refused_hints, run.notes = 2, 3, ["of the run", "of the run"]
+    notes = summarize_run(run).notes
+    assert notes[0] == "of the run"
+    assert "2 calls of the policy or the adapter failed" in notes[-1]
+    assert "refused 3 events" in notes[-2]
+    assert len(notes) == 4
+
+
+def test_only_wall_clock_fields_differ_between_machines() -> None:
+    one, other = (
+        synthetic_run_log("stock", 6, virtual_s=600.0),
+        synthetic_run_log("stock", 6, virtual_s=600.0),
+    )
+    other.wall_s, other.scheduler_s = 99.0, 9.0
+    rows = [msgspec.to_builtins(summarize_run(run)) for run in (one, other)]
+    assert {name for name in rows[0] if rows[0][name] != rows[1][name]} == set(WALL_CLOCK_FIELDS)
+    for row in rows:
+        for name in WALL_CLOCK_FIELDS:
+            del row[name]
+    assert msgspec.json.encode(rows[0]) == msgspec.json.encode(rows[1])
+
+
+def test_a_limit_without_times_says_so() -> None:
+    stock = summarize_run(small_run())
+    row = bound_row(stock, "belady", regenerated_tokens=10, regenerated_over_belady=1.0, notes=["n"])
+    assert row.limit
+    assert row.workload == stock.workload
+    assert row.completion_s.mean is row.output_tok_per_s is None
+    assert (row.prompt_tokens, row.computed_tokens) == (460, 432 - 68 + 10)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [([], 0), ([7], 0), ([7, 7], 1), ([0, 10], 1), ([0, 11], 0), ([40, 0, 5, 9], 2), ([0, 10, 20, 30], 3)],
+)
+def test_a_cascade_is_a_preemption_soon_after_another(steps: list[int], expected: int) -> None:
+    assert cascades(steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("workload", "name"),
+    [
+        ("/somewhere/else/isobench_trae.jsonl.gz", "isobench_trae"),
+        ("a.b.jsonl", "a.b"),
+        ("synthetic:bfcl", "synthetic:bfcl"),
+        ("synthetic:a/b", "synthetic:a/b"),
+    ],
+)
+def test_a_trace_is_called_by_its_name_not_its_place(workload: str, name: str) -> None:
+    assert trace_name(workload) == name
+
+
+seconds = st.floats(0, 1e4, allow_nan=False)
+
+
+@given(st.lists(seconds, max_size=12), st.lists(st.tuples(seconds, seconds), max_size=12))
+def test_a_censored_figure_never_exceeds_the_truth_and_is_it_where_not_marked(
+    exact: list[float], cut_off: list[tuple[float, float]]
+) -> None:
+    found = censored_statistics(exact, [so_far for so_far, _ in cut_off])
+    truth = summary_statistics([*exact, *(so_far + more for so_far, more in cut_off)])
+    for name in ("mean", "p50", "p90", "p95", "p99"):
+        ours, true = getattr(found, name), getattr(truth, name)
+        if ours is None:
+            assert true is None
+        elif name in found.at_least:
+            assert ours <= true * (1 + 1e-12)
+        else:
+            assert ours == pytest.approx(true)
+
+
+@given(st.lists(seconds, min_size=1, max_size=12), st.lists(seconds, min_size=1, max_size=12))
+def test_a_percentile_is_marked_where_the_truth_could_be_elsewhere(
+    exact: list[float], cut: list[float]
+) -> None:
+    found = censored_statistics(exact, cut)
+    later = summary_statistics([*exact, *(so_far + 1e6 for so_far in cut)])
+    for name in found.at_least:
+        # With linear interpolation a neighbour of weight 0 is marked too: never the other way round.
+        assert getattr(found, name) <= getattr(later, name)
+    for name in {"p50", "p90", "p95", "p99"} - set(found.at_least):
+        assert getattr(found, name) == pytest.approx(getattr(later, name))
+
+
+def test_rows_decode_to_themselves() -> None:
+    row = summarize_run(small_run())
+    assert msgspec.json.decode(msgspec.json.encode(row), type=RunRow) == row

@@ -1,0 +1,54 @@
+"""SAGA in the lab: what its clients tell, and what the log of a run keeps of it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from simulator_small_runs import SmallRun
+from simulator_small_workload import SmallLoop, small_workload
+from sojourn_server.simulator.client_hints import ClientHints
+from sojourn_server.simulator.client_history import ClientHistory
+from sojourn_server.simulator.run_log import TurnLog
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+
+
+def turns(policy: str, loop: SmallLoop) -> list[TurnLog]:
+    log = SmallRun(policy, loop, blocks=100).log
+    assert log.hook_failures == log.refused_hints == 0
+    return [turn for program in log.programs for turn in program.turns]
+
+
+@pytest.fixture(scope="module")
+def loop() -> SmallLoop:
+    return small_workload(seed=3, programs=60, turns=8)
+
+
+def test_hints_tell_at_once_patterns_after_thirty_programs_and_the_cold_never(loop: SmallLoop):
+    policies = ("saga-paper", "saga-inferred", "saga-cold")
+    foreseen = {policy: [turn.goes_on for turn in turns(policy, loop)] for policy in policies}
+    known = {policy: sum(p is not None for p in found) for policy, found in foreseen.items()}
+    assert known["saga-paper"] > known["saga-inferred"] > 20
+    assert known["saga-cold"] == 0
+    for found in foreseen.values():
+        assert all(p is None or 0.0 <= p <= 1.0 for p in found)
+
+
+def test_what_was_evicted_is_told_with_its_evictor_and_its_score(loop: SmallLoop):
+    found = [turn for turn in turns("saga", loop) if turn.evicted_score is not None]
+    assert len(found) > 10
+    assert all(turn.evictor not in (None, turn.program_id) for turn in found if turn.evictor)
+    assert all(len(turn.evicted_score or ()) == 2 for turn in found)
+    assert not [turn for turn in turns("saga-no-eviction", loop) if turn.evicted_score is not None]
+
+
+def test_clients_know_of_programs_that_have_ended_only():
+    history = ClientHistory()
+    client = ClientHints("p", agent_type="agent", history=history)
+    assert client.context()["sojourn"] == {"agent_type": "agent", "node": "agent"}
+    for _ in range(10):
+        history.over("agent", 4)
+    assert client.context()["sojourn"]["expected_steps_left"] == 2.0, "after its second turn of four"
+    assert ClientHints("q").context() == {"step_id": "1"}

@@ -1,0 +1,233 @@
+"""The papers' tables come out of the generators again."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.simulator.workloads.distributions import (
+    BoundedPowerLaw,
+    LogNormal,
+    PercentileDistribution,
+    RoundedNormal,
+    TruncatedExponential,
+    split,
+)
+from sojourn_server.simulator.workloads.saga_workloads import TENANTS, TOOL_LATENCIES
+from sojourn_server.simulator.workloads.synthetic_workloads import (
+    BFCL_SCALE,
+    DUALPATH,
+    SWE_TOOL_LIMIT_S,
+    synthetic_names,
+    synthetic_programs,
+)
+from sojourn_server.traces.prompt_builder import plan_turns
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, check_program
+
+COUNT = 2000
+
+
+def gaps(programs: list[TraceProgram]) -> list[float]:
+    return [turn.idle_s for program in programs for turn in program.turns[:-1]]
+
+
+def close(values: list[float], mean: float, sd: float, rel: float = 0.04) -> None:
+    assert statistics.mean(values) == pytest.approx(mean, rel=rel)
+    assert statistics.stdev(values) == pytest.approx(sd, rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "tool_s", "tokens", "tool_rel"),
+    [
+        # Table 1. With a deviation of four means, even 20,000 tool times settle slowly.
+        ("continuum-swe-bench", (10.9, 2.1), (0.925, 3.550), (70_126, 19_732), 0.10),
+        ("continuum-bfcl", (6.3, 2.3), (1.923, 2.133), (93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE), 0.04),
+        ("continuum-bfcl-unscaled", (6.3, 2.3), (1.923, 2.133), (93_256, 68_687), 0.04),
+    ],
+)
+def test_continuum_table_1(
+    name: str,
+    turns: tuple[float, float],
+    tool_s: tuple[float, float],
+    tokens: tuple[float, float],
+    tool_rel: float,
+) -> None:
+    programs = synthetic_programs(name, count=COUNT)
+    close([len(p.turns) for p in programs], *turns)
+    close(gaps(programs), *tool_s, rel=tool_rel)
+    close([p.max_context_tokens for p in programs], *tokens)
+
+
+@pytest.mark.parametrize(("name", "share"), [("", 0.2), (":0.05", 0.05), (":0.5", 0.5)])
+def test_continuums_share_of_outputs_is_what_was_asked_for(name: str, share: float) -> None:
+    programs = synthetic_programs(f"continuum-swe-bench{name}", count=COUNT)
+    written = sum(turn.output_tokens for program in programs for turn in program.turns)
+    assert written / sum(p.max_context_tokens for p in programs) == pytest.approx(share, rel=0.01)
+    close([p.max_context_tokens for p in programs], 70_126, 19_732)
+
+
+def test_continuum_tool_times_have_the_published_moments_exactly_and_end_at_the_harness_limit() -> None:
+    tool_s = LogNormal.with_moments(0.925, 3.550, SWE_TOOL_LIMIT_S)
+    mean = tool_s.moment(1)
+    assert mean == pytest.approx(0.925, rel=1e-6)
+    assert math.sqrt(tool_s.moment(2) - mean**2) == pytest.approx(3.550, rel=1e-6)
+    longest = max(gaps(synthetic_programs("continuum-swe-bench", count=COUNT)))
+    assert longest == SWE_TOOL_LIMIT_S
+
+
+@pytest.mark.parametrize("name", DUALPATH)
+def test_dualpath_table_2(name: str) -> None:
+    limit, turns, append, gen, total, context = DUALPATH[name]
+    programs = synthetic_programs(name, count=COUNT)
+
+    def average(values: list[float]) -> float:
+        return statistics.mean(values)
+
+    assert average([len(p.turns) for p in programs]) == pytest.approx(turns, rel=0.04)
+    assert average(
+        [sum(t.append_tokens or 0 for t in p.turns) / len(p.turns) for p in programs]
+    ) == pytest.approx(append, rel=0.04)
+    assert average([sum(t.output_tokens for t in p.turns) / len(p.turns) for p in programs]) == pytest.approx(
+        gen, rel=0.04
+    )
+    assert average([p.max_context_tokens for p in programs]) == pytest.approx(total, rel=0.02)
+    found = [sum(t.prompt_tokens - (t.append_tokens or 0) for t in p.turns) / len(p.turns) for p in programs]
+    assert average(found) == pytest.approx(context, rel=0.02)
+    assert max(p.max_context_tokens for p in programs) <= limit
+    assert set(gaps(programs)) == {0.0}
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 1.5, 2.0])
+def test_the_sweep_of_latencies_keeps_the_mean(cv: float) -> None:
+    programs = synthetic_programs(f"latency-cv:{cv}", count=COUNT)
+    # The spread of a long-tailed sample settles slowly; that it is right in the limit is tested below.
+    close(gaps(programs), 1.2, 1.2 * cv, rel=0.04 if cv <= 1.0 else 0.08)
+    assert statistics.mean(len(p.turns) for p in programs) == pytest.approx(37, rel=0.04)
+    lengths = [len(p.turns) for p in programs]
+    assert 5 == min(lengths) < 140 < max(lengths) <= 150
+
+
+def test_the_widest_latencies_settle_slowly_and_are_right_in_the_limit() -> None:
+    widest = LogNormal.with_moments(1.2, 3.6)
+    assert widest.moment(1) == pytest.approx(1.2)
+    assert math.sqrt(widest.moment(2) - 1.2**2) == pytest.approx(3.6)
+    close(gaps(synthetic_programs("latency-cv:3.0", count=COUNT)), 1.2, 3.6, rel=0.12)
+
+
+def test_ten_tenants_come_as_often_and_run_as_long_as_said() -> None:
+    programs = synthetic_programs("saga-ten-tenants", count=COUNT)
+    tenants = Counter(p.tenant for p in programs)
+    assert len(tenants) == 10
+    minutes = (programs[-1].arrival_s or 0.0) / 60
+    for kind, count, steps, per_minute in TENANTS:
+        mine = [p for p in programs if (p.tenant or "").startswith(kind)]
+        assert len({p.tenant for p in mine}) == count
+        assert {len(p.turns) for p in mine} == {steps}
+        assert {p.agent_type for p in mine} == {f"{steps}-step-agent"}
+        assert len(mine) / minutes == pytest.approx(count * per_minute, rel=0.12)
+    arrivals = [p.arrival_s or 0.0 for p in programs]
+    assert arrivals == sorted(arrivals)
+    heavy = [p.max_context_tokens for p in programs if len(p.turns) == 100]
+    light = [p.max_context_tokens for p in programs if len(p.turns) == 10]
+    assert statistics.mean(heavy) == pytest.approx(128_000, rel=0.01)
+    assert statistics.mean(light) == pytest.approx(15_500, rel=0.02)
+    assert max(heavy) <= 131_072
+    by_tool: dict[str, list[float]] = {name: [] for name in TOOL_LATENCIES}
+    for program in programs:
+        for turn in program.turns[:-1]:
+            assert turn.tool is not None
+            by_tool[turn.tool].append(turn.idle_s)
+    for name, values in by_tool.items():
+        published = TOOL_LATENCIES[name]
+        cuts = statistics.quantiles(values, n=100)
+        assert cuts[49] == pytest.approx(published.quantile(0.50), rel=0.03)
+        assert cuts[94] == pytest.approx(published.quantile(0.95), rel=0.06)
+        assert max(values) == published.quantile(0.99)
+
+
+@pytest.mark.parametrize("name", [name.replace(":X", ":0.6") for name in synthetic_names()])
+def test_every_program_is_a_good_trace_marked_as_made_up(name: str) -> None:
+    programs = synthetic_programs(name, count=60, seed=5)
+    assert programs == synthetic_programs(name, count=80, seed=5)[:60]
+    assert programs[0].turns != synthetic_programs(name, count=1, seed=6)[0].turns
+    assert len({p.program_id for p in programs}) == 60
+    for program in programs:
+        check_program(program)
+        assert program.source == f"synthetic:{name}"
+        plans = plan_turns(program)
+        assert [plan.prompt_tokens for plan in plans] == [turn.prompt_tokens for turn in program.turns]
+        assert all(turn.output_tokens >= 1 for turn in program.turns)
+        assert all((turn.append_tokens or 0) >= 1 for turn in program.turns)
+        assert program.turns[-1].tool is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("continum-swe-bench", "did you mean synthetic:continuum-swe-bench"),
+        ("nothing-like-it", "is unknown; expected one of continuum-swe-bench"),
+        ("continuum-bfcl:", "expected a number above 0 and below 1 behind continuum-bfcl:"),
+        ("continuum-bfcl:1", "expected a number above 0 and below 1 behind continuum-bfcl:"),
+        ("dualpath-32k:0.5", "is unknown; did you mean"),
+        ("latency-cv:4", "expected a number from 0.5 to 3.0"),
+        ("latency-cv:x", "expected a number from 0.5 to 3.0"),
+        ("latency-cv", "did you mean synthetic:latency-cv:X"),
+    ],
+)
+def test_names_that_are_none_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        synthetic_programs(name)
+
+
+def test_counts_that_are_none_are_refused() -> None:
+    with pytest.raises(TraceError, match="0 programs wanted"):
+        synthetic_programs("continuum-bfcl", count=0)
+
+
+@given(st.integers(1, 40), st.integers(0, 5000), st.integers(0, 2**32))
+def test_a_split_adds_up(parts: int, more: int, seed: int) -> None:
+    sizes = split(random.Random(seed), parts + more, parts)
+    assert (len(sizes), sum(sizes)) == (parts, parts + more)
+    assert min(sizes) >= 1
+
+
+def test_distributions_refuse_what_they_cannot_be() -> None:
+    with pytest.raises(ValueError, match="cannot be split"):
+        split(random.Random(0), 3, 4)
+    with pytest.raises(ValueError, match=r"nothing between 0 and 2\.0 has mean 1\.0"):
+        LogNormal.with_moments(1.0, 1.1, 2.0)
+    with pytest.raises(ValueError, match="mean 80"):
+        TruncatedExponential.with_mean(80, 5, 150)
+
+
+def test_the_shapes_hold_far_out() -> None:
+    rng = random.Random(1)
+    steps = TruncatedExponential.with_mean(37, 5, 150)
+    drawn = [steps(rng) for _ in range(40_000)]
+    assert statistics.mean(drawn) == pytest.approx(37, rel=0.01)
+    assert 5 <= min(drawn) <= max(drawn) <= 150
+    power = BoundedPowerLaw(28_639, 32_768)
+    drawn = [power(rng) for _ in range(40_000)]
+    assert statistics.mean(drawn) == pytest.approx(28_639, rel=0.01)
+    assert max(drawn) <= 32_768
+    turns = RoundedNormal(10.9, 2.1)
+    drawn = [turns(rng) for _ in range(40_000)]
+    assert statistics.stdev(drawn) == pytest.approx(2.1, rel=0.01)
+    through = PercentileDistribution(((0.5, 1.0), (0.95, 10.0), (0.99, 20.0)))
+    assert [through.quantile(p) for p in (0.5, 0.95, 0.99, 0.999)] == pytest.approx([1.0, 10.0, 20.0, 20.0])
+    assert through.quantile(0.05) == pytest.approx(0.1)
+
+
+def test_of_another_variance_only_the_tools_times_differ() -> None:
+    even, uneven = (synthetic_programs(f"latency-cv:{cv}", count=20, seed=3) for cv in (0.5, 3.0))
+    lengths = [
+        [[(turn.append_tokens, turn.output_tokens) for turn in program.turns] for program in programs]
+        for programs in (even, uneven)
+    ]
+    assert lengths[0] == lengths[1]
+    assert [program.turns[0].tools for program in even] != [program.turns[0].tools for program in uneven]

@@ -1,0 +1,289 @@
+"""The disk below host memory in virtual time: its lanes, what is found there again, who has one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from simulator_small_runs import SmallRun
+from simulator_small_workload import SmallLoop, small_workload
+from sojourn_server.kv_offload.offload_jobs import (
+    BlockCopy,
+    CopyResult,
+    FileCopy,
+    OffloadJobs,
+    OffloadResults,
+)
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.simulator.latency.fitted_latency import FittedLatency
+from sojourn_server.simulator.latency.hardware_profile import load_hardware_profile
+from sojourn_server.simulator.latency.latency_profile_files import SHIPPED_PROFILES
+from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.latency.roofline import RooflineLatency
+from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, run_simulation, validate_specs
+from sojourn_server.simulator.simulator_policies import find_policy
+from sojourn_server.simulator.tier_transfers import TierTransfers
+from sojourn_server.vllm.kv_connector import StepOrders
+
+BLOCK_BYTES = 1000
+HOST_BLOCKS, DISK_BLOCKS = 24, 400
+
+
+class Links:
+    """A block takes a second to or from the device. The disk reads twice as fast as it writes."""
+
+    call_s = 0.0
+
+    def __init__(self, written_bytes_per_s: float = 500.0) -> None:
+        self.written_bytes_per_s = written_bytes_per_s
+
+    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
+        return kv_bytes / BLOCK_BYTES
+
+    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
+        return kv_bytes / (self.written_bytes_per_s * (1 if to_disk else 2))
+
+
+def files(*keys: bytes) -> list[FileCopy]:
+    return [FileCopy(slot, key) for slot, key in enumerate(keys)]
+
+
+def orders(**jobs: Any) -> StepOrders[OffloadJobs]:
+    return StepOrders(OffloadJobs(**jobs))
+
+
+def told(copies: TierTransfers, now: float) -> OffloadResults | None:
+    output = copies.finished(now)
+    return None if output is None else output.kv_connector_worker_meta.results
+
+
+# -- the lanes --------------------------------------------------------------------------------------
+
+
+def test_nothing_was_left_on_disk_before() -> None:
+    copies = TierTransfers(Links(), BLOCK_BYTES)
+    first = told(copies, 0.0)
+    assert first is not None
+    assert first.on_disk == []
+    assert told(copies, 100.0) is None
+    assert copies.next_done_s() == inf
+
+
+@pytest.mark.parametrize("slower", [1, 2])
+def test_each_direction_is_one_lane_first_come_first_served(slower: int) -> None:
+    """At 500 bytes/s a block of 1000 is written in 2 s, and read in 1 s; at half of it in 4 s and 2 s."""
+    copies = TierTransfers(Links(500.0 / slower), BLOCK_BYTES)
+    told(copies, 0.0)
+    assert (
+        copies.begin_step(orders(spills={1: files(b"a", b"b")}), 10.0) == 10.0
+    )  # no step waits for the disk
+    assert copies.next_done_s() == 10 + 4 * slower
+    copies.begin_step(orders(spills={2: files(b"c")}), 11.0)
+    wrote_s = 10 + 6 * slower  # the second behind the first
+    assert told(copies, 10 + 4 * slower - 0.01) is None
+    ended = told(copies, wrote_s)
+    assert ended is not None
+    assert list(ended.spilled.items()) == [
+        (1, {b"a": CopyResult.MOVED, b"b": CopyResult.MOVED}),
+        (2, {b"c": CopyResult.MOVED}),
+    ]
+    # Another write is no hindrance to reads: that lane is free.
+    began_s = wrote_s + 1
+    copies.begin_step(orders(spills={3: files(b"d")}, stages={4: files(b"a", b"b"), 5: files(b"c")}), began_s)
+    read = told(copies, began_s + 2 * slower)
+    assert read is not None
+    assert read.staged == {4: {b"a": CopyResult.MOVED, b"b": CopyResult.MOVED}}
+    assert read.spilled == {3: {b"d": CopyResult.MOVED}}
+    assert copies.next_done_s() == began_s + 3 * slower
+    last = told(copies, began_s + 3 * slower)
+    assert last is not None
+    assert last.staged == {5: {b"c": CopyResult.MOVED}}
+    assert copies.next_done_s() == inf
+    assert (copies.to_disk_bytes, copies.from_disk_bytes) == (4000, 3000)
+    assert (copies.to_host_bytes, copies.to_device_bytes) == (0, 0)
+
+
+def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:
+    copies = TierTransfers(Links(), BLOCK_BYTES)
+    told(copies, 0.0)
+    step = orders(
+        saves=[BlockCopy(7, 0), BlockCopy(8, 1)], stores={1: [BlockCopy(9, 2)]}, spills={2: files(b"a")}
+    )
+    assert copies.begin_step(step, 0.0) == 2.0
+    assert copies.next_done_s() == 3.0  # the store; the spill is over a second later
+    assert told(copies, 3.5).stored == {1: CopyResult.MOVED}  # type: ignore[union-attr]
+    assert copies.next_done_s() == 4.0
+
+
+def test_what_was_dropped_is_missing_and_may_be_written_again() -> None:
+    copies = TierTransfers(Links(), BLOCK_BYTES)
+    copies.begin_step(orders(spills={1: files(b"a", b"b")}), 0.0)
+    told(copies, 4.0)
+    copies.begin_step(orders(drops=[b"a", b"b"], spills={2: files(b"b")}), 4.0)
+    told(copies, 6.0)
+    copies.begin_step(orders(stages={3: files(b"a", b"b", b"never")}), 6.0)
+    read = told(copies, 9.0)
+    assert read is not None
+    assert read.staged == {
+        3: {b"a": CopyResult.MISSING, b"b": CopyResult.MOVED, b"never": CopyResult.MISSING}
+    }
+
+
+# -- bandwidths -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (SHIPPED_PROFILES / "hardware").glob("*.toml")))
+def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -> None:
+    hardware, model = load_hardware_profile(name), load_model_shape("llama-3.1-8b")
+    assert {"disk_read_bytes_per_s", "disk_write_bytes_per_s"} <= set(hardware.estimates)
+    for tp in (1, 2):
+        roofline = RooflineLatency(hardware, model, tp)
+        assert roofline.disk_s(6_500_000_000, to_disk=False) == 1.0
+        assert roofline.disk_s(7_000_000_000, to_disk=True) == 2.0
+
+
+def test_a_profile_without_a_disk_has_the_usual_one(tmp_path) -> None:
+    shipped = (SHIPPED_PROFILES / "hardware" / "h100.toml").read_text()
+    start, end = shipped.index("# A disk for KV"), shipped.index("[all_reduce_bytes_per_s]")
+    older, own = tmp_path / "older.toml", tmp_path / "own.toml"
+    older.write_text(shipped[:start] + shipped[end:])
+    own.write_text(shipped.replace("value = 6.5e9", "value = 13e9"))
+    usual = load_hardware_profile(str(older))
+    assert usual.disk_read_bytes_per_s == load_hardware_profile("h100").disk_read_bytes_per_s
+    assert "disk_write_bytes_per_s" in usual.estimates
+    assert "PM9A3" in dict(usual.sources)["disk_write_bytes_per_s"]
+    assert load_hardware_profile(str(own)).disk_read_bytes_per_s == 13e9
+    measured = FittedLatency(StepCosts(*[0.0] * 6), None, None)
+    assert measured.disk_s(3_500_000_000, to_disk=True) == 1.0
+    assert measured.disk_s(3_250_000_000, to_disk=False) == 0.5
+
+
+# -- whole runs -------------------------------------------------------------------------------------
+
+
+def small(policy: str, disk_blocks: int, loop: SmallLoop | None = None) -> SmallRun:
+    return SmallRun(policy, loop or small_workload(seed=7), host_blocks=HOST_BLOCKS, disk_blocks=disk_blocks)
+
+
+def again(made: SmallRun) -> int:
+    return sum(turn.regenerated_tokens for program in made.log.programs for turn in program.turns)
+
+
+def planner_of(made: SmallRun) -> Any:
+    return made.engine.scheduler.connector.planner
+
+
+@pytest.mark.parametrize("policy", ["saga+host", "continuum+host"])
+@pytest.mark.parametrize("programs", [12, 24])
+def test_what_host_memory_loses_is_loaded_from_disk(policy: str, programs: int) -> None:
+    loop = small_workload(seed=7, programs=programs)
+    without, below = small(policy, 0, loop), small(policy, DISK_BLOCKS, loop)
+    assert again(below) < again(without)
+    counts = planner_of(below).counts
+    assert counts["staged"] > 0
+    # In the small world a block counts as 64 bytes.
+    assert below.log.copied_from_disk_bytes == 64 * counts["staged"]
+    assert below.log.copied_to_disk_bytes >= 64 * counts["spilled"] > 0
+    assert without.log.copied_to_disk_bytes == without.log.copied_from_disk_bytes == 0
+    assert planner_of(without).counts["dropped_on_disk"] == 0
+
+
+@pytest.mark.parametrize("policy", ["saga+host", "mori"])
+def test_everybody_knows_of_the_disk_and_nothing_goes_wrong(policy: str) -> None:
+    made = small(policy, DISK_BLOCKS)
+    planner = planner_of(made)
+    pool = made.engine.scheduler.sojourn.program_scheduler.pool
+    assert pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
+    assert made.log.hook_failures == 0
+    assert all(program.finished_s is not None for program in made.log.programs)
+    assert 0 < planner.disk_blocks <= planner.counts["spilled"]
+    gone_wrong = {"failed", "spill_failed", "spill_missing", "stage_missing", "stage_failed"}
+    assert not gone_wrong & planner.counts.keys()
+    assert planner.under_way or not any(entry.pins for entry in planner.host)
+
+
+def test_a_full_disk_drops_what_was_longest_unused() -> None:
+    made = small("continuum+host", 20, small_workload(seed=7, programs=24))
+    planner = planner_of(made)
+    assert planner.counts["disk_dropped"] > 0
+    assert planner.counts["staged"] > 0
+    assert planner.counts["stage_missing"] == 0
+    assert planner.disk_blocks <= 20
+    assert made.log.hook_failures == 0
+
+
+def test_without_a_disk_the_engine_has_its_own_connector() -> None:
+    made = small("saga+host", 0)
+    assert type(made.engine.scheduler.connector).__name__ == "SojournConnector"
+    assert made.engine.scheduler.sojourn.program_scheduler.pool.disk_blocks == 0
+
+
+@pytest.mark.parametrize("policy", ["saga+host", "mori"])
+def test_a_run_with_a_disk_repeats(policy: str) -> None:
+    one, two = small(policy, DISK_BLOCKS), small(policy, DISK_BLOCKS)
+    assert one.decisions == two.decisions
+    assert one.log.programs == two.log.programs
+    assert one.log.copied_from_disk_bytes == two.log.copied_from_disk_bytes
+
+
+TINY = RunSpec(
+    policy="continuum+host",
+    workload="synthetic:continuum-bfcl",
+    programs=8,
+    until_s=20.0,
+    pool_tokens=8000,
+    max_model_len=8000,
+    cpu_ratio=0.25,
+)
+
+
+def test_the_ratio_is_of_the_devices_memory() -> None:
+    log = run_simulation(replace(TINY, disk_ratio=4.0)).log
+    assert (log.host_blocks, log.disk_blocks) == (125, 2000)
+    assert log.copied_to_disk_bytes > log.copied_from_disk_bytes > 0
+    assert log.copied_to_disk_bytes % (16 * 131_072) == 0
+    assert log.hook_failures == 0
+    plain = run_simulation(replace(TINY, policy="continuum", disk_ratio=4.0)).log
+    assert (plain.host_blocks, plain.disk_blocks, plain.copied_to_disk_bytes) == (0, 0, 0)
+
+
+# -- who has one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policies", "ratios", "message"),
+    [
+        (
+            "stock,lru-offload",
+            (1.0, 4.0),
+            "nobody among stock, lru-offload has a disk; expected a policy with",
+        ),
+        ("stock,mori", (0.0, 4.0), "mori: disk_ratio is 4 and cpu_ratio 0, no host memory; expected some"),
+        ("mori", (1.0, 1e-9), "disk_ratio is 1e-09; expected 0, or enough for a block of KV"),
+        ("mori", (1.0, -1.0), "disk_ratio is -1.0; expected a number ≥ 0"),
+        ("mori", (1.0, inf), "disk_ratio is inf; expected a number ≥ 0"),
+    ],
+)
+def test_a_disk_that_cannot_be_is_refused(policies: str, ratios: tuple[float, float], message: str) -> None:
+    specs = [
+        RunSpec(policy=policy, workload=TINY.workload, cpu_ratio=ratios[0], disk_ratio=ratios[1])
+        for policy in policies.split(",")
+    ]
+    with pytest.raises(SimulatorError) as error:
+        validate_specs(specs)
+    assert message in str(error.value)
+    if find_policy(specs[-1].policy).own_tiers:
+        with pytest.raises(SimulatorError):
+            run_simulation(specs[-1])
+
+
+def test_who_has_no_disk_may_stand_beside_who_has() -> None:
+    with_one, without = (
+        validate_specs(
+            [RunSpec(policy=p, workload=TINY.workload, disk_ratio=ratio) for p in ("stock", "mori")]
+        )
+        for ratio in (4.0, 0.0)
+    )
+    assert with_one == without

@@ -1,0 +1,97 @@
+"""A ``ProgramScheduler`` with one method an event, each of which goes through ``handle``, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sojourn.ids import ProgramId
+from sojourn_server.core import events_and_actions as ev
+from sojourn_server.core.lease_table import Lease
+from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.scheduler_state import RequestState
+from sojourn_server.policies.policy_views import ReclaimRequest
+from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
+
+
+class SchedulerDriver(ProgramScheduler):
+    """Collects orders in ``actions`` and refused requests in ``refused`` until the test takes them.
+
+    After every event the tables must be consistent (``ProgramScheduler.check``).
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.actions: list[ev.EngineAction] = []
+        self.refused: list[str] = []
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        actions = super().handle(event, now)
+        self.actions += [action for action in actions if isinstance(action, ev.EngineAction)]
+        self.refused += [action.request_id for action in actions if isinstance(action, ev.RequestRefused)]
+        self.check()
+        return actions
+
+    def take_actions(self) -> list[ev.EngineAction]:
+        actions, self.actions = self.actions, []
+        return actions
+
+    def tick(self, now: float) -> None:
+        self.handle(ev.Tick(), now)
+
+    def arrived(self, event: ev.RequestArrived, now: float) -> RequestState:
+        self.handle(event, now)
+        return self.request_states[event.request_id]
+
+    def admitted(self, event: ev.RequestAdmitted, now: float) -> None:
+        self.handle(event, now)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        self.handle(ev.FirstToken(request_id), now)
+
+    def preempted(self, request_id: str, now: float, **more: Any) -> RecoveryMethod:
+        (answer,) = self.handle(ev.RequestPreempted(request_id, **more), now)[-1:]
+        assert isinstance(answer, ev.RecoveryChosen)
+        return answer.method
+
+    def finished(self, event: ev.TurnFinished, now: float) -> Lease | None:
+        return ev.granted_lease(self.handle(event, now))
+
+    def untracked_request_left(self, request_id: str, now: float = 0.0) -> None:
+        self.handle(ev.UntrackedRequestLeft(request_id), now)
+
+    def make_room(
+        self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None
+    ) -> int:
+        """How many leases gave way."""
+        freed = {lease.program_id: freed_by(lease.program_id) for lease in self.leases} if freed_by else None
+        return len(self.handle(ev.BlocksNeeded(need, freed), now))
+
+    def may_admit(
+        self, request_state: RequestState, need_blocks: int, free_blocks: int, now: float, **more: Any
+    ) -> bool:
+        event = ev.AdmissionRequested(request_state.request_id, need_blocks, free_blocks, **more)
+        return ev.is_let_in(self.handle(event, now))
+
+    def victim(self, running: Sequence[Any], short_blocks: int, now: float) -> str | None:
+        return ev.chosen_request(self.handle(ev.VictimNeeded(short_blocks, running), now))
+
+    def plan_proactive_offload(
+        self, running: Sequence[Any], used_blocks: int, now: float, **more: Any
+    ) -> str | None:
+        return ev.chosen_request(self.handle(ev.DemandSampled(used_blocks, running, **more), now))
+
+    def guessed(self, request_id: str, at: int, remaining: Any, now: float, **more: Any) -> None:
+        self.handle(ev.OutputLengthPredicted(request_id, at, remaining, **more), now)
+
+    def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
+        self.handle(ev.BlockEvicted(block, owner, taker, score), now)
+
+    def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
+        return ev.granted_lease(self.handle(ev.CachedBlocksFound(program_id, blocks), now))
+
+    def prefetched(self, program_id: ProgramId, missing_blocks: int, now: float) -> None:
+        self.handle(ev.PrefetchStarted(program_id, missing_blocks), now)
+
+    def cache_reset(self, now: float) -> None:
+        self.handle(ev.CacheReset(), now)

@@ -1,0 +1,44 @@
+"""Files that appear whole or not at all, and what is no file stays what it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from sojourn_server.traces.atomic_files import write_atomically
+
+
+def test_all_or_none(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "old").write_bytes(b"before")
+    with pytest.raises(OSError, match="folder"):
+        write_atomically({tmp_path / "old": b"after", tmp_path / "folder": b"no file"})
+    assert (tmp_path / "old").read_bytes() == b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old"]
+    write_atomically({tmp_path / "old": b"after", tmp_path / "new" / "deep": b"x"})
+    assert (tmp_path / "old").read_bytes() == b"after"
+    assert (tmp_path / "new" / "deep").read_bytes() == b"x"
+
+
+def test_a_pipe_is_written_into_and_not_replaced(tmp_path: Path) -> None:
+    """As root, ``--json /dev/stdout`` would have made a plain file of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_atomically({pipe: b"told"})
+    reader.join(10.0)
+    assert read == [b"told"]
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+def test_a_full_device_is_an_error_and_stays_a_device(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically({Path("/dev/full"): b"x" * 100, tmp_path / "other": b"y"})
+    assert Path("/dev/full").is_char_device()
+    assert list(tmp_path.iterdir()) == []

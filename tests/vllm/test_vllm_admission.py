@@ -1,0 +1,199 @@
+"""Admission in vLLM's own scheduler: programs wait for it, other requests pass, and no request starves."""
+
+from __future__ import annotations
+
+import pytest
+from sojourn_server.core.events_and_actions import AdmissionRequested, is_let_in
+
+
+def prompt(start: int, tokens: int) -> range:
+    return range(start * 1000, start * 1000 + tokens)
+
+
+def running(engine) -> set[str]:
+    return {request.request_id for request in engine.scheduler.running}
+
+
+def status(engine, program: str) -> str:
+    return engine.ask("program", program_id=program)["status"]
+
+
+def crowd(make_engine, policy: str = "continuum"):
+    """Three programs of 20 blocks each in a pool of 100; each is expected to grow by 66 blocks."""
+    engine = make_engine(policy, blocks=101, max_model_len=2048)
+    for number in range(3):
+        engine.add(f"r{number}", prompt(1 + number, 320), program_id=f"P{number}", max_tokens=64)
+    engine.step()
+    return engine
+
+
+def test_a_program_waits_until_those_before_it_can_still_grow(make_engine):
+    engine = crowd(make_engine)
+    assert running(engine) == {"r0", "r1"}
+    assert status(engine, "P2") == "gated"
+    assert len(engine.scheduler.waiting) == 1
+    assert not engine.scheduler.waiting
+    assert running(crowd(make_engine, "continuum-paper")) == {"r0", "r1", "r2"}
+
+
+def test_admission_resumes_when_a_program_ends(make_engine):
+    engine = crowd(make_engine)
+    engine.abort("r0")
+    engine.step()
+    assert running(engine) == {"r1", "r2"}
+    assert status(engine, "P2") == "reasoning"
+    engine.run()
+    assert engine.ask("stats")["requests"] == 0
+
+
+def test_requests_without_a_program_need_no_admission(make_engine):
+    engine = crowd(make_engine)
+    engine.add("plain", prompt(9, 64), max_tokens=5)
+    engine.step()
+    assert "plain" in running(engine)
+    assert status(engine, "P2") == "gated"
+
+
+def test_a_gated_request_can_be_aborted(make_engine):
+    engine = crowd(make_engine)
+    engine.abort("r2")
+    engine.run()
+    assert engine.ask("stats")["requests"] == 0
+    assert engine.pool.get_num_free_blocks() == 100
+    assert status(engine, "P2") == "acting"
+
+
+def test_a_leased_program_is_not_asked_again(make_engine, clock):
+    """Also where the room would not do for it any more: it is the third to have come."""
+    engine = make_engine("continuum", blocks=101, max_model_len=2048)
+    context = {"kv_retention_ttl_seconds": 60}
+    for number in range(2):
+        engine.add(f"q{number}", prompt(20 + number, 16), program_id=f"P{number}")
+        engine.run()
+    engine.add("a1", prompt(1, 320), program_id="A", context=context)
+    engine.run()
+    for number in range(2):
+        engine.add(f"r{number}", prompt(5 + number, 320), program_id=f"P{number}", max_tokens=64)
+    engine.step()
+    engine.add("a2", [*prompt(1, 320), 7, *prompt(2, 40)], program_id="A", max_tokens=5)
+    engine.step()
+    assert "a2" in running(engine)
+
+
+@pytest.mark.parametrize(("shared", "inside"), [(True, {"r0", "r1"}), (False, {"r0"})])
+def test_what_a_program_shares_with_those_inside_needs_no_room(make_engine, shared, inside):
+    """Agents with one long system prompt: the second's prompt is mostly the first's blocks."""
+    engine = make_engine("continuum", blocks=151, max_model_len=2048)
+    for number in range(2):
+        system = prompt(70 if shared else 70 + number, 960)
+        engine.add(f"r{number}", [*system, *prompt(number, 16)], program_id=f"P{number}", max_tokens=64)
+        for _ in range(20):
+            engine.step()
+    assert running(engine) == inside
+
+
+def test_an_idle_engine_admits_despite_leases(make_engine, clock):
+    """C8 under the preset with the gate: the earlier program is only leased, and nothing runs."""
+    engine = make_engine("continuum", blocks=101, max_model_len=2048)
+    hint = {"kv_retention_ttl_seconds": 300}
+    engine.add("a1", prompt(1, 800), program_id="A", context=hint)
+    engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 1
+    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=10)
+    engine.step()
+    assert running(engine) == {"b1"}
+
+
+def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock):
+    engine = make_engine("continuum", blocks=101, max_model_len=2048, settings={"lease_budget_fraction": 1.0})
+    hint = {"kv_retention_ttl_seconds": 300}
+    engine.add("a1", prompt(1, 32), program_id="A")
+    engine.run()
+    engine.add("b1", prompt(2, 32), program_id="B")
+    engine.run()
+    for number in range(3, 6):
+        engine.add(f"c{number}", prompt(number, 400), program_id=f"C{number}", context=hint)
+        engine.run()
+    assert engine.ask("stats")["leases"]["count"] == 3
+    engine.add("a2", prompt(10, 64), program_id="A", max_tokens=60)
+    engine.step()
+    engine.add("b2", prompt(11, 640), program_id="B", max_tokens=30)
+    engine.step()
+    assert running(engine) == {"a2", "b2"}
+    assert engine.ask("stats")["leases"]["count"] < 3
+
+
+def test_a_program_that_waits_long_blocks_later_requests(make_engine, clock):
+    """Strangers pass it for a while; then it stands in their way, as the head of stock vLLM's queue would."""
+    engine = crowd(make_engine)
+    engine.add("early", prompt(9, 32), max_tokens=5)
+    engine.step()
+    assert "early" in running(engine)
+    clock.now += 31.0
+    engine.add("late", prompt(10, 32), max_tokens=5)
+    engine.step()
+    assert "late" not in running(engine)
+    engine.run()
+    assert engine.ask("stats")["requests"] == 0
+
+
+def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine, clock):
+    """The policy lets it in, the engine finds no blocks for it, and then the policy thinks better of it."""
+    engine = crowd(make_engine)
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    kept_out = next(r for r in engine.scheduler.requests.values() if r.num_output_tokens == 0)
+    request_state = program_scheduler.request_states[kept_out.request_id]
+    engine.step()
+    since = request_state.admission_blocked_since_s
+    assert since is not None
+
+    def asked(free_blocks):
+        event = AdmissionRequested(kept_out.request_id, 10, free_blocks, anything_running=True)
+        return is_let_in(program_scheduler.handle(event, clock.now))
+
+    clock.now += 20.0
+    assert asked(free_blocks=100_000)
+    clock.now += 1.0
+    assert not asked(free_blocks=0)
+    assert request_state.admission_blocked_since_s == since
+    clock.now += 10.0
+    assert program_scheduler.blocks_later_requests(kept_out.request_id, clock.now)
+    engine.run()
+    assert request_state.admission_blocked_since_s is None, "it was admitted"
+
+
+def test_a_second_request_of_a_program_inside_passes(make_engine):
+    engine = crowd(make_engine)
+    engine.add("branch", [*prompt(2, 320), *prompt(30, 16)], program_id="P1", max_tokens=8)
+    engine.step()
+    assert "branch" in running(engine)
+    assert status(engine, "P2") == "gated"
+
+
+def test_an_announcement_does_not_change_the_queue_order(make_engine):
+    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
+    engine.tell({"type": "program_start", "program_id": "EARLY", "seq": 0})
+    engine.add("first", prompt(1, 32), program_id="A")
+    engine.add("second", prompt(2, 32), program_id="EARLY")
+    assert [request.request_id for request in engine.scheduler.waiting] == ["first", "second"]
+
+
+def test_an_ended_programs_id_used_again_stands_at_the_end(make_engine):
+    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
+    engine.add("a1", prompt(1, 32), program_id="A")
+    engine.run()
+    engine.tell({"type": "program_end", "program_id": "A", "seq": 1})
+    engine.add("b1", prompt(2, 32), program_id="B")
+    engine.add("a2", prompt(3, 32), program_id="A")
+    assert [request.request_id for request in engine.scheduler.waiting] == ["b1", "a2"]
+
+
+def test_programs_pass_the_gate_in_the_order_of_their_arrival(make_engine):
+    engine = make_engine("continuum", blocks=101, max_model_len=2048)
+    order = []
+    for number in range(8):
+        engine.add(f"r{number}", prompt(number, 320), program_id=f"P{number}", max_tokens=30)
+    while engine.scheduler.has_unfinished_requests():
+        planned = engine.step().planned
+        order += [new.req_id for new in planned.scheduled_new_reqs]
+    assert order == [f"r{number}" for number in range(8)]

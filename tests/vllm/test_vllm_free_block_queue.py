@@ -1,0 +1,630 @@
+"""The queue of free blocks alone, against a naive model of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+Left = tuple[float, int] | None
+ScoreOf = Callable[[str, Left], Any]
+BLOCKS = 14
+NEWEST = math.inf
+FEW_LEFT = 3
+PROGRAMS = [f"P{number}" for number in range(20)]
+
+
+def make_blocks(count: int) -> list[Any]:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    return [KVCacheBlock(number) for number in range(count)]
+
+
+def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any = None) -> Any:
+    from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+    return ProgramFreeBlockQueue(
+        FreeKVCacheBlockQueue(list(blocks)),
+        evicted=evicted or (lambda *_: None),
+        scorer=ByScore(score) if score is not None else None,
+        failed=reraise,
+    )
+
+
+def reraise(error: Exception) -> None:
+    raise error
+
+
+class ByScore:
+    """An order without a scale of its own: a bucket's standing is its score at that time."""
+
+    def __init__(self, score: ScoreOf) -> None:
+        self.standing = score
+        self.shift = 0.0
+
+    def score(self, standing: Any) -> Any:
+        """The shift is one that changes the order."""
+        return (standing[0] * (-1.0 if self.shift else 1.0), *standing[1:])
+
+
+def give_hash(block: Any) -> None:
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+    block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"%032d" % block.block_id), 0))
+
+
+def cached(queue: Any, count: int, program_id: str) -> list[Any]:
+    """``count`` blocks taken from the queue, hashed and owned by the program."""
+    blocks = queue.popleft_n(count)
+    for block in blocks:
+        give_hash(block)
+    queue.own(blocks, program_id)
+    return blocks
+
+
+def ids(blocks: Iterable[Any]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+# --- each defect once --------------------------------------------------------
+
+
+def test_a_program_that_ends_after_a_reset_leaves_no_block_behind() -> None:
+    """Free, bucketed blocks lose hash and owner; the next allocation got the list's fake end for a block."""
+    blocks = make_blocks(4)
+    queue = make_queue(blocks, score=lambda program_id, left: (0.0,))
+    queue.append_n(cached(queue, 4, "P"))
+    for block in blocks:
+        block.reset_hash()
+    assert sorted(queue.remove_owner("P")) == [0, 1, 2, 3]
+    assert ids(queue.popleft_n(1)) != [-1]
+    assert {queue.popleft().block_id, *ids(queue.popleft_n(2))} < {0, 1, 2, 3}
+    assert queue.num_free_blocks == 0
+    with pytest.raises(ValueError, match="No free blocks"):
+        queue.popleft()
+
+
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_an_ended_program_alone_used_goes_next(by_program: bool) -> None:
+    queue = make_queue(make_blocks(8), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    ended, other = cached(queue, 3, "P"), cached(queue, 2, "Q")
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append_n([stranger, *other, *reversed(ended)])
+    assert queue.remove_owner("P") == [2, 1, 0]
+    order = [6, 7, 2, 1, 0, 5, 3, 4]
+    assert ids(queue.get_all_free_blocks()) == order
+    assert ids(queue.popleft_n(8)) == order
+
+
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_several_programs_have_used_outlives_them(by_program: bool) -> None:
+    """The last one's end threw it away, and the next program that began alike computed it again."""
+    queue = make_queue(make_blocks(6), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    beginning = cached(queue, 2, "P")
+    queue.own(beginning, "Q")
+    own = cached(queue, 1, "P")
+    queue.append_n([*own, *reversed(beginning)])
+    assert queue.remove_owner("P") == ids(own)
+    assert queue.remove_owner("Q") == [1, 0]
+    assert ids(queue.get_all_free_blocks()) == [3, 4, 5, 2, 1, 0]
+    queue.remove(own[0])  # a later program begins like this one, too
+    queue.own(own, "R")
+    queue.append_n(own)
+    assert queue.remove_owner("R") == [2]
+    assert ids(queue.popleft_n(6)) == [3, 4, 5, 1, 0, 2]
+
+
+@pytest.mark.parametrize("by_program", [False, True])
+def test_what_still_runs_when_its_program_ends_goes_next_once_it_is_freed(by_program: bool) -> None:
+    queue = make_queue(make_blocks(4), score=(lambda program_id, left: (0.0,)) if by_program else None)
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append(stranger)
+    running = cached(queue, 2, "P")
+    assert queue.remove_owner("P") == [2, 1]
+    queue.append_n(list(reversed(running)))
+    assert ids(queue.popleft_n(4)) == [3, 2, 1, 0]
+
+
+def test_an_end_in_mid_turn_makes_nothing_common() -> None:
+    """Its turn over, the program owns its blocks anew: they were taken for another program's, and kept."""
+    queue = make_queue(make_blocks(4))
+    running = cached(queue, 2, "P")
+    assert queue.remove_owner("P") == [1, 0]
+    queue.own(running, "P")
+    assert queue.remove_owner("P") == [1, 0]
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append_n([stranger, *reversed(running)])
+    assert ids(queue.popleft_n(4)) == [3, 1, 0, 2]
+
+
+def test_a_block_reused_without_a_program_is_shared() -> None:
+    queue = make_queue(make_blocks(3))
+    blocks = cached(queue, 2, "P")
+    queue.append_n(list(reversed(blocks)))
+    queue.remove_owner("P")
+    queue.remove(blocks[0])
+    queue.append(blocks[0])
+    assert ids(queue.get_all_free_blocks()) == [2, 1, 0]
+    stranger = queue.popleft()
+    give_hash(stranger)
+    queue.append(stranger)
+    assert ids(queue.popleft_n(3)) == [1, 0, 2]
+
+
+def test_a_prefix_that_others_used_before_a_program_did_outlives_it() -> None:
+    queue = make_queue(make_blocks(4))
+    other = cached(queue, 1, "Q")
+    prefix = queue.popleft()
+    give_hash(prefix)
+    queue.append(prefix)
+    queue.remove(prefix)  # the program finds it
+    queue.own([prefix], "P")
+    queue.append_n([prefix, *other])
+    queue.remove_owner("P")
+    queue.remove_owner("Q")
+    assert ids(queue.popleft_n(4)) == [2, 3, 0, 1]
+
+
+def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
+    scores = {"P": (2.0,), "Q": (1.0,)}
+    queue = make_queue(make_blocks(5), score=lambda program_id, left: scores[program_id])
+    both = [*cached(queue, 2, "P"), *cached(queue, 2, "Q")]
+    queue.append_n(both)
+    before = ids(queue.get_all_free_blocks())
+    assert before == [4, 2, 3, 0, 1]
+    for block in both:
+        block.reset_hash()
+    queue.clear_owners()
+    assert len(queue.owners) == 0
+    assert queue.remove_owner("P") == []
+    assert sorted(ids(queue.get_all_free_blocks())) == sorted(before)
+    assert ids(queue.popleft_n(5)) == [2, 3, 0, 1, 4]
+
+
+def test_many_changes_of_score_lose_no_bucket() -> None:
+    """Tidying the heap while a bucket is being filled dropped that bucket."""
+    queue = make_queue(make_blocks(3), score=lambda program_id, left: (0.0,))
+    first, second = cached(queue, 2, "P")
+    for _ in range(500):
+        queue.append(first)
+        queue.rescore("P")
+        queue.append(second)
+        queue.remove(first)
+        queue.remove(second)
+    queue.append_n([first, second])
+    assert len(queue._order.heap) < 200
+    assert ids(queue.popleft_n(3)) == [2, 0, 1]
+
+
+def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
+    """A program's abandoned branch was kept for as long as the program was worth keeping."""
+    queue = make_queue(make_blocks(7), score=lambda program_id, left: (-1.0 if left else ord(program_id),))
+    old = cached(queue, 2, "Q")
+    queue.append_n(old)
+    queue.mark_abandoned("Q", 5.0)  # its next turn began anew
+    assert queue.left("Q") == {5.0: 2}
+    queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
+    assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
+    queue.remove(old[0])  # another turn goes back to that branch
+    assert (queue.abandoned_reused, queue.abandoned_evicted) == (1, 0)
+    queue.append(old[0])
+    assert ids(queue.popleft_n(7)) == [6, 1, 4, 5, 2, 3, 0]
+    assert (queue.abandoned_reused, queue.abandoned_evicted) == (1, 1)
+
+
+def test_owning_again_costs_the_same_however_many_programs_share() -> None:
+    queue = make_queue(make_blocks(100))
+    blocks = queue.popleft_n(100)
+    for block in blocks:
+        give_hash(block)
+    for number in range(400):
+        queue.own(blocks, f"P{number}")
+    spent_s = []
+    for number in range(50):
+        started = time.perf_counter()
+        queue.own(blocks, f"P{number}")
+        spent_s.append(time.perf_counter() - started)
+    assert min(spent_s) < 0.0005  # it took 3.6 ms; a fraction of it even on a busy machine
+
+
+def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> None:
+    evictions: list[tuple[int, bool]] = []
+    queue = make_queue(
+        make_blocks(4),
+        score=lambda program_id, left: (0.0,),
+        evicted=lambda block, owner, score: evictions.append((block.block_id, isinstance(owner, str))),
+    )
+    prefix = queue.popleft_n(2)
+    own = cached(queue, 1, "P0")
+    for block in prefix:
+        give_hash(block)
+    for number in range(16):
+        queue.own(prefix, f"P{number}")
+    assert len(queue.owners.names(0)) == 16
+    for number in range(16, 1000):
+        queue.own(prefix, f"P{number}")
+    assert queue.owners.blocks == {"P0": {own[0].block_id: own[0]}}
+    assert len(queue.owners) == 3
+    queue.append_n([*prefix, *own])
+    for number in range(1000):
+        assert queue.remove_owner(f"P{number}") == (ids(own) if number == 0 else [])
+    assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
+    assert evictions == [(2, True), (0, False), (1, False)]
+    assert len(queue.owners) == 0
+
+
+def test_the_walk_after_a_cursor_is_lazy() -> None:
+    scores = {"P": (2.0,), "Q": (1.0,)}
+    queue = make_queue(make_blocks(8), score=lambda program_id, left: scores[program_id])
+    queue.append_n([*cached(queue, 2, "P"), *cached(queue, 2, "Q")])
+    order = queue.get_all_free_blocks()
+    assert ids(order) == [4, 5, 6, 7, 2, 3, 0, 1]
+    assert ids(queue.iter_blocks_after(None)) == ids(order)
+    for position, block in enumerate(order):
+        assert ids(queue.iter_blocks_after(block)) == ids(order[position + 1 :])
+    walk = queue.iter_blocks_after(None)
+    assert next(walk) is order[0]
+    queue.remove(order[7])  # not visited yet, so not copied yet
+    assert ids(walk) == ids(order[1:7])
+
+
+# --- against a model ---------------------------------------------------------
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every operation on the queue and on a model that keeps plain lists."""
+
+    by_program = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = {program_id: (0.0, float(n)) for n, program_id in enumerate(PROGRAMS)}
+        self.blocks = make_blocks(BLOCKS)
+        self.evictions: list[int] = []
+        self.queue = make_queue(
+            self.blocks,
+            score=self.standing if self.by_program else None,
+            evicted=lambda block, owner, score: self.evictions.append(block.block_id),
+        )
+        self.list = list(range(BLOCKS))
+        self.buckets: dict[tuple[str, float], list[int]] = {}
+        self.left = [0, 0]
+        self.owners: dict[int, set[str]] = {}
+        self.ended: list[int] = []
+        self.used_by: dict[int, set[str]] = {}
+        """Cached block → programs that used it, and "somebody" for a reuse without an owner."""
+        self.upside_down = False
+        self.many: set[int] = set()
+        self.taken: list[int] = []
+
+    # what the model knows
+
+    def standing(self, program_id: str, left: Left) -> tuple[float, ...]:
+        score, rank = self.scores[program_id]
+        return (score, rank) if left is None else (score - 1.5 - left[0] % 3, rank, left[0])
+
+    def score(self, program_id: str, used_s: float) -> tuple[float, ...]:
+        score, *rest = self.standing(program_id, None if used_s == NEWEST else (used_s, 0))
+        return (-score if self.upside_down else score, *rest)
+
+    def order(self) -> list[int]:
+        names = sorted(self.buckets, key=lambda name: self.score(*name) if name[0] else (NEWEST,))
+        first = list(itertools.takewhile(lambda b: self.blocks[b].block_hash is None, self.list))
+        rest = self.list[len(first) :]
+        return [*first, *self.ended, *rest, *(b for name in names for b in self.buckets[name])]
+
+    def bucket_name(self, block_id: int) -> tuple[str, float] | None:
+        if not self.by_program or self.blocks[block_id].block_hash is None:
+            return None
+        owners = self.owners.get(block_id, set())
+        if block_id in self.many or len(owners) > 1:
+            return ("", NEWEST)
+        return (next(iter(owners)), NEWEST) if owners else None
+
+    def take_out(self, block_id: int) -> None:
+        for line in (self.list, self.ended, *self.buckets.values()):
+            if block_id in line:
+                line.remove(block_id)
+        self.buckets = {name: bucket for name, bucket in self.buckets.items() if bucket}
+
+    def file(self, block_id: int) -> None:
+        name = self.bucket_name(block_id)
+        if block_id in self.blocks_of_ended():
+            self.ended.append(block_id)
+        else:
+            (self.list if name is None else self.buckets.setdefault(name, [])).append(block_id)
+
+    def blocks_of_ended(self) -> set[int]:
+        """Those that one program alone has ever used, and that has ended."""
+        return {
+            block_id
+            for block_id, users in self.used_by.items()
+            if len(users) == 1
+            and users <= set(PROGRAMS)
+            and not self.owners.get(block_id)
+            and block_id not in self.many
+            and self.blocks[block_id].block_hash is not None
+        }
+
+    def is_left(self, block_id: int) -> bool:
+        return any(block_id in bucket for name, bucket in self.buckets.items() if name[1] != NEWEST)
+
+    def refile(self, block_ids: Iterable[int]) -> None:
+        """Of these, blocks in a bucket that is not theirs any more go to where they belong."""
+        for block_id in block_ids:
+            name = next((n for n, bucket in self.buckets.items() if block_id in bucket), None)
+            if block_id in self.ended:
+                name = ("nobody", NEWEST)
+            belongs = self.bucket_name(block_id)
+            if name is None or (belongs is not None and name[0] == belongs[0]):
+                continue
+            self.take_out(block_id)
+            if self.blocks[block_id].block_hash is None:
+                self.list.insert(0, block_id)
+            else:
+                self.file(block_id)
+
+    def popped(self, expected: list[int], got: list[Any]) -> None:
+        assert ids(got) == expected
+        ended = self.blocks_of_ended()
+        heard = [
+            block_id
+            for block_id in expected
+            if (self.owners.get(block_id) or block_id in self.many or block_id in ended)
+            and self.blocks[block_id].block_hash is not None
+        ]
+        assert self.evictions == heard
+        self.evictions.clear()
+        for block_id in expected:
+            self.left[1] += self.is_left(block_id)
+            self.take_out(block_id)
+            self.owners.pop(block_id, None)
+            self.many.discard(block_id)
+            self.used_by.pop(block_id, None)
+            self.blocks[block_id].reset_hash()
+        self.taken += expected
+
+    # what can happen
+
+    @initialize()
+    def some_are_in_use(self) -> None:
+        self.popleft_n_of(BLOCKS // 2)
+
+    def popleft_n_of(self, count: int) -> None:
+        expected = self.order()[:count]
+        self.popped(expected, self.queue.popleft_n(count))
+
+    @rule(data=st.data())
+    def popleft_n(self, data: st.DataObject) -> None:
+        self.popleft_n_of(data.draw(st.integers(0, len(self.order()))))
+
+    @precondition(lambda self: self.order())
+    @rule()
+    def popleft(self) -> None:
+        self.popped(self.order()[:1], [self.queue.popleft()])
+
+    @precondition(lambda self: not self.order())
+    @rule()
+    def popleft_of_nothing(self) -> None:
+        with pytest.raises(ValueError, match="No free blocks"):
+            self.queue.popleft()
+
+    @precondition(lambda self: self.order())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.order()))
+        self.left[0] += self.is_left(block_id)
+        if (self.owners_of_any() or self.ended_of_any()) and not (
+            self.owners.get(block_id) or block_id in self.many
+        ):
+            self.used_by.setdefault(block_id, set()).add("somebody")
+        self.queue.remove(self.blocks[block_id])
+        self.take_out(block_id)
+        self.taken.append(block_id)
+
+    def owners_of_any(self) -> bool:
+        return any(self.owners.values()) or bool(self.many)
+
+    def ended_of_any(self) -> bool:
+        return any(
+            len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(b) and b not in self.many
+            for b, users in self.used_by.items()
+        )
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def hash_and_own(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
+        for block_id in chosen:
+            if self.blocks[block_id].block_hash is None:
+                give_hash(self.blocks[block_id])
+        self.own_by(chosen, data.draw(st.lists(st.sampled_from(PROGRAMS), max_size=3)))
+
+    @rule(data=st.data())
+    def own_anything(self, data: st.DataObject) -> None:
+        """Blocks in use and free ones; a free block that had no owner stays where it is."""
+        chosen = data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True))
+        self.own_by(chosen, data.draw(st.lists(st.sampled_from(PROGRAMS), max_size=20, unique=True)))
+
+    def own_by(self, block_ids: list[int], program_ids: list[str]) -> None:
+        for program_id in program_ids:
+            self.queue.own([self.blocks[block_id] for block_id in block_ids], program_id)
+            for block_id in block_ids:
+                if block_id in self.many:
+                    continue
+                owners = self.owners.setdefault(block_id, set())
+                alone = len(owners) == 1 and program_id not in owners
+                owners.add(program_id)
+                self.used_by.setdefault(block_id, set()).add(program_id)
+                if len(owners) > 16:
+                    self.many.add(block_id)
+                    del self.owners[block_id]
+                # Only a second owner changes where it belongs; what else changed meanwhile (a lost hash)
+                # is not looked at again.
+                if alone:
+                    self.refile([block_id])
+
+    @rule(program_id=st.sampled_from(PROGRAMS))
+    def remove_owner(self, program_id: str) -> None:
+        mine = [block_id for block_id, owners in self.owners.items() if program_id in owners]
+        orphans = self.queue.remove_owner(program_id)
+        assert sorted(orphans) == sorted(b for b in mine if self.owners[b] == {program_id})
+        for block_id in mine:
+            self.owners[block_id].discard(program_id)
+        # Which of them comes first is the queue's affair; where they are filed is not.
+        after = ids(self.queue.get_all_free_blocks())
+        moved = sorted((b for b in mine if b in after), key=after.index)
+        hashed = [b for b in moved if self.blocks[b].block_hash is not None]
+        unhashed = [b for b in reversed(moved) if self.blocks[b].block_hash is None]
+        self.refile(b for b in [*hashed, *unhashed] if len(self.owners[b]) == 1)
+        for block_id in orphans:
+            del self.owners[block_id]
+            if self.blocks[block_id].block_hash is None and len(self.used_by[block_id]) == 1:
+                del self.used_by[block_id]  # it cannot be found again
+        for block_id in [b for b in [*hashed, *unhashed] if b in orphans]:
+            if block_id in self.list and block_id not in self.blocks_of_ended():
+                continue
+            self.take_out(block_id)
+            if self.blocks[block_id].block_hash is None:
+                self.list.insert(0, block_id)
+            else:
+                self.file(block_id)
+
+    @rule(program_id=st.sampled_from(PROGRAMS), used_s=st.integers(0, 9))
+    def mark_abandoned(self, program_id: str, used_s: float) -> None:
+        left = self.buckets.pop((program_id, NEWEST), [])
+        if left:
+            self.buckets.setdefault((program_id, used_s), []).extend(left)
+            before = [name for name in self.buckets if name[0] == program_id]
+            if len(before) > FEW_LEFT:
+                self.buckets[before[0]] += self.buckets.pop(before[1])
+        self.queue.mark_abandoned(program_id, used_s)
+
+    @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
+    def rescore(self, program_id: str, score: int) -> None:
+        self.scores[program_id] = (float(score), self.scores[program_id][1])
+        self.queue.rescore(program_id)
+
+    @rule(shift=st.sampled_from([-1.0, 1.0]), odd=st.booleans())
+    def rescore_many(self, shift: float, odd: bool) -> None:
+        """What scores are measured in has changed: those of many programs at once, and their order."""
+        for number, program_id in enumerate(PROGRAMS):
+            if number % 2 == odd:
+                score, rank = self.scores[program_id]
+                self.scores[program_id] = (score + shift, rank)
+        for name in PROGRAMS:
+            self.queue.rescore(name)
+
+    @rule()
+    def the_scale_moves(self) -> None:
+        """Change all scores and no standing."""
+        self.upside_down = not self.upside_down
+        if self.by_program:
+            self.queue._order.by.shift = float(self.upside_down)
+        self.queue.rescale()
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        block_id = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        self.queue.append(self.blocks[block_id])
+        self.file(block_id)
+
+    @rule(data=st.data())
+    def append_n(self, data: st.DataObject) -> None:
+        for block_id in (chosen := self.choose(data)):
+            self.file(block_id)
+        self.queue.append_n([self.blocks[block_id] for block_id in chosen])
+
+    @rule(data=st.data())
+    def prepend_n(self, data: st.DataObject) -> None:
+        chosen = self.choose(data)
+        self.list[:0] = chosen
+        self.queue.prepend_n([self.blocks[block_id] for block_id in chosen])
+
+    def choose(self, data: st.DataObject) -> list[int]:
+        chosen = data.draw(st.lists(st.sampled_from(self.taken), unique=True)) if self.taken else []
+        self.taken = [block_id for block_id in self.taken if block_id not in chosen]
+        return chosen
+
+    @rule(lost=st.sets(st.integers(0, BLOCKS - 1)))
+    def hashes_are_lost(self, lost: set[int]) -> None:
+        """The pool was reset, or a connector found blocks invalid: the queue is not told."""
+        for block_id in lost:
+            self.blocks[block_id].reset_hash()
+
+    @rule()
+    def clear_owners(self) -> None:
+        bucketed = [*self.ended, *(b for b in self.order() if b not in self.list and b not in self.ended)]
+        unhashed = [block_id for block_id in bucketed if self.blocks[block_id].block_hash is None]
+        self.list = [*unhashed, *self.list, *(block_id for block_id in bucketed if block_id not in unhashed)]
+        self.buckets.clear()
+        self.ended.clear()
+        self.used_by.clear()
+        self.owners.clear()
+        self.many.clear()
+        self.queue.clear_owners()
+
+    # what holds at all times
+
+    @invariant()
+    def the_order_is_the_models(self) -> None:
+        order = self.order()
+        assert ids(self.queue.get_all_free_blocks()) == order
+        assert ids(self.queue.iter_blocks_after(None)) == order
+        for place, block_id in enumerate(order):
+            assert ids(self.queue.iter_blocks_after(self.blocks[block_id])) == order[place + 1 :]
+        assert self.queue.num_free_blocks == len(order) == len(set(order))
+        assert sorted([*order, *self.taken]) == list(range(BLOCKS))
+        assert [self.queue.abandoned_reused, self.queue.abandoned_evicted] == self.left
+        for program_id in PROGRAMS:
+            left = {
+                (p, used_s): len(bucket) for (p, used_s), bucket in self.buckets.items() if p == program_id
+            }
+            left.pop((program_id, NEWEST), None)
+            assert self.queue.left(program_id) == {used_s: blocks for (_, used_s), blocks in left.items()}
+
+    @invariant()
+    def owners_are_the_models(self) -> None:
+        owned = {block_id: owners for block_id, owners in self.owners.items() if owners}
+        assert len(self.queue.owners) == len(owned) + len(self.many)
+        for block_id in range(BLOCKS):
+            assert self.queue.owners.names(block_id) == owned.get(block_id, set())
+
+    def teardown(self) -> None:
+        expected = self.order()
+        assert ids(self.queue.popleft_n(len(expected))) == expected
+
+
+class ByProgramMachine(QueueMachine):
+    by_program = True
+
+
+@pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (ByProgramMachine, 250)])
+def test_the_queue_does_what_its_model_does(
+    machine: type[QueueMachine], examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an order by program, 10,000 operations."""
+    monkeypatch.setattr("sojourn_server.vllm.free_block_queue.MAX_ABANDONED_BUCKETS", FEW_LEFT)
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,669 @@
+"""Hidden states out of a worker and into the scheduler: which, whose, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sojourn_server.launch.serve_command import WORKER_CLASSES
+from sojourn_server.predictors.background_trainer import LengthPrediction
+from sojourn_server.predictors.length_trainer import LengthTrainer
+from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
+from sojourn_server.vllm import hidden_state_capture, length_predictor
+from sojourn_server.vllm import scheduler_adapter as adapter_module
+from sojourn_server.vllm.hidden_state_capture import (
+    CAPTURE_EVERY_STEPS,
+    OUTPUT_ATTRIBUTE,
+    WARN_AFTER_STEPS,
+    HiddenStateCapture,
+    HiddenStateRows,
+    HiddenStateWorkerMixin,
+)
+from sojourn_server.vllm.length_predictor import are_read, model_name
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+HIDDEN, VOCABULARY = 8, 20
+
+
+def states_of(request_ids: list[str], step: int = 0) -> torch.Tensor:
+    """A row each, which tells whose it is and when."""
+    rows = [[float(sum(map(ord, name))), float(step)] + [1.0] * (HIDDEN - 2) for name in request_ids]
+    return torch.tensor(rows)
+
+
+# -- in the worker ----------------------------------------------------------------------------
+
+
+class Model:
+    """Hidden states to logits, and whatever it was given besides."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self.given: list[tuple[Any, dict[str, Any]]] = []
+
+    def compute_logits(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.given.append((args, kwargs))
+        return states @ self.weight
+
+
+class FirstRunner:
+    """vLLM's first model runner, as far as it is looked at: the batch is the runner's."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.input_batch = SimpleNamespace(req_ids=[])
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def logits(self, states: torch.Tensor, request_ids: list[str]) -> torch.Tensor:
+        self.input_batch.req_ids = request_ids
+        return self.model.compute_logits(states)
+
+
+class SecondRunner:
+    """The second: the batch is handed from call to call."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states)
+
+    def logits(self, states: torch.Tensor, request_ids: list[str]) -> torch.Tensor:
+        return self.sample(states, SimpleNamespace(req_ids=request_ids), None)
+
+
+RUNNERS = pytest.mark.parametrize("runner_class", [FirstRunner, SecondRunner])
+
+
+class Worker:
+    """One of vLLM's, as far as it is looked at."""
+
+    runner_class: type = FirstRunner
+    later = False
+
+    def load_model(self, *, fails: bool = False) -> None:
+        self.model_runner = self.runner_class()
+        self.logits: list[torch.Tensor] = []
+        self._ids: list[str] = []
+
+    def execute_model(self, scheduler_output: Any, intermediate: Any = None) -> Any:
+        self._ids = scheduler_output.ids
+        if not self._ids:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        states = states_of(self._ids, scheduler_output.step).repeat_interleave(scheduler_output.rows, dim=0)
+        self.logits.append(self.model_runner.logits(states, self._ids))
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = ModelRunnerOutput(self._ids, {name: n for n, name in enumerate(self._ids)}, [[1]])
+        return OnItsWay(output) if self.later else output
+
+
+class OnItsWay(AsyncModelRunnerOutput):
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self.output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self.output
+
+
+def tapping(**more: Any) -> Any:
+    worker = type("Tapping", (HiddenStateWorkerMixin, Worker), more)()
+    worker.load_model()
+    return worker
+
+
+def step(worker: Any, ids: list[str], number: int = 0, rows: int = 1) -> Any:
+    planned = SimpleNamespace(ids=ids, step=number, rows=rows, total_num_scheduled_tokens=len(ids))
+    output = worker.execute_model(planned)
+    output = worker.sample_tokens(None) if output is None else output
+    return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
+
+
+def carried(output: Any) -> HiddenStateRows | None:
+    return getattr(output, OUTPUT_ATTRIBUTE, None)
+
+
+@pytest.fixture(autouse=True)
+def last_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker of these is in any."""
+    monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: True)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged: vLLM's loggers hand nothing on."""
+    lines: list[str] = []
+    for module in (hidden_state_capture, length_predictor):
+        for level in ("error", "warning"):
+            monkeypatch.setattr(module.logger, level, lambda text, *args, **_: lines.append(text % args))
+    return lines
+
+
+@RUNNERS
+@pytest.mark.parametrize("later", [False, True])
+def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_another(
+    runner_class: type, later: bool
+) -> None:
+    ours, plain = tapping(runner_class=runner_class, later=later), Worker()
+    plain.runner_class = runner_class  # type: ignore[misc]
+    plain.load_model()
+    found = {}
+    for number in range(1, 3 * CAPTURE_EVERY_STEPS + 1):
+        ids = [f"r{number % 5}", "b", "a"][: 1 + number % 3]
+        output = step(ours, ids, number)
+        step(plain, ids, number)
+        assert torch.equal(ours.logits[-1], plain.logits[-1])
+        assert output.req_ids == ids
+        if carried(output) is not None:
+            found[number] = carried(output)
+    assert list(found) == [1, 1 + CAPTURE_EVERY_STEPS, 1 + 2 * CAPTURE_EVERY_STEPS]
+    for number, rows in found.items():
+        ids = [f"r{number % 5}", "b", "a"][: 1 + number % 3]
+        assert rows is not None
+        assert rows.request_ids == tuple(ids)
+        assert torch.equal(rows.states, states_of(ids, number))
+
+
+def test_what_else_the_model_is_given_reaches_it() -> None:
+    runner = FirstRunner()
+    HiddenStateCapture(runner)
+    runner.model.compute_logits(states_of(["a"]), "x", y=3)
+    assert runner.model.given == [(("x",), {"y": 3})]
+
+
+@RUNNERS
+def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) -> None:
+    worker = tapping(runner_class=runner_class)
+    worker.model_runner.logits(states_of(["warm"]), ["warm"])
+    assert worker._sojourn_capture.take() is None
+    for _ in range(3 * CAPTURE_EVERY_STEPS):
+        step(worker, [])
+    rows = carried(step(worker, ["a"]))
+    assert rows is not None, "the first that has anything to do"
+    assert rows.request_ids == ("a",)
+    for _ in range(3 * CAPTURE_EVERY_STEPS):
+        step(worker, [])
+        worker.model_runner.logits(states_of(["warm"]), ["warm"])
+    assert carried(step(worker, ["a"])) is None, "such steps do not count"
+
+
+@RUNNERS
+def test_the_copy_is_not_the_runners_memory(runner_class: type) -> None:
+    runner = runner_class()
+    tap = HiddenStateCapture(runner)
+    tap.step()
+    states = states_of(["a"])
+    runner.logits(states, ["a"])
+    states.zero_()
+    rows = tap.take()
+    assert rows is not None
+    assert torch.equal(rows.states, states_of(["a"]))
+    assert tap.take() is None, "each only once"
+
+
+@RUNNERS
+def test_several_rows_a_request_are_left_alone(runner_class: type, said: list[str]) -> None:
+    """As speculative decoding has them, and as the prompt's logprobs do, that are asked for after."""
+    worker = tapping(runner_class=runner_class)
+    for number in range(2 * CAPTURE_EVERY_STEPS):
+        assert carried(step(worker, ["a", "b"], number, rows=3)) is None
+    assert said == []
+
+
+def test_the_prompts_logprobs_of_the_same_step_are_not_taken_for_its_states() -> None:
+    runner = FirstRunner()
+    tap = HiddenStateCapture(runner)
+    tap.step()
+    runner.logits(states_of(["a", "b"], 1), ["a", "b"])
+    runner.model.compute_logits(states_of(["p", "q"], 2))
+    rows = tap.take()
+    assert rows is not None
+    assert torch.equal(rows.states, states_of(["a", "b"], 1))
+
+
+@RUNNERS
+def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, said: list[str]) -> None:
+    worker = tapping(runner_class=runner_class)
+    tap = worker._sojourn_capture
+
+    def broken() -> list[str]:
+        raise RuntimeError("no batch here")
+
+    tap._request_ids = broken
+    for number in range(3 * CAPTURE_EVERY_STEPS):
+        output = step(worker, ["a"], number)
+        assert output.req_ids == ["a"]
+        assert carried(output) is None
+    assert len(worker.logits) == 3 * CAPTURE_EVERY_STEPS
+    (line,) = said
+    assert line == "sojourn: no hidden states from this model (no batch here)"
+
+
+def test_a_runner_without_capture_runs_normally(said: list[str]) -> None:
+    class Bare(FirstRunner):
+        def get_model(self) -> Any:
+            raise NotImplementedError("there is none")
+
+    worker = tapping(runner_class=Bare)
+    assert carried(step(worker, ["a"])) is None
+    assert len(worker.logits) == 1
+    assert said == ["sojourn: no hidden states from this runner (there is none)"]
+
+
+def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: False)
+    worker = tapping()
+    for number in range(WARN_AFTER_STEPS + 1):
+        assert carried(step(worker, ["a"], number)) is None
+    assert said == []
+
+
+def test_which_rank_computes_logits_is_asked_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for last in (True, False):
+        monkeypatch.setattr(
+            hidden_state_capture, "get_pp_group", lambda last=last: SimpleNamespace(is_last_rank=last)
+        )
+        assert hidden_state_capture.computes_logits() is last
+
+
+def test_what_failed_is_not_said_to_be_something_else_later(said: list[str]) -> None:
+    worker = tapping()
+    worker._sojourn_capture._request_ids = lambda: 1 // 0
+    for number in range(WARN_AFTER_STEPS + 1):
+        step(worker, ["a"], number)
+    assert said == ["sojourn: no hidden states from this model (integer division or modulo by zero)"]
+
+
+def test_vllms_constant_for_all_empty_results_stays_as_it_is() -> None:
+    worker = tapping()
+    tap = worker._sojourn_capture
+    tap.step()
+    worker.model_runner.logits(states_of(["a"]), ["a"])  # something to carry
+    output = step(worker, [])
+    assert output is EMPTY_MODEL_RUNNER_OUTPUT
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, OUTPUT_ATTRIBUTE)
+    assert carried(step(worker, ["b"])) is not None, "with the next that has any"
+
+
+def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> None:
+    class Event:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    runner, event = FirstRunner(), Event()
+    tap = HiddenStateCapture(runner)
+    rows = HiddenStateRows(("a",), states_of(["a"]))
+    tap._copied = rows, event  # type: ignore[assignment]
+    assert tap.take() is None
+    event.done = True
+    assert tap.take() is rows
+    assert tap.take() is None
+
+
+def test_rows_survive_the_way_to_another_process() -> None:
+    output = step(tapping(), ["a", "b"], 1)
+    rows = carried(pickle.loads(pickle.dumps(output)))
+    assert rows is not None
+    assert rows.request_ids == ("a", "b")
+    assert torch.equal(rows.states, states_of(["a", "b"], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_models_own_precision_travels(dtype: torch.dtype) -> None:
+    rows = HiddenStateRows(("a",), states_of(["a"]).to(dtype))
+    back = pickle.loads(pickle.dumps(rows))
+    assert back.states.dtype == dtype
+    assert torch.equal(back.states, rows.states)
+
+
+def test_the_workers_are_vllms_own_with_ours_before_them() -> None:
+    from sojourn_server.vllm.hidden_state_worker_cpu import HiddenStateCPUWorker
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    assert HiddenStateCPUWorker.__mro__[1:3] == (HiddenStateWorkerMixin, CPUWorker)
+    assert f"{HiddenStateCPUWorker.__module__}.{HiddenStateCPUWorker.__qualname__}" == WORKER_CLASSES["cpu"]
+
+
+def test_both_runners_of_this_vllm_have_what_is_asked_of_them() -> None:
+    """A release that renames any of it must not pass for one that was tested."""
+    import inspect
+
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
+
+    assert not hasattr(First, "sample")
+    assert "self.model.compute_logits(sample_hidden_states)" in inspect.getsource(First.execute_model)
+    assert "self.input_batch" in inspect.getsource(First.execute_model)
+    assert list(inspect.signature(Second.sample).parameters)[:3] == ["self", "hidden_states", "input_batch"]
+    assert "self.model.compute_logits(sample_hidden_states)" in inspect.getsource(Second.sample)
+
+
+# -- in the scheduler ---------------------------------------------------------------------------
+
+
+class Note(NamedTuple):
+    requests: list[tuple[str, int]]
+    states: torch.Tensor
+
+
+class Listener:
+    """Where the student's thread would be."""
+
+    def __init__(self) -> None:
+        self.seen: list[Note] = []
+        self.over: list[tuple[str, int | None]] = []
+        self.new: dict[str, LengthPrediction] = {}
+
+    def see(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
+        self.seen.append(Note(list(requests), states))
+
+    def ended(self, request_id: str, tokens: int | None) -> None:
+        self.over.append((request_id, tokens))
+
+    def guesses(self) -> dict[str, LengthPrediction]:
+        taken, self.new = self.new, {}
+        return taken
+
+    def state(self) -> dict[str, float | None]:
+        return {"examples": 3.0}
+
+    def stop(self) -> None:
+        self.over.append(("stopped", None))
+
+
+def with_rows(engine: Any, states: Any = states_of) -> None:
+    """Each step's results carry a row of every request in it, as a worker's do."""
+    original = engine.scheduler.update_from_output
+
+    def update(planned: Any, output: ModelRunnerOutput, *args: Any, **kwargs: Any) -> Any:
+        setattr(output, OUTPUT_ATTRIBUTE, HiddenStateRows(tuple(output.req_ids), states(output.req_ids)))
+        return original(planned, output, *args, **kwargs)
+
+    engine.scheduler.update_from_output = update
+
+
+@pytest.fixture
+def listening(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``listening(**options) -> (engine, listener)``."""
+    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+
+    def make(**options: Any) -> tuple[Any, Listener]:
+        listener = Listener()
+        monkeypatch.setattr(length_predictor, "BackgroundTrainer", lambda *args, **kwargs: listener)
+        engine = make_engine("tetris-learned", **options)
+        with_rows(engine)
+        return engine, listener
+
+    return make
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prompt_that_is_computed_in_parts_says_nothing_before_the_last(
+    listening: Any, asynchronous: bool
+) -> None:
+    engine, listener = listening(max_num_batched_tokens=64, max_num_seqs=8, asynchronous=asynchronous)
+    engine.add("short", range(20), max_tokens=9, program_id="A")
+    engine.add("long", range(1000, 1150), max_tokens=4, program_id="B")
+    engine.run()
+    by_request: dict[str, list[int]] = {}
+    for note in listener.seen:
+        for (name, written), row in zip(note.requests, note.states, strict=True):
+            by_request.setdefault(name, []).append(written)
+            assert torch.equal(row, states_of([name])[0]), "its own row"
+    assert by_request == {"short": list(range(9)), "long": list(range(4))}
+    first = listener.seen[0]
+    assert first.requests == [("short", 0)], "beside the first part of the other's prompt"
+
+
+def test_a_part_of_a_prompt_says_nothing_though_the_last_is_planned_already(listening: Any) -> None:
+    """As an asynchronous scheduler does: a step's results come when the next has been planned."""
+    engine, listener = listening(max_num_batched_tokens=64, max_num_seqs=8, asynchronous=True)
+    engine.add("long", range(150), max_tokens=4, program_id="B")
+    first, second, last = (engine.plan() for _ in range(3))
+    assert [p.total_num_scheduled_tokens for p in (first, second, last)] == [64, 64, 22]
+    rows = HiddenStateRows(("long",), states_of(["long"]))
+    for planned in (first, second, last):
+        assert listener.seen == []
+        engine.scheduler.sojourn.hidden_states(rows, planned)
+    (note,) = listener.seen
+    assert note.requests == [("long", 0)]
+
+
+def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
+    engine, listener = listening()
+    engine.tokens = lambda request: STOP_TOKEN if request.request_id == "stops" else DUMMY_TOKEN
+    engine.add("stops", range(20), max_tokens=9, program_id="A")
+    engine.add("cut", range(20), max_tokens=3, program_id="B")
+    engine.add("aborted", range(20), max_tokens=30, program_id="C")
+    engine.add("stranger", range(20), max_tokens=2)
+    for _ in range(5):
+        engine.step()
+    engine.abort("aborted")
+    engine.add("never ran", range(20), max_tokens=30, program_id="D")
+    engine.abort("never ran")
+    engine.run()
+    assert sorted(listener.over) == [
+        ("aborted", None), ("cut", 3), ("never ran", None), ("stops", 1), ("stranger", 2),
+    ]  # fmt: skip
+
+
+def test_rows_of_requests_that_are_gone_are_left_out(listening: Any) -> None:
+    engine, listener = listening()
+    engine.add("here", range(20), max_tokens=9, program_id="A")
+    engine.step()
+    listener.seen.clear()
+    planned = engine.plan()
+    engine.scheduler.sojourn.hidden_states(
+        HiddenStateRows(("gone", "here"), states_of(["gone", "here"])), planned
+    )
+    engine.scheduler.sojourn.hidden_states(HiddenStateRows(("gone",), states_of(["gone"])), planned)
+    (note,) = listener.seen
+    assert note.requests == [("here", 1)]
+    assert torch.equal(note.states, states_of(["here"]))
+
+
+def test_a_preempted_request_is_left_out_until_it_runs_again(listening: Any) -> None:
+    engine, listener = listening(blocks=9, block_size=16, max_model_len=128)
+    for name in "ab":
+        engine.add(name, range(ord(name) * 100, ord(name) * 100 + 40), max_tokens=60, program_id=name)
+    engine.run()
+    assert engine.scheduler.sojourn.failures == 0
+    for name in "ab":
+        written = [w for note in listener.seen for other, w in note.requests if other == name]
+        assert written == list(range(60)), "each place once, though one of them was computed twice"
+
+
+def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(listening: Any) -> None:
+    engine, listener = listening()
+    engine.add("r", range(20), max_tokens=9, program_id="A")
+    engine.step()
+    listener.new = {"r": LengthPrediction(1, (5.0,) * 8), "gone": LengthPrediction(7, (5.0,) * 8)}
+    engine.step()
+    request_state = engine.scheduler.sojourn.program_scheduler.request_states["r"]
+    assert (request_state.guess, request_state.model_predicted_at_tokens) == ((5.0,) * 8, 1)
+    assert engine.ask("stats")["output_lengths"]["network"] == {"examples": 3.0}
+    engine.scheduler.shutdown()
+    assert listener.over == [("stopped", None)]
+
+
+def test_rows_that_make_no_sense_are_our_failure_and_not_the_engines(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+    engine = make_engine("tetris-learned", settings={"strict": False})
+    with_rows(engine, lambda ids: torch.zeros(0))
+    request = engine.add("r", range(20), max_tokens=9, program_id="A")
+    engine.add("s", range(20), max_tokens=9, program_id="B")
+    engine.run()
+    assert request.num_output_tokens == 9
+    engine.scheduler.shutdown()
+
+
+def test_rows_are_for_a_preset_that_reads_them(make_engine: Any) -> None:
+    engine = make_engine("tetris")
+    with_rows(engine)
+    engine.add("r", range(20), max_tokens=9, program_id="A")
+    engine.run()
+    assert engine.ask("stats")["output_lengths"]["network"] is None
+
+
+# -- which workers ------------------------------------------------------------------------------
+
+
+def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
+    make_engine: Any, said: list[str]
+) -> None:
+    engine = make_engine("tetris-learned")
+    (line,) = said
+    found = engine.scheduler.vllm_config.parallel_config.worker_cls
+    assert found not in WORKER_CLASSES.values()
+    assert f"worker class {found} does not capture hidden states; predictions do without" in line
+    assert WORKER_CLASSES["cpu"] in line
+    for number in range(16):
+        engine.add(f"seen-{number}", range(20), max_tokens=30, program_id=f"p{number}")
+    engine.run()
+    engine.add("r", range(20), max_tokens=900, program_id="A")
+    engine.step()
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    assert program_scheduler.demand_forecaster.predictor.remaining(
+        program_scheduler.demand_forecaster._view(program_scheduler.request_states["r"], 0, 900), 0.0
+    ) == pytest.approx((30.0,) * 8)
+    stats = engine.ask("stats")["output_lengths"]
+    assert stats == {"outputs": 16, "network_off": None, "without_off": None, "network": None}
+
+
+def test_no_other_policy_asks(make_engine: Any, said: list[str]) -> None:
+    make_engine("tetris")
+    assert said == []
+
+
+@pytest.mark.parametrize("worker", WORKER_CLASSES.values())
+def test_ours_let_them_out(worker: str, said: list[str]) -> None:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+    assert are_read(config)
+    assert said == []
+
+
+def test_a_folder_goes_by_its_own_name_and_its_weights_wherever_it_lies(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, weights in (("a", b"1" * 9), ("b", b"1" * 9), ("c", b"1" * 8 + b"2")):
+        (tmp_path / place / "step-10").mkdir(parents=True)
+        (tmp_path / place / "step-10" / "model.safetensors").write_bytes(weights)
+        (tmp_path / place / "step-10" / "config.json").write_text(place)
+    a, b, c = (model_name(f"{tmp_path}/{place}/step-10/") for place in "abc")
+    assert a == b != c
+    assert a.startswith("step-10 ")
+    monkeypatch.chdir(tmp_path / "a" / "step-10")
+    assert model_name(".") == a
+    assert model_name("org/model") == "org/model"
+
+
+# -- from one end to the other ---------------------------------------------------------------------
+
+
+class AtOnce(Listener):
+    """The student without its thread: it has learned all there is before the next step."""
+
+    def __init__(self, hidden_size: int, *, model: str, points: int, file: Any) -> None:
+        super().__init__()
+        self.student = LengthTrainer(hidden_size)
+        self.points = points
+
+    def see(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
+        written = dict(requests)
+        for name, left in self.student.see(requests, states, self.points).items():
+            self.new[name] = LengthPrediction(written[name], left)
+
+    def ended(self, request_id: str, tokens: int | None) -> None:
+        if tokens is None:
+            self.student.gone(request_id)
+        else:
+            self.student.ended(request_id, tokens)
+        for _ in range(4):
+            self.student.train()
+
+
+LENGTHS = (60, 240)
+
+
+@pytest.mark.parametrize("telling", [True, False])
+def test_informative_states_improve_forecasts_and_others_are_ignored(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, telling: bool
+) -> None:
+    monkeypatch.setattr(adapter_module, "are_read", lambda config: True)
+    monkeypatch.setattr(length_predictor, "BackgroundTrainer", AtOnce)
+    engine = make_engine("tetris-learned", blocks=600, max_num_seqs=16)
+    hidden = engine.scheduler.vllm_config.model_config.get_hidden_size()
+    noise = torch.Generator().manual_seed(0)
+    directions = torch.randn(2, hidden, generator=noise)
+    draw = random.Random(0)
+    wanted: dict[str, int] = {}
+
+    def states(ids: list[str]) -> torch.Tensor:
+        rows = torch.randn(len(ids), hidden, generator=noise)
+        for row, name in zip(rows, ids, strict=True):
+            if telling:
+                row += 2 * directions[int(wanted[name] > 120)]
+        return rows.bfloat16()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    original = engine.scheduler.update_from_output
+    steps = 0
+
+    def update(planned: Any, output: ModelRunnerOutput) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 4 == 0:
+            setattr(output, OUTPUT_ATTRIBUTE, HiddenStateRows(tuple(output.req_ids), states(output.req_ids)))
+        return original(planned, output)
+
+    engine.scheduler.update_from_output = update
+    engine.tokens = lambda request: (
+        STOP_TOKEN if request.num_output_tokens + 1 >= wanted[request.request_id] else DUMMY_TOKEN
+    )
+    try:
+        for number in range(120):
+            name = f"r{number}"
+            wanted[name] = round(draw.choice(LENGTHS) * draw.lognormvariate(0, 0.1))
+            engine.add(name, range(number * 50, number * 50 + 20), max_tokens=400, program_id=name)
+            while len(engine.scheduler.requests) >= 16:
+                engine.step()
+        engine.run()
+    finally:
+        torch.set_num_threads(threads)
+    known = engine.ask("stats")["output_lengths"]
+    assert known["outputs"] == 120
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    if telling:
+        assert known["network_off"] < 0.8 * known["without_off"]
+    else:
+        assert known["network_off"] > 0.9 * known["without_off"]
+    wanted["last"] = 240
+    engine.add("last", range(20), max_tokens=400, program_id="last")
+    for _ in range(5):
+        engine.step()
+    request_state = program_scheduler.request_states["last"]
+    assert request_state.guess is not None
+    written = request_state.model_predicted_at_tokens
+    asked = program_scheduler.demand_forecaster._ask(request_state, written, 400, 0.0)
+    without = program_scheduler.demand_forecaster.predictor.remaining(
+        program_scheduler.demand_forecaster._view(request_state, written, 400), 0.0
+    )
+    assert (asked == without) == (not telling)
+    if telling:
+        assert asked[1] > 120 > without[1], "it is none of the short ones, and that was told"

@@ -1,0 +1,212 @@
+"""The history file: whatever happens to it, the engine starts and a good file stays good."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def history_file(path: Path, now: float = 0.0, **options: Any) -> Any:
+    from sojourn_server.vllm.history_file import HistoryFile
+
+    return HistoryFile(str(path), now, **options)
+
+
+def histories_of(count: int) -> Any:
+    from sojourn_server.core.scheduler_state import Histories
+
+    histories = Histories()
+    for _ in range(count):
+        histories.tools.observe("bash", 3.0)
+    return histories
+
+
+def fail_to_read(*_: Any, **__: Any) -> Any:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.fixture
+def warnings_logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    from sojourn_server.vllm import history_file
+
+    logged: list[str] = []
+    monkeypatch.setattr(history_file.logger, "warning", lambda text, *args: logged.append(text % args))
+    return logged
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "h.json"
+    history_file(path).save(histories_of(3))
+    assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
+    assert os.listdir(path.parent) == ["h.json"]
+
+
+def test_each_rank_has_its_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    for rank, count in ((None, 1), (0, 2), (3, 4)):
+        history_file(path, rank=rank).save(histories_of(count))
+    assert sorted(os.listdir(tmp_path)) == ["h.json", "h.json.rank0", "h.json.rank3"]
+    for rank, count in ((None, 1), (0, 2), (3, 4)):
+        loaded = history_file(path, rank=rank).load()
+        assert loaded.tools.snapshot() == histories_of(count).tools.snapshot()
+
+
+def test_a_file_that_cannot_be_used_is_kept_under_another_name(
+    tmp_path: Path, warnings_logged: list[str]
+) -> None:
+    path = tmp_path / "h.json"
+    path.write_text("{half")
+    assert history_file(path).load().tools.snapshot() == histories_of(0).tools.snapshot()
+    assert (tmp_path / "h.json.unreadable").read_text() == "{half"
+    assert not path.exists()
+    assert len(warnings_logged) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", '{"tools": 3, "turns": []}', '{"tools": [], "turns": {}}', "\xff"]
+)
+def test_any_content_is_survived(tmp_path: Path, text: str, warnings_logged: list[str]) -> None:
+    path = tmp_path / "h.json"
+    path.write_bytes(text.encode("latin-1"))
+    history_file(path).load()
+    assert len(warnings_logged) == 1
+
+
+def test_a_bad_file_that_cannot_be_renamed_does_not_keep_the_engine_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    path = tmp_path / "h.json"
+    path.write_text("{half")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only directory")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
+    file = history_file(path)
+    assert file.load().tools.snapshot() == histories_of(0).tools.snapshot()
+    assert "starting cold" in warnings_logged[0]
+    monkeypatch.undo()
+    assert path.read_text() == "{half"
+
+
+def test_a_passing_failure_to_read_leaves_a_good_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    path = tmp_path / "h.json"
+    history_file(path).save(histories_of(3))
+    before = path.read_text()
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail_to_read)
+        broken.setattr(Path, "read_bytes", fail_to_read)
+        assert history_file(path).load().tools.snapshot() == histories_of(0).tools.snapshot()
+    assert len(warnings_logged) == 1
+    assert os.listdir(tmp_path) == ["h.json"]
+    assert path.read_text() == before
+    assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
+
+
+def test_an_unread_file_is_not_overwritten_by_what_was_learned_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    """It was good and could not be read just then: what it held is worth more than a few new gaps."""
+    path = tmp_path / "h.json"
+    history_file(path).save(histories_of(3))
+    before = path.read_text()
+    file = history_file(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail_to_read)
+        broken.setattr(Path, "read_bytes", fail_to_read)
+        file.load()
+    file.save(histories_of(1))
+    assert path.read_text() != before
+    assert (tmp_path / "h.json.unread").read_text() == before
+
+
+def test_a_missing_file_is_a_cold_start_without_a_word(tmp_path: Path, warnings_logged: list[str]) -> None:
+    history_file(tmp_path / "h.json").load()
+    assert warnings_logged == []
+
+
+def test_a_save_that_fails_is_only_logged_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    path = tmp_path / "h.json"
+    history_file(path).save(histories_of(3))
+
+    def full(self: Path, *_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
+    history_file(path).save(histories_of(4))
+    assert len(warnings_logged) == 1
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["h.json"]
+    assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
+
+
+def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    """The engine stops while a save is under way: the last one waits for it, and it is the one that stays."""
+    path = tmp_path / "h.json"
+    file = history_file(path)
+    begun, proceed = threading.Event(), threading.Event()
+    dumps = json.dumps
+
+    def slow_dumps(document: Any, **options: Any) -> str:
+        text = dumps(document, **options)
+        if not begun.is_set():
+            begun.set()
+            assert proceed.wait(10)
+        return text
+
+    monkeypatch.setattr(json, "dumps", slow_dumps)
+    file.save_if_due(histories_of(2), 1000.0)
+    assert begun.wait(10)
+    last = threading.Thread(target=file.save, args=(histories_of(5),))
+    last.start()
+    proceed.set()
+    last.join(10)
+    assert not last.is_alive()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("sojourn-history"):
+            thread.join(10)
+    assert warnings_logged == []
+    assert os.listdir(tmp_path) == ["h.json"]
+    assert history_file(path).load().tools.snapshot() == histories_of(5).tools.snapshot()
+
+
+def test_saves_of_several_processes_and_threads_use_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+) -> None:
+    path = tmp_path / "h.json"
+    seen: list[str] = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(str(a)), replace(a, b)))
+    # A file each, as processes would have: of one file's snapshots an older one may rightly be left out.
+    threads = [threading.Thread(target=history_file(path).save, args=(histories_of(2),)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(set(seen)) == 16
+    assert warnings_logged == []
+    assert os.listdir(tmp_path) == ["h.json"]
+
+
+def test_it_is_saved_every_five_minutes(tmp_path: Path) -> None:
+    file = history_file(tmp_path / "h.json", 1000.0)
+    for now, due in ((1000.0, False), (1299.0, False), (1300.0, True)):
+        before = set(threading.enumerate())
+        file.save_if_due(histories_of(1), now)
+        started = set(threading.enumerate()) - before
+        for thread in started:
+            thread.join(10)
+        assert (tmp_path / "h.json").exists() == due

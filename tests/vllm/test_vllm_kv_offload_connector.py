@@ -1,0 +1,274 @@
+"""The connector beside vLLM's own scheduler: what is saved, what is loaded, and that nothing is lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BLOCK_TOKENS = 16
+
+
+def prompt(start: int, tokens: int) -> list[int]:
+    return list(range(start * 10_000, start * 10_000 + tokens))
+
+
+def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -> list[Any]:
+    """Runs the request to its end; returns the orders of its steps, of which all stores are carried out."""
+    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+    from sojourn_server.vllm.kv_connector import StepReport
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine.add(request_id, tokens, program_id=program, max_tokens=2)
+    orders = []
+    while engine.scheduler.has_unfinished_requests() or planner(engine).under_way:
+        planned = engine.plan()
+        orders.append(planned.kv_connector_metadata.jobs)
+        results = OffloadResults(stored=dict.fromkeys(orders[-1].stores, CopyResult.MOVED))
+        engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
+    return orders
+
+
+@pytest.fixture
+def engine(make_engine: Any) -> Any:
+    return make_engine("continuum", blocks=41, host_blocks=60, own_tiers=True, max_model_len=640)
+
+
+def planner(engine: Any) -> Any:
+    return engine.scheduler.connector.planner
+
+
+@pytest.mark.parametrize("program", ["A", None])
+def test_what_the_device_loses_is_saved_and_loaded_again(engine: Any, program: str | None) -> None:
+    turn(engine, "a1", prompt(1, 480), program)
+    saved = [copy for jobs in turn(engine, "b1", prompt(2, 480), "B") for copy in jobs.saves]
+    assert len(saved) >= 20
+    loads = turn(engine, "a2", [*prompt(1, 480), *prompt(3, 40)], program)[0].loads
+    slots = {copy.block_id: copy.slot for copy in saved}
+    assert {copy.slot for copy in loads["a2"]} <= set(slots.values())
+    if program is not None:
+        tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+        assert tokens["host"] == len(loads["a2"]) * BLOCK_TOKENS
+        assert tokens["device"] + tokens["host"] == 480
+        assert tokens["lost"] == {}
+    assert not planner(engine)._loading
+    tiers = engine.ask("stats")["tiers"]
+    assert tiers["host"]["used"] == len(planner(engine).host) > 0
+    assert tiers["moves"]["loaded"] == len(loads["a2"])
+    told = engine.ask("drain_metrics")
+    assert [{"tier": "host", "state": "used"}, tiers["host"]["used"]] in told["gauges"]["sojourn_tier_blocks"]
+
+
+def test_what_an_ended_program_left_is_the_first_that_host_memory_reuses(make_engine: Any) -> None:
+    engine = make_engine("continuum", blocks=41, host_blocks=30, own_tiers=True, max_model_len=640)
+    turn(engine, "a1", prompt(1, 240), "A")
+    turn(engine, "b1", prompt(2, 240), "B")
+    engine.tell({"seq": 1, "type": "program_end", "program_id": "B"})
+    turn(engine, "c1", prompt(3, 560), "C")
+    turn(engine, "d1", prompt(4, 160), "D")
+    loads = turn(engine, "a2", [*prompt(1, 240), *prompt(5, 16)], "A")[0].loads
+    assert len(loads["a2"]) == 15, "C's took the place of B's, which is nobody's"
+
+
+def test_a_request_that_does_not_fit_leaves_no_pins_behind(engine: Any) -> None:
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("c1", prompt(3, 560), max_tokens=30, program_id="C")
+    engine.step()
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    engine.step()
+    assert planner(engine)._looked_up.keys() <= {"a2"}
+    engine.abort("a2")
+    engine.run()
+    engine.step()
+    assert not any(entry.pins for entry in planner(engine).host)
+
+
+@pytest.mark.parametrize("said", [{}, {"reset_connector": True}])
+def test_a_reset_forgets_what_is_below_the_device(engine: Any, said: dict[str, bool]) -> None:
+    """Also where vLLM would clear the device alone: new weights are the reason for either."""
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    assert engine.scheduler.reset_prefix_cache(**said)
+    assert len(planner(engine).host) == 0
+    assert not turn(engine, "a2", prompt(1, 480), "A")[0].loads
+
+
+def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> None:
+    engine = make_engine(
+        "continuum", settings={"strict": False}, blocks=41, host_blocks=60, own_tiers=True, max_model_len=640
+    )
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    queue = engine.scheduler.sojourn._queue
+    queue.owners.taken = None  # the next block that is taken fails: in the midst of an admission with hits
+    loads = turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")[0].loads
+    assert queue.broken
+    assert len(loads["a2"]) > 10, "what was found before that was true"
+    assert engine.scheduler.connector.off
+    turn(engine, "c1", prompt(3, 480), "C")
+    assert not turn(engine, "b2", prompt(2, 480), "B")[0].loads
+
+
+def test_capabilities_tell_what_is_below_the_device(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    shape = {"blocks": 41, "max_model_len": 640, "settings": {"strict": False}}
+    engine = make_engine("mori", host_blocks=60, disk_blocks=100, own_tiers=True, **shape)
+    size = engine.scheduler.connector.settings.block_bytes
+    told = {
+        "connector": "SimulatedTierConnector",  # ours, as the lab has it
+        "on": True,
+        "off_because": None,
+        "host": {"blocks": 60, "bytes": 60 * size},
+        "disk": {"blocks": 100, "bytes": 100 * size},
+    }
+    assert engine.ask("capabilities")["tiers"] == told
+    engine.scheduler.connector.failed(KeyError("x"))
+    off = {"on": False, "off_because": "an error of ours, KeyError"}
+    assert engine.ask("capabilities")["tiers"] == {**told, **off}
+    engine.scheduler.connector.turn_off("something else")
+    assert engine.ask("capabilities")["tiers"] == {**told, **off}, "the first reason is the reason"
+
+
+def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engine: Any) -> None:
+    assert make_engine("continuum", blocks=41, max_model_len=640).ask("capabilities")["tiers"] is None
+    told = make_engine("infercept", blocks=41, max_model_len=640, host_blocks=60).ask("capabilities")["tiers"]
+    assert (told["connector"], told["on"], told["disk"]) == ("OffloadingConnector", True, None)
+    assert told["host"]["blocks"] is None
+    assert told["host"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["it runs on", "its client has gone meanwhile"])
+def test_what_was_not_filled_and_what_was_built_on_it_is_found_by_nobody(engine: Any, aborted: bool) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    planned = engine.plan()
+    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a2")[0]
+    assert len(planned.kv_connector_metadata.jobs.loads["a2"]) > 10
+    wrong = planned.kv_connector_metadata.jobs.loads["a2"][3].block_id
+    first = block_ids.index(wrong)
+    keys = list(engine.scheduler.requests["a2"].block_hashes)
+    if aborted:
+        engine.abort("a2")
+    engine.take_in(planned, KVConnectorOutput(invalid_block_ids={wrong}))
+    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids]
+    assert not any(named[first:])
+    assert all(named[:first])
+    assert not any(planner(engine).host.get(key) for key in keys[first:]), "nor a copy of it"
+    engine.run()
+    assert not engine.scheduler.requests
+
+
+def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_filled_is_found(
+    make_engine: Any,
+) -> None:
+    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+    engine.add("a1", prompt(1, 480), max_tokens=2, program_id="A")
+    engine.plan()
+    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a1")[0]
+    engine.scheduler.sojourn.not_filled({block_ids[3]})
+    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids[:30]]
+    assert named == [True] * 3 + [False] * 27
+
+
+def test_who_loaded_something_is_remembered_for_a_few_steps_only(engine: Any) -> None:
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")
+    connector = engine.scheduler.connector
+    assert any(connector.loading())
+    engine.add("c1", prompt(3, 16), max_tokens=9, program_id="C")
+    engine.run()
+    assert not any(connector.loading())
+
+
+HOOKS = ["lookup", "load", "take_jobs", "take_results", "abandon", "evicted"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_fails_is_not_the_engines_failure(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    from sojourn_server.kv_offload.offload_jobs import OffloadResults
+    from sojourn_server.vllm.kv_connector import StepReport
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine = make_engine(
+        "continuum", settings={"strict": False}, blocks=41, host_blocks=60, own_tiers=True, max_model_len=640
+    )
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(planner(engine), hook, broken)
+    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
+    report = KVConnectorOutput(kv_connector_worker_meta=StepReport(OffloadResults()))
+    not_filled: set[int] = set()
+    while engine.scheduler.has_unfinished_requests():
+        planned = engine.plan()
+        not_filled |= planned.kv_connector_metadata.not_filled
+        engine.take_in(planned, report)
+    assert engine.scheduler.connector.off
+    assert not engine.scheduler.sojourn._queue.broken, "the order of reuse has not failed"
+    assert bool(not_filled) == (hook == "load"), "blocks that are counted on and not filled must be told"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"host_byte": 1}, "unknown tier setting 'host_byte'"),
+        ({"host_bytes": "8GB"}, "expected a whole number of bytes"),
+        ({"host_bytes": 100}, "expected at least a block"),
+        ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
+        ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
+    ],
+)
+def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
+    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
+    with pytest.raises(SettingsError, match=said):
+        KVOffloadSettings.read(scheduler.vllm_config, scheduler.kv_cache_config)
+
+
+def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.launch.machine_memory import MachineMemory
+    from sojourn_server.vllm import kv_offload_settings
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
+    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
+    memory = MachineMemory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
+    monkeypatch.setattr(kv_offload_settings, "read_memory", lambda: memory)
+    extra: dict[str, Any] = {"host_bytes": 1 << 20}
+    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
+    assert (
+        kv_offload_settings.KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots
+        == (1 << 20) // 64
+    )
+    extra["host_bytes"] += 1
+    with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
+        kv_offload_settings.KVOffloadSettings.read(scheduler.vllm_config, caches)
+
+
+def test_an_engine_that_plans_steps_ahead_is_refused(engine: Any, monkeypatch: Any) -> None:
+    from sojourn_server.vllm.kv_offload_settings import KVOffloadSettings
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
+    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
+    assert KVOffloadSettings.read(scheduler.vllm_config, caches)
+    monkeypatch.setattr(scheduler.vllm_config.scheduler_config, "async_scheduling", True)
+    with pytest.raises(SettingsError, match="--no-async-scheduling"):
+        KVOffloadSettings.read(scheduler.vllm_config, caches)

@@ -1,0 +1,321 @@
+"""The paths connector beside vLLM's own scheduler: what its hooks hand on; an error of ours ends nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.kv_transfer.transfer_jobs import TransferResults
+from sojourn_server.vllm.kv_connector import StepOrders, StepReport
+from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+from vllm.v1.outputs import KVConnectorOutput
+
+
+@pytest.fixture
+def engine(make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own scheduler with our connector's first half; the second is what the test says."""
+    from sojourn_server.simulator import simulated_engine
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    transfer = KVTransferConfig(
+        kv_connector="PathsConnector",
+        kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "listen": f"unix:{tmp_path / 'p.sock'}",
+            "store": str(tmp_path / "store"),
+            "store_name": "p",
+            "store_bytes": 1 << 24,
+            "buffer_bytes": 1 << 24,
+        },
+    )
+    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+    made = make_engine(None, blocks=65, max_model_len=1024)
+    assert isinstance(made.scheduler.connector, PathsConnector)
+    return made
+
+
+def answer(engine: Any, planned: Any, reports: TransferResults | None = None, **output: Any) -> None:
+    meta = StepReport(reports) if reports is not None else None
+    engine.take_in(planned, KVConnectorOutput(kv_connector_worker_meta=meta, **output))
+
+
+def test_a_request_waits_without_blocks_until_its_hit_is_here(engine: Any) -> None:
+    free = engine.pool.get_num_free_blocks()
+    engine.add("r", list(range(400)), max_tokens=2)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    assert len(fetch.keys) == 6
+    assert not planned.num_scheduled_tokens
+    assert engine.pool.get_num_free_blocks() == free
+    answer(engine, planned, TransferResults(ready={fetch.ask: 5}))
+    planned = engine.plan()
+    assert planned.num_scheduled_tokens == {"r": 80}
+    assert planned.has_sync_kv_loads
+    orders = planned.kv_connector_metadata.jobs
+    assert len(orders.streams[0].block_ids) == 20
+    assert [save.place for save in orders.saves] == [5]
+    answer(engine, planned)
+    while engine.scheduler.has_requests():
+        answer(engine, engine.plan())
+    assert engine.pool.get_num_free_blocks() == free
+    assert len(engine.scheduler.connector.planner) == 0
+
+
+def test_a_block_that_was_not_filled_is_computed(engine: Any) -> None:
+    engine.add("r", list(range(400)), max_tokens=2)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    answer(engine, planned, TransferResults(ready={fetch.ask: 6}))
+    planned = engine.plan()
+    (stream,) = planned.kv_connector_metadata.jobs.streams
+    answer(engine, planned, invalid_block_ids={stream.block_ids[8]})
+    assert engine.plan().num_scheduled_tokens == {"r": 400 - 128}
+
+
+def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None:
+    free = engine.pool.get_num_free_blocks()
+    request = engine.add("r", list(range(400)))
+    connector = engine.scheduler.connector
+    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    connector.on_new_request(request)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    answer(engine, planned, TransferResults(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    (push,) = planned.kv_connector_metadata.jobs.pushes
+    assert (len(push.keys), len(push.block_ids)) == (7, 25)
+    answer(engine, planned)
+    assert engine.pool.get_num_free_blocks() == free - 25
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.holds == ["r"]
+    answer(engine, planned, finished_sending={"r"})
+    assert engine.pool.get_num_free_blocks() == free
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_they_are_stored(
+    engine: Any,
+) -> None:
+    free = engine.pool.get_num_free_blocks()
+    engine.add("r", list(range(400)), max_tokens=1)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    answer(engine, planned, TransferResults(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    given = planned.kv_connector_metadata.jobs.saves
+    assert [save.place for save in given] == list(range(6))
+    answer(engine, planned, TransferResults(stored={"r": 2}))  # told when vLLM has ended the request already
+    assert engine.scheduler.has_requests()
+    assert engine.pool.get_num_free_blocks() == free - 25
+    planned = engine.plan()
+    orders = planned.kv_connector_metadata.jobs
+    assert orders.holds == ["r"]
+    assert [save.block_ids for save in orders.saves] == [save.block_ids for save in given]
+    answer(engine, planned)
+    assert engine.scheduler.has_requests(), "it goes on stepping while blocks are held"
+    answer(engine, engine.plan(), finished_sending={"r"})
+    assert engine.pool.get_num_free_blocks() == free
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_context_too_large_for_the_buffers_is_told_of_once(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sojourn_server.vllm import kv_transfer_connector
+
+    said: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(kv_transfer_connector, "logger", logger)
+    connector = engine.scheduler.connector
+    counts = {"too_large": 0}
+    connector._worker = SimpleNamespace(end_step=lambda: None)
+    connector._traffic = SimpleNamespace(
+        core=SimpleNamespace(transfer_context=SimpleNamespace(counts=counts))
+    )
+    connector.wait_for_save()
+    assert not said
+    for counts["too_large"] in (1, 2):
+        connector.wait_for_save()
+    (line,) = said
+    assert "the longest prompts need 16" in line
+    assert "--kv-buffer-gib" in line
+    connector._worker = connector._traffic = None
+
+
+def test_an_abort_gives_the_engine_a_step_to_tell_the_worker(engine: Any) -> None:
+    engine.add("r", list(range(400)))
+    planned = engine.plan()
+    answer(engine, planned)
+    engine.abort("r")
+    assert engine.scheduler.has_requests()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    assert engine.plan().kv_connector_metadata.jobs.ends == [fetch.ask]
+    assert not engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("broken", ["arrived", "ask", "allocated", "scheduled", "take_results", "finished"])
+def test_an_error_of_ours_ends_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    planner = engine.scheduler.connector.planner
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(planner, broken, fail)
+    engine.add("r", list(range(400)), max_tokens=3)
+    not_filled = 0
+    for _ in range(10):
+        planned = engine.plan()
+        orders = planned.kv_connector_metadata.jobs
+        not_filled += len(orders.not_filled)
+        ready = {fetch.ask: 2 for fetch in orders.fetches}
+        answer(engine, planned, TransferResults(ready=ready), invalid_block_ids=set(orders.not_filled))
+    assert not engine.scheduler.has_unfinished_requests()
+    assert not_filled == (8 if broken == "allocated" else 0)
+
+
+def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
+    scheduler_half = engine.scheduler.connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    worker = PathsConnector(
+        scheduler_half._vllm_config, KVConnectorRole.WORKER, scheduler_half._kv_cache_config
+    )
+    worker.handle_preemptions(engine.plan().kv_connector_metadata)
+    worker.wait_for_layer_load("a")
+    worker.save_kv_layer("a", SimpleNamespace(), None)  # type: ignore[arg-type]
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["vLLM's cache alone", "connectors too"])
+def test_after_a_reset_nothing_is_read_stored_or_pushed_until_a_restart(engine: Any, told: bool) -> None:
+    """New weights are the usual reason: KV of the old ones is in the store under the same name."""
+    connector = engine.scheduler.connector
+    assert connector.member.is_over is False
+    assert engine.scheduler.reset_prefix_cache(reset_connector=told)
+    assert connector.has_pending_push_work(), "the worker has to hear of it"
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.stop
+    answer(engine, planned)
+    assert connector.member.is_over
+    engine.add("r", list(range(400)), max_tokens=20)
+    pushed = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    expected = {"do_remote_prefill": True, "transfer": "t", "context": "c", "stored": 0}
+    for name, params in (("p", pushed), ("d", expected)):
+        request = engine.add(name, list(range(400)), max_tokens=1)
+        request.kv_transfer_params = params
+        connector.on_new_request(request)
+    for _ in range(30):
+        planned = engine.plan()
+        assert not planned.kv_connector_metadata.stop, "said once"
+        assert not planned.kv_connector_metadata.jobs
+        answer(engine, planned)
+    assert not engine.scheduler.has_requests()
+    assert not connector.planner.open_fetches
+
+
+def test_what_waits_for_a_hit_when_the_cache_is_reset_is_computed(engine: Any) -> None:
+    engine.add("waits", list(range(400)), max_tokens=2)
+    engine.add("is here", list(range(400, 800)), max_tokens=2)
+    planned = engine.plan()
+    first, second = planned.kv_connector_metadata.jobs.fetches
+    answer(engine, planned, TransferResults(ready={second.ask: 5}))
+    assert engine.scheduler.reset_prefix_cache()
+    planned = engine.plan()
+    assert planned.num_scheduled_tokens == {"waits": 400, "is here": 400}
+    orders = planned.kv_connector_metadata.jobs
+    assert sorted(orders.ends) == [first.ask, second.ask]
+    assert (orders.streams, orders.saves, orders.fetches) == ([], [], [])
+    while engine.scheduler.has_requests():
+        answer(engine, planned)
+        planned = engine.plan()
+        assert not planned.kv_connector_metadata.jobs.saves
+
+
+def test_what_runs_when_the_cache_is_reset_stores_nothing_more_and_tells_nobody(engine: Any) -> None:
+    """vLLM resets nothing while blocks are held, and tells connectors all the same."""
+    connector = engine.scheduler.connector
+    request = engine.add("r", list(range(400)), max_tokens=1)
+    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    connector.on_new_request(request)
+    planned = engine.plan()
+    (fetch,) = planned.kv_connector_metadata.jobs.fetches
+    answer(engine, planned, TransferResults(ready={fetch.ask: 0}))
+    planned = engine.plan()
+    assert planned.kv_connector_metadata.jobs.pushes
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    answer(engine, planned)
+    planned = engine.plan()
+    orders = planned.kv_connector_metadata.jobs
+    assert (orders.holds, orders.aborts, orders.saves) == (["r"], ["r"], [])
+    assert planned.kv_connector_metadata.stop
+    answer(engine, planned, finished_sending={"r"})
+    engine.plan()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_reset_before_a_measurement_can_leave_the_store_in_use(engine: Any) -> None:
+    connector = engine.scheduler.connector
+    connector.settings = dataclasses.replace(connector.settings, keep_on_reset=True)
+    connector._pool = None
+    connector.bind_gpu_block_pool(engine.pool)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("r", list(range(400)), max_tokens=2)
+    assert engine.plan().kv_connector_metadata.jobs.fetches
+    connector.reset_cache()
+    assert engine.plan().kv_connector_metadata.stop
+
+
+def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: Any, tmp_path: Path) -> None:
+    import torch
+    from sojourn_server.kv_transfer.transfer_jobs import PushJob, SaveJob, TransferJobs
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    half = engine.scheduler.connector
+    worker = PathsConnector(half._vllm_config, KVConnectorRole.WORKER, half._kv_cache_config)
+    rows = worker.settings.identity.block_bytes // worker.settings.per_full
+    layers = worker.settings.identity.layers
+    worker.register_kv_caches(
+        {
+            f"l{at}": torch.zeros(worker.settings.blocks, rows // layers, dtype=torch.uint8)
+            for at in range(layers)
+        }
+    )
+    try:
+        assert worker.status() is not None
+        keys, ids = [b"k" * 32], list(range(1, 5))
+        step = TransferJobs(pushes=[PushJob("r", "c", "unix:/nobody", None, keys, ids)])
+        worker.handle_preemptions(StepOrders(step))
+        worker.wait_for_save()
+        worker.handle_preemptions(StepOrders(TransferJobs(holds=["r"], aborts=["r"]), stop=True))
+        worker.wait_for_save()
+        assert worker.status() is None
+        assert worker._closing is not None
+        worker._closing.join(10)
+        assert not worker._closing.is_alive()
+        sent: set[str] = set()
+        for _ in range(100):
+            worker.handle_preemptions(StepOrders(TransferJobs()))
+            worker.wait_for_save()
+            sent |= worker.get_finished(set())[0] or set()
+        assert sent == {"r"}, "its blocks are free again"
+        late = SaveJob(request="s", place=0, key=keys[0], parent=b"", block_ids=ids, before=[])
+        worker.handle_preemptions(StepOrders(TransferJobs(saves=[late])))
+        worker.wait_for_save()
+        assert not list((tmp_path / "store").glob("**/*.kv"))
+    finally:
+        worker.shutdown()

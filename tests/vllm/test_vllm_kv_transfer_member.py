@@ -1,0 +1,247 @@
+"""What an engine of a pair answers over HTTP's call, with vLLM's own scheduler and with ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.api.engine_rpc import StockEngineError
+from sojourn_server.core.stock_engine_service import SUPPORTED_OPERATIONS
+from sojourn_server.kv_transfer.stats_server import StatsServer
+from sojourn_server.vllm.endpoint import VllmEngine
+from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+from sojourn_server.vllm.kv_transfer_member import STATUS_OPERATIONS, reachable_address, worker_status
+from sojourn_server.vllm.plugin import _sojourn_call
+
+LINK = {"queued_bytes": 64, "queued_s": 0.5, "moved_bytes": 1000}
+TOLD: dict[str, Any] = {
+    "slots": 10,
+    "slots_used": 3,
+    "links": dict.fromkeys(("storage read", "storage write", "compute network"), LINK),
+    "counts": {"pushes_complete": 2, "pushes": 3},
+    "received_bytes": 5,
+    "addresses": ["tcp:10.0.0.7:8500"],
+    "epoch": "e1",
+    "kv": "5eed",
+    "block_s": 0.25,
+}
+
+
+class Executor:
+    """Asks a worker that is a script."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] | Exception | None = TOLD
+        self.asked = 0
+
+    def collective_rpc(self, method: Any, args: tuple[int, ...]) -> list[Any]:
+        assert method is worker_status
+        assert args == (os.getpid(),)
+        self.asked += 1
+        if isinstance(self.told, Exception):
+            raise self.told
+        return [self.told]
+
+
+class Core:
+    """The part of vLLM's engine core that the plugin sees."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.model_executor = Executor()
+
+    def ask(self, operation: str) -> Any:
+        return json.loads(_sojourn_call(self, operation, "{}"))
+
+
+@pytest.fixture
+def make_core(make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Core]:
+    """A core whose scheduler is vLLM's (``None``) or ours with a policy, and has the paths connector."""
+    from sojourn_server.simulator import simulated_engine
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def make(policy: str | None, **extra: Any) -> Core:
+        said = {
+            "listen": "tcp:127.0.0.1:0",
+            "store": str(tmp_path / "store"),
+            "store_name": "p",
+            "store_bytes": 1 << 24,
+            "buffer_bytes": 1 << 24,
+            "role": "decode",
+            "node": "n7",
+        }
+        transfer = KVTransferConfig(
+            kv_connector="PathsConnector",
+            kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                name: value for name, value in {**said, **extra}.items() if value is not None
+            },
+        )
+        monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+        made = make_engine(policy, blocks=65, max_model_len=1024)
+        assert isinstance(made.scheduler.connector, PathsConnector)
+        return Core(made.scheduler)
+
+    return make
+
+
+@pytest.mark.parametrize("policy", [None, "observe"])
+def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None) -> None:
+    core = make_core(policy)
+    identity = core.scheduler.connector.settings.identity
+    capabilities = core.ask("capabilities")
+    assert capabilities["paths"] == {
+        "role": "decode",
+        "peer": "tcp:10.0.0.7:8500",
+        "node": "n7",
+        "epoch": "e1",
+        "kv": "5eed",
+        "block_s": 0.25,
+        "block_bytes": identity.block_bytes,
+        "block_tokens": 64,
+    }
+    assert capabilities["tiers"] is None, "the store is everybody's"
+    assert capabilities["engine"]["num_blocks"] == "65"
+    assert capabilities["policy"] == (policy or "stock")
+    assert (capabilities["name"], capabilities["wire"]) == (("sojourn", [1]) if policy else ("vllm", []))
+    stats = core.ask("stats")["paths"]
+    assert stats["links"]["storage read"] == LINK
+    assert (stats["slots"], stats["slots_used"], stats["counts"]) == (10, 3, TOLD["counts"])
+    assert stats["requests"] == {}
+    core.scheduler.connector.planner.counts["decode"] += 1
+    assert core.ask("stats")["paths"]["requests"] == {"decode": 1}
+
+
+@pytest.mark.parametrize("policy", [None, "observe"])
+def test_after_a_reset_it_is_a_member_of_no_pair(make_core: Any, policy: str | None) -> None:
+    core = make_core(policy)
+    assert core.ask("capabilities")["paths"]
+    assert core.scheduler.reset_prefix_cache()
+    core.scheduler.connector.has_pending_push_work()  # asked before each step
+    assert core.ask("capabilities")["paths"] is None
+
+
+@pytest.mark.parametrize("policy", [None, "observe"])
+def test_metrics_are_drained_by_what_they_have_grown(make_core: Any, policy: str | None) -> None:
+    core = make_core(policy)
+    drained = core.ask("drain_metrics")
+    assert [{"link": "storage", "direction": "read"}, 1000] in drained["counters"]["sojourn_link_bytes_total"]
+    assert drained["counters"]["sojourn_path_outcomes_total"] == [[{"what": "pushes_complete"}, 2]]
+    assert [{"state": "free"}, 7] in drained["gauges"]["sojourn_path_slots"]
+    again = core.ask("drain_metrics")
+    assert "sojourn_link_bytes_total" not in again["counters"]
+    assert again["gauges"]["sojourn_path_slots"] == drained["gauges"]["sojourn_path_slots"]
+
+
+@pytest.mark.parametrize("policy", [None, "observe"])
+def test_a_worker_that_does_not_answer_keeps_nobody_from_asking(make_core: Any, policy: str | None) -> None:
+    core = make_core(policy)
+    core.model_executor.told = RuntimeError("Executor failed.")
+    assert core.ask("capabilities")["paths"] is None
+    assert core.ask("stats")["paths"] is None
+    assert "sojourn_path_slots" not in core.ask("drain_metrics")["gauges"]
+    core.model_executor.told = TOLD
+    assert core.ask("stats")["paths"]["slots_used"] == 3
+    core.model_executor.told = RuntimeError("Executor failed.")
+    assert core.ask("stats")["paths"]["slots_used"] == 3, "what it said last"
+    core.model_executor.told = None
+    assert core.ask("capabilities")["paths"] is None, "its traffic is over"
+
+
+def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
+    core = make_core("observe")
+    now = dict(TOLD)
+    told = StatsServer(lambda: now)
+    try:
+        core.model_executor.told = {**TOLD, "teller": told.address}
+        stats = core.ask("stats")["paths"]
+        assert (stats["slots_used"], "teller" in stats) == (3, False)
+        now["slots_used"] = 4
+        assert core.ask("stats")["paths"]["slots_used"] == 4
+        assert core.ask("capabilities")["paths"]["epoch"] == "e1"
+        assert core.model_executor.asked == 1
+    finally:
+        told.close()
+    core.model_executor.told = TOLD
+    assert core.ask("stats")["paths"]["slots_used"] == 3, "asked in vLLM's way again"
+    assert core.model_executor.asked == 2
+
+
+def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:
+    core = make_core("observe", role=None, node=None)
+    assert core.ask("capabilities")["paths"] is None
+    assert core.ask("stats")["paths"]["slots"] == 10
+
+
+def test_only_what_tells_of_the_worker_asks_it(make_core: Any) -> None:
+    assert set(SUPPORTED_OPERATIONS) == STATUS_OPERATIONS
+    core = make_core("observe")
+    core.ask("programs")
+    assert core.model_executor.asked == 0
+    core.ask("capabilities")
+    assert core.model_executor.asked == 1
+
+
+def test_engines_of_no_pair_say_so(make_engine: Any) -> None:
+    core = Core(make_engine("observe").scheduler)
+    assert core.ask("capabilities")["paths"] is None
+    assert core.ask("stats")["paths"] is None
+    assert core.model_executor.asked == 0
+    assert Core(make_engine(None).scheduler).ask("capabilities") == {"error": "stock"}
+    foreign = SimpleNamespace(connector=SimpleNamespace(member="somebody else's"))
+    assert Core(foreign).ask("stats") == {"error": "stock"}
+
+
+async def test_a_stock_member_is_asked_again_though_it_knows_no_programs(make_core: Any) -> None:
+    core = make_core(None)
+
+    class Client:
+        engine_core: Any
+
+        async def call_utility_async(self, method: str, *arguments: str) -> str:
+            return _sojourn_call(core, *arguments)
+
+    client = Client()
+    client.engine_core = client
+    engine = VllmEngine()
+    engine.connect(client)  # type: ignore[arg-type]
+    with pytest.raises(StockEngineError):
+        await engine.call("programs", "{}")
+    (answer,) = await engine.call("capabilities", "{}")
+    assert json.loads(answer)["paths"]["role"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "expected"),
+    [
+        ("tcp:10.0.0.7:8500", "10.9.9.9", "tcp:10.0.0.7:8500"),
+        ("tcp:127.0.0.1:8500", "10.9.9.9", "tcp:127.0.0.1:8500"),
+        ("tcp:0.0.0.0:8500", "10.9.9.9", "tcp:10.9.9.9:8500"),
+        ("tcp:[::]:8500", "fd00::7", "tcp:[fd00::7]:8500"),
+        ("tcp:[::1]:8500", "fd00::7", "tcp:[::1]:8500"),
+        ("unix:/run/0.0.0.0:1", "10.9.9.9", "unix:/run/0.0.0.0:1"),
+    ],
+)
+def test_nobody_is_told_to_dial_a_wildcard(
+    monkeypatch: pytest.MonkeyPatch, address: str, host: str, expected: str
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", host)
+    assert reachable_address(address) == expected
+
+
+def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
+    assert reachable_address("tcp:0.0.0.0:8500") == f"tcp:{socket.gethostname()}:8500"

@@ -1,0 +1,287 @@
+"""What the paths connector can be told, and what it refuses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.vllm_fs_store import VllmFsStore
+from sojourn_server.vllm.kv_transfer_settings import KVTransferSettings
+from sojourn_server.vllm.plugin_settings import SettingsError
+
+FULL_BYTES = 4 * 16 * 2 * 8 * 128 * 2
+"""Four engine blocks of 16 tokens, one layer, in bfloat16."""
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def good(tmp_path: Path, **changed: Any) -> dict[str, Any]:
+    said = {
+        "listen": f"unix:{tmp_path / 'p.sock'}",
+        "store": str(tmp_path / "store"),
+        "store_name": "p",
+        "store_bytes": 1 << 24,
+        "buffer_bytes": 10 * FULL_BYTES + 1,
+    }
+    return {name: value for name, value in {**said, **changed}.items() if value is not None}
+
+
+def read(
+    extra: dict[str, Any],
+    *,
+    block_size: int = 16,
+    groups: int = 1,
+    spec: Any = None,
+    max_model_len: int | None = None,
+    lora: bool = False,
+    model: str | None = None,
+    **transfer: Any,
+) -> KVTransferSettings:
+    """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
+    import torch
+    from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _engine_vllm_config
+    from vllm.config import KVTransferConfig
+    from vllm.config.lora import LoRAConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    if spec is not None:
+        block_size = spec.block_size
+    spec = spec or FullAttentionSpec(
+        block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    config = _engine_vllm_config(SimulatedEngineOptions(block_size=block_size), spec.page_size_bytes)
+    if max_model_len is not None:
+        config.model_config.max_model_len = max_model_len
+    if model is not None:
+        config.model_config.model = model
+    if lora:
+        config.lora_config = LoRAConfig(max_lora_rank=8)
+    said = {"kv_connector": "PathsConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    config.kv_transfer_config = KVTransferConfig(kv_connector_extra_config=extra, **{**said, **transfer})
+    kv = KVCacheConfig(
+        num_blocks=64,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer{at}"], spec) for at in range(groups)],
+    )
+    return KVTransferSettings.read(config, kv)
+
+
+def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
+    settings = read(good(tmp_path, storage_read_rate=4e6, compute_rate=None, patience_s=2, lease_s=9))
+    assert (settings.block_tokens, settings.per_full, settings.blocks) == (16, 4, 64)
+    assert (settings.identity.block_tokens, settings.identity.block_bytes) == (64, FULL_BYTES)
+    assert settings.limits.slots == 10
+    assert (settings.limits.patience_s, settings.limits.lease_s) == (2, 9)
+    assert (settings.rates.storage_read, settings.rates.compute) == (4e6, None)
+    store = settings.open_store()
+    assert isinstance(store, SharedStore)
+    store.close()
+
+
+def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
+    settings = read(good(tmp_path))
+    assert (settings.role, settings.node) == (None, socket.gethostname())
+    settings = read(good(tmp_path, role="decode", node="n7"))
+    assert (settings.role, settings.node) == ("decode", "n7")
+
+
+def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    found = []
+    for node, commit in (("a", "1" * 40), ("b", "2" * 40)):
+        folder = tmp_path / node / "models--org--name"
+        snapshot = folder / "snapshots" / commit
+        for each in (snapshot, folder / "refs", folder / "blobs"):
+            each.mkdir(parents=True)
+        (folder / "blobs/w").write_bytes(b"weights")
+        (snapshot / "model.safetensors").symlink_to("../../blobs/w")
+        (folder / "refs/main").write_text(commit)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
+        found.append(read(good(tmp_path), model="org/name").identity.model)
+    assert [words.split()[0] for words in found] == [f"org/name@{'1' * 40}", f"org/name@{'2' * 40}"]
+
+
+def test_a_model_that_may_be_another_one_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SettingsError, match=r"no snapshot of org/name.*--revision and a full commit"):
+        read(good(tmp_path), model="org/name")
+
+
+def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
+    settings = read(good(tmp_path, store_layout="vllm-fs", store_name=None, store_bytes=None))
+    store = settings.open_store()
+    assert isinstance(store, VllmFsStore)
+    assert len(list((tmp_path / "store").glob("*/config.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"storage_rate": 3}, "unknown setting of the paths 'storage_rate'"),
+        ({"listen": None}, "listen is None"),
+        ({"listen": "p.sock"}, "listen: .*no address"),
+        ({"listen": "nixl:p"}, "listen: .*NIXL is not built in"),
+        ({"store": 3}, "store is 3; expected a directory"),
+        ({"store_layout": "lmdb"}, "store_layout is 'lmdb'"),
+        ({"store_layout": "vllm-fs"}, "store_name is for store_layout sojourn"),
+        ({"store_name": "a/b"}, "store_name is 'a/b'"),
+        ({"store_name": None}, "store_name is None"),
+        ({"store_bytes": 100}, "at least a Full Block of this model, 262144"),
+        ({"buffer_bytes": None}, "buffer_bytes is None"),
+        ({"buffer_bytes": FULL_BYTES - 1}, "at least a Full Block of this model, 262144, and room for the"),
+        ({"buffer_bytes": 1.5}, "buffer_bytes is 1.5"),
+        ({"storage_read_rate": 0}, "more than 0"),
+        ({"compute_rate": "fast"}, "compute_rate is 'fast'"),
+        ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"save": 1}, "save is 1"),
+        ({"patience_s": "long"}, "patience_s is 'long'"),
+        ({"patience_s": -1}, "more than 0 seconds"),
+        ({"lease_s": 1.0}, "must be above patience_s"),
+        ({"read_width": 0}, "read_width is 0"),
+        ({"listen": "tcp:h"}, "listen: 'h' is no host and port"),
+        ({"role": "both"}, "role is 'both'; expected prefill or decode"),
+        ({"node": ""}, "node is ''; expected a machine's name"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_with_what_was_expected(
+    tmp_path: Path, changed: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        ({"block_size": 128}, "a Full Block of 64 tokens is not a whole number of engine blocks of 128"),
+        ({"block_size": 48}, "not a whole number of engine blocks of 48"),
+        ({"groups": 2}, "2 groups of KV caches"),
+        ({"kv_role": "kv_producer"}, "expected 'kv_both'"),
+        ({"kv_load_failure_policy": "fail"}, "expected 'recompute'"),
+    ],
+    ids=str,
+)
+def test_engines_that_cannot_be_served_are_refused(tmp_path: Path, shape: dict[str, Any], what: str) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path), **shape)
+
+
+def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
+        read(good(tmp_path))
+
+
+def test_tensors_that_are_not_as_expected_are_refused() -> None:
+    import torch
+    from sojourn_server.kv_offload.cpu_device_backend import UnsupportedKvCaches, block_rows
+
+    kv = torch.arange(48, dtype=torch.float32).view(4, 3, 4)
+    rows = block_rows("a", kv, 4)
+    assert (rows.shape, rows.dtype.name) == ((4, 48), "uint8")
+    rows[0, :4] = 0
+    assert kv[0, 0, 0] == 0, "it is the engine's own memory"
+    with pytest.raises(UnsupportedKvCaches, match="expected 5 blocks"):
+        block_rows("a", kv, 5)
+    with pytest.raises(UnsupportedKvCaches, match="KV on meta"):
+        block_rows("a", torch.zeros(4, device="meta"), 4)
+
+
+def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    fields: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 8, "head_size": 128, **changed}
+    return getattr(kinds, kind)(dtype=torch.bfloat16, **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "what"),
+    [
+        ("SlidingWindowSpec", {"sliding_window": 128}, r"another kind \(SlidingWindowSpec\)"),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "another kind"),
+        ("FullAttentionSpec", {"sliding_window": 128}, "a sliding window of 128 tokens"),
+        ("FullAttentionSpec", {"attention_chunk_size": 64}, "a chunk of 64 tokens"),
+    ],
+    ids=str,
+)
+def test_models_whose_layers_do_not_keep_all_tokens_are_refused(
+    tmp_path: Path, kind: str, changed: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path), spec=spec_of(kind, **changed))
+
+
+def test_latent_attention_is_served(tmp_path: Path) -> None:
+    assert read(good(tmp_path), spec=spec_of("MLAAttentionSpec", num_kv_heads=1)).per_full == 4
+
+
+def test_one_odd_layer_among_many_is_seen(tmp_path: Path) -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    full, windowed = spec_of("FullAttentionSpec"), spec_of("FullAttentionSpec", sliding_window=64)
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": windowed})
+    with pytest.raises(SettingsError, match="a sliding window of 64"):
+        read(good(tmp_path), spec=both)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--enable-lora"):
+        read(good(tmp_path), lora=True)
+
+
+@pytest.mark.parametrize(("amx", "packed"), [(True, "amx"), (False, "vec")])
+def test_kv_packed_for_other_instructions_is_other_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, packed: str
+) -> None:
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import CpuArchEnum
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
+    spec = spec_of("FullAttentionSpec", block_size=32)
+    settings = read(good(tmp_path), spec=spec)
+    dtype = settings.identity.kv_dtype.split("/")[0]
+    assert settings.identity.kv_dtype == f"{dtype}/{packed if dtype == 'torch.bfloat16' else 'vec'}"
+    assert dtype == "torch.bfloat16", "then it makes a difference"
+
+
+def test_on_a_device_nothing_is_said_of_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert "/" not in read(good(tmp_path)).identity.kv_dtype
+
+
+def test_it_is_known_what_buffers_the_longest_prompt_needs(tmp_path: Path) -> None:
+    settings = read(good(tmp_path), max_model_len=10 * 64)
+    assert settings.buffers_short_bytes == 0
+    settings = read(good(tmp_path), max_model_len=10 * 64 + 1)
+    assert (settings.longest_blocks, settings.buffers_short_bytes) == (11, 11 * FULL_BYTES)
+
+
+def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> None:
+    assert read(good(tmp_path)).limits.max_waiting_writes == (256 << 20) // FULL_BYTES
+    for given, blocks in ((1, 1), (3 * FULL_BYTES + 1, 3)):
+        assert read(good(tmp_path, waiting_write_bytes=given)).limits.max_waiting_writes == blocks
+    with pytest.raises(SettingsError, match="waiting_write_bytes is 0"):
+        read(good(tmp_path, waiting_write_bytes=0))

@@ -1,0 +1,565 @@
+"""The compute quota in vLLM's own scheduler: what each step computes, and that nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
+    AttentionCosts,
+    PrefillCandidate,
+    PrefillComputeQuota,
+    StepQuotaUsage,
+)
+from test_vllm_unchanged_without_hints import random_load
+
+BLOCK = 16
+PAIR_S = 1e-6
+COSTS = StepCosts(step_s=0.01, token_s=1e-4, pair_s=PAIR_S, kv_token_s=1e-5, request_s=1e-3)
+ATTENTION = AttentionCosts.of(COSTS)
+SMALL = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
+
+
+def profile(steps: StepCosts | None = COSTS) -> EngineProfile:
+    return EngineProfile(
+        model="m",
+        hardware="h",
+        engine="e",
+        block_size=BLOCK,
+        prefill=PrefillCurve(0.0, 1e-4, 0.0),
+        points=(),
+        steps=steps,
+    )
+
+
+@pytest.fixture
+def make(make_engine: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """``make(quota_s, costs=…, policy=…, **shape)``: an engine with that quota."""
+
+    def build(quota_s: float, *, costs: StepCosts = COSTS, policy: str = "observe", **shape: Any) -> Any:
+        path = tmp_path / "profile.toml"
+        path.write_text(profile(costs).to_toml())
+        settings = {"compute_quota_s": quota_s, "profile_file": str(path), **shape.pop("settings", {})}
+        return make_engine(policy, settings=settings, **shape)
+
+    return build
+
+
+class Chunk(SimpleNamespace):
+    """What a step computes of a request."""
+
+    request_id: str
+    cached: int
+    new: int
+    left: int
+    """Of its prompt, after the step; at least 0."""
+
+
+def chunks(engine: Any, planned: Any) -> list[Chunk]:
+    """Of a step that has just been planned, in the scheduler's order."""
+    told = []
+    for request_id, new in planned.num_scheduled_tokens.items():
+        request = engine.scheduler.requests[request_id]
+        after = request.num_computed_tokens
+        told.append(
+            Chunk(
+                request_id=request_id,
+                cached=after - new,
+                new=new,
+                left=max(0, request.num_tokens - after),
+            )
+        )
+    return told
+
+
+def attention_s(step: list[Chunk], costs: AttentionCosts = ATTENTION) -> float:
+    return sum(costs.seconds(chunk.cached, chunk.new) for chunk in step)
+
+
+def play(engine: Any, max_steps: int = 10_000) -> list[list[Chunk]]:
+    """Step until nothing is left; what each step computed."""
+    steps = []
+    while engine.scheduler.has_unfinished_requests():
+        planned = engine.plan()
+        steps.append(chunks(engine, planned))
+        engine.take_in(planned)
+        assert len(steps) < max_steps
+    return steps
+
+
+def prompt(number: int, tokens: int) -> range:
+    return range(number * 100_000, number * 100_000 + tokens)
+
+
+# -- what a step computes ---------------------------------------------------------
+
+
+def test_steps_are_those_that_the_policy_plans(make: Callable[..., Any]) -> None:
+    """Prompts without hits, first come first served: the scheduler's walk is the policy's."""
+    draw = random.Random(5)
+    lengths = [draw.choice([draw.randrange(1, 200), draw.randrange(200, 7000)]) for _ in range(40)]
+    engine = make(0.5, blocks=20_000, max_num_batched_tokens=4096, max_num_seqs=64)
+    for number, tokens in enumerate(lengths):
+        engine.add(f"r{number}", prompt(number, tokens), arrival_s=float(number))
+    quota = PrefillComputeQuota(costs=ATTENTION, quota_s=0.5, block_tokens=BLOCK)
+    left = [PrefillCandidate(0, tokens) for tokens in lengths]
+    steps = play(engine)
+    for step in steps:
+        plan = quota.plan(left, tokens_at_most=4096)
+        assert [chunk.new for chunk in step] == list(plan.chunks)
+        assert attention_s(step) == pytest.approx(plan.attention_s)
+        cached, new = left[len(plan.chunks) - 1]
+        last = plan.chunks[-1]
+        left = left[len(plan.chunks) - (last < new) :]
+        if last < new:
+            left[0] = PrefillCandidate(cached + last, new - last)
+    assert not left
+    assert len(steps) > 40
+
+
+def test_under_load_the_quota_is_kept_and_used(make: Callable[..., Any]) -> None:
+    """Agents' turns: long contexts that are there, short appends. Costs of an 8B model, about."""
+    costs = StepCosts(step_s=0.01, token_s=0.0, pair_s=3.5e-9, kv_token_s=4e-8, request_s=0.0)
+    engine = make(0.1, costs=costs, blocks=120_000, max_num_batched_tokens=65_536, max_num_seqs=64)
+    draw = random.Random(1)
+    contexts = [draw.randrange(4_000, 60_000) for _ in range(24)]
+    for agent, tokens in enumerate(contexts):
+        engine.add(f"first{agent}", prompt(agent, tokens), max_tokens=1)
+    engine.run()
+    engine.ask("drain_metrics")
+    for agent, tokens in enumerate(contexts):
+        engine.add(f"turn{agent}", prompt(agent, tokens + draw.randrange(200, 4_000)), max_tokens=20)
+    attention = AttentionCosts.of(costs)
+    for step in play(engine):
+        spent_s = attention_s(step, attention)
+        assert spent_s <= 0.1 * (1 + 1e-9)
+        assert all(chunk.cached > 1000 for chunk in step), "hits are known before anything is cut"
+    told = engine.ask("drain_metrics")
+    ((_, used),) = told["histograms"]["sojourn_step_quota_ratio"]
+    ((_, seconds),) = told["histograms"]["sojourn_step_attention_seconds"]
+    ((_, cuts),) = told["counters"]["sojourn_quota_cuts_total"]
+    assert used["count"] >= 10
+    assert cuts >= 10
+    assert used["sum"] / used["count"] >= 0.95
+    assert not any(used["buckets"][:3]), "each of them by itself, too: 90 % and more"
+    assert not any(used["buckets"][6:]), "and never above it"
+    assert seconds["count"] >= used["count"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("quota_s", [0.002, 0.02, 0.06])
+def test_whatever_the_load_no_step_is_above_the_quota_but_for_one_block(
+    make: Callable[..., Any], asynchronous: bool, quota_s: float
+) -> None:
+    """Shared prefixes, aborts, preemptions, prompts and decodes in the same steps."""
+    preemptions = cuts = floors = 0
+    for seed in range(4):
+        engine = make(quota_s, asynchronous=asynchronous, **SMALL)
+        plan, preempt = engine.plan, engine.scheduler._preempt_request
+
+        def counted(*args: Any, preempt: Any = preempt, **kwargs: Any) -> None:
+            nonlocal preemptions
+            preemptions += 1
+            preempt(*args, **kwargs)
+
+        def checked(engine: Any = engine, plan: Any = plan) -> Any:
+            nonlocal cuts, floors
+            planned = plan()
+            step = engine.scheduler.sojourn_quota.step
+            told = chunks(engine, planned)
+            if step is None:
+                assert not planned.scheduled_new_reqs
+                return planned
+            assert step.taken() <= planned.num_scheduled_tokens.keys()
+            prompts = [chunk for chunk in told if chunk.request_id in step.taken()]
+            if attention_s(told) > quota_s * (1 + 1e-9):
+                assert len(prompts) <= 1
+                assert sum(chunk.new for chunk in prompts) <= BLOCK
+                floors += bool(prompts)
+            if step.cut is not None:
+                cuts += 1
+                (cut,) = (chunk for chunk in prompts if chunk.request_id == step.cut)
+                assert (cut.cached + cut.new) % BLOCK == 0
+                assert cut.left
+                assert prompts[-1] is cut, "no request passes a cut one"
+            return planned
+
+        engine.plan, engine.scheduler._preempt_request = checked, counted
+        random_load(engine, seed)
+        assert engine.pool.get_num_free_blocks() == SMALL["blocks"] - 1
+        assert not engine.scheduler.requests
+    assert preemptions > 0
+    assert cuts > 0
+    assert floors > 0 or quota_s > 0.002
+
+
+def test_a_hit_is_counted_and_the_rest_cut_at_a_block(make: Callable[..., Any]) -> None:
+    engine = make(0.5, blocks=2_000, max_num_batched_tokens=16_384)
+    engine.add("before", prompt(1, 8_000), max_tokens=1)
+    engine.run()
+    engine.add("hit", prompt(1, 9_000))
+    engine.add("fresh", prompt(2, 600))
+    (first,) = chunks(engine, engine.plan())
+    assert first.cached == 8_000
+    assert first.new % BLOCK == 0
+    assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
+
+
+def test_loads_from_host_memory_count_and_begin_behind_a_cut(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(0.5, blocks=2_000, max_num_batched_tokens=16_384, host_blocks=60, own_tiers=True)
+    connector = engine.scheduler.connector
+    asked: list[tuple[str, int]] = []
+    reading = {"read"}
+
+    def matched(request: Any, computed: int) -> tuple[int | None, bool]:
+        asked.append((request.request_id, computed))
+        if request.request_id in reading:
+            return None, False
+        return (8_000, False) if request.request_id == "external" else (0, False)
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", matched)
+    monkeypatch.setattr(connector, "update_state_after_alloc", lambda *args: None)
+    engine.add("external", prompt(1, 9_000))
+    engine.add("read", prompt(2, 600))
+    engine.add("ready", prompt(3, 600))
+    engine.add("behind", prompt(4, 600))
+    planned = engine.plan()
+    (first,) = chunks(engine, planned)
+    assert (first.request_id, first.cached) == ("external", 8_000)
+    assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
+    # Who is yet to be read is asked for, so that its read begins; the next that could be computed waits.
+    assert [request_id for request_id, _ in asked] == ["external", "read", "ready"]
+    reading.clear()
+    engine.take_in(planned)
+    order = [chunk.request_id for step in play(engine) for chunk in step if not chunk.cached]
+    assert order == ["read", "ready", "behind"]
+
+
+def test_kv_that_comes_beside_is_awaited_as_before_and_counted_once_it_is_there(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine = make(0.5, blocks=2_000, max_num_batched_tokens=16_384, host_blocks=60, own_tiers=True)
+    connector = engine.scheduler.connector
+    monkeypatch.setattr(
+        connector,
+        "get_num_new_matched_tokens",
+        lambda request, computed: (8_000, True) if request.request_id == "external" else (0, False),
+    )
+    monkeypatch.setattr(connector, "update_state_after_alloc", lambda *args: None)
+    monkeypatch.setattr(connector, "update_connector_output", lambda output: None)
+    engine.add("ready", prompt(2, 2_000))
+    engine.add("external", prompt(1, 9_000))
+    engine.add("behind", prompt(3, 600))
+    planned = engine.plan()
+    assert [chunk.request_id for chunk in chunks(engine, planned)] == ["ready"]
+    assert engine.scheduler.requests["external"].num_computed_tokens == 8_000, "it comes while others compute"
+    engine.take_in(planned, KVConnectorOutput(finished_recving={"external"}))
+    steps = play(engine)
+    first = next(chunk for step in steps for chunk in step if chunk.request_id == "external")
+    assert (first.cached, first.new % BLOCK) == (8_000, 0)
+    assert max(map(attention_s, steps)) <= 0.5
+    order = [chunk.request_id for step in steps for chunk in step]
+    assert order.index("ready") < order.index("external") < order.index("behind")
+
+
+def test_without_a_connector_no_request_behind_a_cut_is_looked_up(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(0.1, blocks=2_000, max_num_batched_tokens=16_384)
+    manager = engine.scheduler.kv_cache_manager
+    looked_up: list[str] = []
+    original = manager.get_computed_blocks
+
+    def watched(request: Any) -> Any:
+        looked_up.append(request.request_id)
+        return original(request)
+
+    monkeypatch.setattr(manager, "get_computed_blocks", watched)
+    for number in range(4):
+        engine.add(f"r{number}", prompt(number, 2_000))
+    engine.step()
+    assert looked_up == ["r0"]
+    while "r0" in engine.scheduler.requests:
+        engine.step()
+    assert looked_up == ["r0", "r1"]
+    engine.run()
+    assert looked_up == ["r0", "r1", "r2", "r3"]
+
+
+def test_requests_that_generate_are_counted_and_never_wait_for_prompts(make: Callable[..., Any]) -> None:
+    engine = make(0.2, blocks=4_000, max_num_batched_tokens=16_384)
+    for number in range(8):
+        engine.add(f"writes{number}", prompt(number, 500), max_tokens=200)
+    while any(not r.num_output_tokens for r in engine.scheduler.requests.values()):
+        engine.step()
+    engine.add("long", prompt(20, 3_000))
+    while "long" in engine.scheduler.requests:
+        planned = engine.plan()
+        step = chunks(engine, planned)
+        decodes = [chunk for chunk in step if chunk.request_id != "long"]
+        assert len(decodes) == 8
+        assert engine.scheduler.sojourn_quota.step.decodes_s == pytest.approx(attention_s(decodes))
+        assert attention_s(step) <= 0.2
+        engine.take_in(planned)
+
+
+def test_where_generating_alone_takes_the_quota_prompts_get_a_block_a_step(make: Callable[..., Any]) -> None:
+    engine = make(0.003, blocks=4_000, max_num_batched_tokens=16_384)
+    for number in range(8):
+        engine.add(f"writes{number}", prompt(number, 100), max_tokens=400)
+    while any(not r.num_output_tokens for r in engine.scheduler.requests.values()):
+        engine.step()
+    engine.add("long", prompt(20, 200))
+    seen = []
+    while "long" in engine.scheduler.requests:
+        planned = engine.plan()
+        seen += [chunk.new for chunk in chunks(engine, planned) if chunk.request_id == "long"]
+        assert planned.total_num_scheduled_tokens == 8 + seen[-1]
+        engine.take_in(planned)
+    assert seen == [BLOCK] * 12 + [8]
+    ((_, used),) = engine.ask("drain_metrics")["histograms"]["sojourn_step_quota_ratio"]
+    assert used["buckets"][-1] >= 10, "more than twice the quota, and the operator is told"
+
+
+def test_a_long_prompt_neither_starves_others_nor_starves(make: Callable[..., Any]) -> None:
+    engine = make(0.05, blocks=4_000, max_num_batched_tokens=16_384)
+    names = []
+    for number in range(30):
+        names.append(f"r{number}")
+        engine.add(names[-1], prompt(number, 4_000 if number % 10 == 3 else 50), arrival_s=float(number))
+    ended: list[str] = []
+    while engine.scheduler.has_unfinished_requests():
+        ended += engine.step().finished
+    assert ended == names
+
+
+# -- what may happen in the middle of a prompt -------------------------------------
+
+
+def test_an_abort_leaves_the_quota_to_the_next(make: Callable[..., Any]) -> None:
+    engine = make(0.1, blocks=2_000, max_num_batched_tokens=16_384)
+    engine.add("long", prompt(1, 5_000))
+    engine.add("next", prompt(2, 5_000))
+    engine.step()
+    (second,) = chunks(engine, engine.plan())
+    assert (second.request_id, second.cached > 0) == ("long", True)
+    engine.abort("long")
+    (third,) = chunks(engine, engine.plan())
+    assert (third.request_id, third.cached) == ("next", 0)
+    assert attention_s([third]) > 0.09
+
+
+def test_a_request_preempted_within_its_prompt_is_computed_in_the_end(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(0.1, blocks=89, max_num_batched_tokens=16_384, max_model_len=1_400)
+    engine.add("writes", prompt(1, 600), max_tokens=60)
+    while not engine.scheduler.requests["writes"].num_output_tokens:
+        engine.step()
+    # Otherwise no request would be admitted whose prompt does not fit whole.
+    engine.scheduler.scheduler_reserve_full_isl = False
+    long = engine.add("long", prompt(2, 900))
+    preempted = []
+    original = engine.scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append((request.request_id, request.num_computed_tokens))
+        original(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = counted
+    told: list[str] = []
+    monkeypatch.setattr(
+        engine.scheduler.sojourn_quota, "preempted", lambda request: told.append(request.request_id)
+    )
+    steps = play(engine)
+    assert preempted
+    assert told == [name for name, _ in preempted]
+    assert all(name == "long" and 0 < computed < 900 for name, computed in preempted)
+    assert max(map(attention_s, steps)) <= 0.1
+    assert long.num_output_tokens == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_quota_that_is_never_reached_changes_no_step(
+    make: Callable[..., Any], make_engine: Callable[..., Any], asynchronous: bool
+) -> None:
+    for seed in range(3):
+        stock = make_engine(None, asynchronous=asynchronous, **SMALL)
+        ours = make(1e9, asynchronous=asynchronous, **SMALL)
+        assert random_load(ours, seed) == random_load(stock, seed)
+
+
+def test_without_a_quota_the_scheduler_is_left_alone(make_engine: Callable[..., Any]) -> None:
+    engine = make_engine("observe")
+    assert engine.scheduler.sojourn_quota is None
+    assert "_reserve_prefill_lookahead" not in vars(engine.scheduler)
+
+
+@pytest.mark.parametrize("policy", ["continuum", "tetris", "mori"])
+def test_policies_order_and_gate_as_before(make: Callable[..., Any], policy: str) -> None:
+    """Whoever is asked to enter and then kept out by the quota is asked again, and everybody comes in."""
+    engine = make(0.01, policy=policy, **SMALL)
+    draw = random.Random(2)
+    for turn in range(3):
+        for agent in range(6):
+            tokens = prompt(agent, 60 + 90 * turn)
+            name = f"{agent}/{turn}"
+            engine.add(name, tokens, max_tokens=draw.randrange(2, 30), program_id=f"A{agent}")
+        play(engine)
+    ledger = engine.ask("stats")["ledger"]
+    assert ledger["turns"] == 18
+    assert engine.scheduler.sojourn.failures == 0
+
+
+def test_a_failure_of_the_quota_is_not_the_engines(
+    make: Callable[..., Any], make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> int:
+        raise RuntimeError("broken on purpose")
+
+    for name in ("offer", "take", "leave", "taken"):
+        monkeypatch.setattr(StepQuotaUsage, name, broken)
+    ours, stock = make(0.01, settings={"strict": False}, **SMALL), make_engine(None, **SMALL)
+    assert random_load(ours, 1) == random_load(stock, 1)
+    assert ours.scheduler.sojourn.failures > 0
+
+
+# -- rows that the bare engine has not ---------------------------------------------
+
+
+def stand_in(spec_tokens: int = 0, quota_s: float = 0.3, lookahead: int = 0) -> Any:
+    """A scheduler with nothing but what the quota reads; a millisecond a token, whatever the context."""
+    from sojourn_server.vllm.prefill_quota import PrefillQuota
+
+    def settle(request: Any, computed: int, new: int) -> int:
+        rest = request.num_tokens - computed - new
+        return max(new - (lookahead - rest), 0) if 0 < rest < lookahead else new
+
+    scheduler = SimpleNamespace(
+        num_spec_tokens=spec_tokens, running=[], connector=object(), _reserve_prefill_lookahead=settle
+    )
+    quota = PrefillComputeQuota(
+        costs=AttentionCosts(pair_s=0.0, token_s=0.001), quota_s=quota_s, block_tokens=BLOCK
+    )
+    scheduler.quota = PrefillQuota(
+        scheduler, quota, SimpleNamespace(recorder=None), lambda call, *args: call(*args)
+    )  # type: ignore[arg-type]
+    return scheduler
+
+
+def row(
+    request_id: str, tokens: int, *, running: bool = False, prompt: bool = True, images: bool = False
+) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(
+        request_id=request_id,
+        status=RequestStatus.RUNNING if running else RequestStatus.WAITING,
+        num_tokens=tokens,
+        num_computed_tokens=0,
+        is_prefill_chunk=running and prompt,
+        has_encoder_inputs=images,
+        spec_token_ids=[],
+    )
+
+
+def test_speculative_tokens_are_never_cut() -> None:
+    scheduler = stand_in(spec_tokens=4, quota_s=0.012)
+    settle = scheduler._reserve_prefill_lookahead
+    decode = row("writes", 1000, running=True, prompt=False)
+    decode.num_computed_tokens, decode.spec_token_ids = 999, [1, 2, 3, 4]
+    scheduler.running = [decode]
+    assert settle(decode, 999, 5) == 5
+    assert scheduler.quota.step is None, "no prompt was met"
+    # Where a request comes in with all but one token there, rows are kept for guesses: all of them or none.
+    assert settle(row("padded", 100), 99, 5) == 5
+    assert scheduler.quota.step.decodes_s == pytest.approx(0.005)
+    assert settle(row("later", 100), 99, 5) == 0
+    assert settle(decode, 999, 5) == 5, "decoding is not limited"
+
+
+def test_prompts_with_images_are_computed_as_the_engine_cuts_them_or_wait() -> None:
+    scheduler = stand_in()
+    settle = scheduler._reserve_prefill_lookahead
+    assert settle(row("first", 1000, images=True), 0, 900) == 900
+    assert settle(row("behind", 50), 0, 50) == 0
+    scheduler.quota.open_step()
+    assert settle(row("text", 200), 0, 200) == 200
+    assert settle(row("images", 1000, images=True), 0, 900) == 0
+
+
+def test_the_share_of_a_preempted_request_is_free_for_others() -> None:
+    scheduler = stand_in(quota_s=0.1)
+    settle = scheduler._reserve_prefill_lookahead
+    first, second = row("a", 500, running=True), row("b", 500, running=True)
+    assert (settle(first, 0, 500), settle(second, 0, 500)) == (96, 0)
+    scheduler.quota.preempted(first)
+    assert settle(second, 0, 500) == 96
+
+
+def test_the_engine_has_the_last_word() -> None:
+    """It may shorten a chunk further, or refuse it: what counts is what is computed."""
+    scheduler = stand_in(lookahead=8, quota_s=0.1)
+    settle = scheduler._reserve_prefill_lookahead
+    assert settle(row("a", 100), 0, 97) == 92
+    scheduler.quota.open_step()
+    assert settle(row("a", 100), 0, 0) == 0
+    assert scheduler.quota.step is None
+    assert settle(row("b", 100), 0, 96) == 92
+    assert scheduler.quota.step.prompts_s == pytest.approx(0.092)
+
+
+# -- settings ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        (None, "measure it again with sojourn profile"),
+        (COSTS._replace(pair_s=0.0), "measure longer contexts"),
+    ],
+)
+def test_a_profile_that_says_too_little_is_refused(
+    make_engine: Callable[..., Any], tmp_path: Path, steps: StepCosts | None, named: str
+) -> None:
+    path = tmp_path / "profile.toml"
+    path.write_text(replace(profile(steps)).to_toml())
+    with pytest.raises(ValueError, match=named):
+        make_engine("observe", settings={"compute_quota_s": 0.3, "profile_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"compute_quota_s": 0.3}, "sojourn profile measures one"),
+        ({"compute_quota_s": -1}, "expected a number"),
+        ({"compute_quota_s": "fast"}, "expected a number"),
+    ],
+)
+def test_a_wrong_quota_is_named_at_start(
+    make_engine: Callable[..., Any], settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_engine("observe", settings=settings)
+
+
+def test_a_quota_needs_prompts_that_can_be_cut(make: Callable[..., Any]) -> None:
+    from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError
+    from sojourn_server.vllm.prefill_quota import PrefillQuota
+
+    scheduler = make(0.3).scheduler
+    settings = PluginSettings.read(scheduler.vllm_config.additional_config)
+    scheduler.scheduler_config.enable_chunked_prefill = False
+    with pytest.raises(SettingsError, match="expected chunked prefill"):
+        PrefillQuota.of(scheduler, settings, SimpleNamespace(recorder=None), lambda call, *args: call(*args))  # type: ignore[arg-type]

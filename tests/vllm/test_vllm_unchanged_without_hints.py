@@ -1,0 +1,135 @@
+"""Without hints the extension is stock vLLM, block by block; and its failures are not the engine's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def random_load(
+    engine, seed: int, *, requests: int = 60
+) -> list[tuple[dict[str, int], dict[str, list[int]]]]:
+    """Overload a small pool, with shared prefixes, aborts and preemptions; returns every step's plan."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(1000) for _ in range(64)] for _ in range(4)]
+    plans = []
+    number = 0
+    while number < requests or engine.scheduler.has_unfinished_requests():
+        if number < requests and rng.random() < 0.5:
+            prompt = [*rng.choice(prefixes), *(rng.randrange(1000) for _ in range(rng.randrange(1, 300)))]
+            engine.add(f"r{number}", prompt, max_tokens=rng.randrange(1, 80), arrival_s=float(number))
+            number += 1
+        if rng.random() < 0.03 and engine.scheduler.requests:
+            engine.abort(sorted(engine.scheduler.requests)[0])
+        planned = engine.step().planned
+        blocks = {new.req_id: [list(ids) for ids in new.block_ids] for new in planned.scheduled_new_reqs}
+        plans.append((dict(planned.num_scheduled_tokens), blocks))
+    return plans
+
+
+@pytest.mark.parametrize("policy", ["observe", "continuum", "tetris"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
+def test_without_hints_every_step_is_stock_vllms(make_engine, policy, asynchronous, scheduling_policy):
+    shape = {
+        "blocks": 65,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 1024,
+        "asynchronous": asynchronous,
+        "scheduling_policy": scheduling_policy,
+    }
+    for seed in range(5):
+        stock = make_engine(None, **shape)
+        ours = make_engine(policy, **shape)
+        preemptions = 0
+        original = stock.scheduler._preempt_request
+
+        def counted(*args, original=original, **kwargs):
+            nonlocal preemptions
+            preemptions += 1
+            return original(*args, **kwargs)
+
+        stock.scheduler._preempt_request = counted
+        assert random_load(ours, seed) == random_load(stock, seed)
+        assert preemptions > 0, "the load must be heavy enough to mean something"
+
+
+def test_observing_programs_changes_no_step(make_engine):
+    """``observe`` keeps the ledger of programs and decides as stock does."""
+    shape = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
+
+    def run(engine, with_programs: bool):
+        plans = []
+        rng = random.Random(3)
+        for turn in range(4):
+            for agent in range(6):
+                prompt = range(agent * 5000, agent * 5000 + 100 + 60 * turn)
+                name = f"A{agent}" if with_programs else None
+                engine.add(f"{agent}/{turn}", prompt, max_tokens=rng.randrange(5, 40), program_id=name)
+            while engine.scheduler.has_unfinished_requests():
+                plans.append(dict(engine.step().planned.num_scheduled_tokens))
+        return plans
+
+    observed = make_engine("observe", **shape)
+    assert run(observed, True) == run(make_engine(None, **shape), False)
+    totals = observed.ask("stats")["ledger"]
+    assert totals["turns"] == 24
+    assert totals["prompt_tokens"] == totals["device_tokens"] + totals["new_tokens"] + totals[
+        "tail_tokens"
+    ] + sum(totals["lost_tokens"].values())
+
+
+def test_a_failure_of_ours_is_not_the_engines(make_engine, monkeypatch):
+    """Every hook raises; every request still finishes."""
+    from sojourn_server.core.events_and_actions import UntrackedRequestArrived, UntrackedRequestLeft
+
+    engine = make_engine("continuum", blocks=33, settings={"strict": False}, max_model_len=512)
+    adapter = engine.scheduler.sojourn
+
+    handle = adapter.program_scheduler.handle
+
+    def broken(event, now):
+        if isinstance(event, UntrackedRequestArrived | UntrackedRequestLeft):
+            return handle(event, now)
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(adapter.program_scheduler, "handle", broken)
+    requests = [
+        engine.add(f"r{n}", range(n * 600, n * 600 + 200), max_tokens=60, program_id=f"P{n}")
+        for n in range(6)
+    ]
+    engine.run()
+    assert [request.num_output_tokens for request in requests] == [60] * 6
+    assert adapter.failures > 0
+    assert engine.pool.get_num_free_blocks() == 32
+
+
+def test_an_untested_vllm_is_refused_with_the_list(monkeypatch):
+    import vllm
+    from sojourn_server.vllm.compat import TESTED_VLLM, UnsupportedEngine
+    from sojourn_server.vllm.scheduler import make_scheduler
+
+    monkeypatch.setattr(vllm, "__version__", "9.99.0")
+    with pytest.raises(UnsupportedEngine) as refused:
+        make_scheduler(vllm_config=None)
+    assert "9.99.0" in str(refused.value)
+    for version in TESTED_VLLM:
+        assert version in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"polcy": "continuum"}, "did you mean 'policy'"),
+        ({"policy": "continum"}, "did you mean 'continuum'"),
+        ({"lease_budget_fraction": 1.5}, "lease_budget_fraction"),
+        ({"lease_budget_fraction": "much"}, "expected a number"),
+        ({"max_programs": 0}, "max_programs"),
+        ({"profile_file": "/nowhere/profile.toml"}, "profile_file"),
+    ],
+)
+def test_a_wrong_setting_is_named_at_start(make_engine, settings, named):
+    with pytest.raises(ValueError, match=named):
+        make_engine("continuum", settings=settings)
