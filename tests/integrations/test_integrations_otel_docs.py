@@ -34,7 +34,7 @@ def test_every_attribute_of_the_conventions_is_in_the_tables():
 
 def test_the_numbers_are_the_codes():
     assert f"At most {otel_source.MAX_SPANS:,} open spans" in PAGE
-    assert f"At most {otel_outcomes.MAX_PENDING:,} are kept back" in PAGE
-    assert f"after every\n{otel_outcomes.EVERY_REQUESTS} of its requests" in PAGE
+    assert f"At most {otel_outcomes.MAX_PENDING:,} are held back" in PAGE
+    assert f"after every {otel_outcomes.EVERY_REQUESTS} of its requests" in PAGE
     assert f"waited {otel_outcomes.IDLE_S:.0f} s" in PAGE
-    assert f"asked for {otel_outcomes.PAUSE_S:.0f} s" in PAGE.replace("\n", " ")
+    assert f"nothing is fetched for {otel_outcomes.PAUSE_S:.0f} s" in PAGE.replace("\n", " ")
