@@ -85,6 +85,30 @@ def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
     assert "q.toml" in failure("tiny", "--policy-file", "q.toml").message
 
 
+def test_a_bad_profile_fails_a_dry_run(tmp_path):
+    (tmp_path / "p.toml").write_text("prefill = 3\n")
+    assert "p.toml" in failure("tiny", "--sojourn-profile", str(tmp_path / "p.toml"), "--dry-run").message
+
+
+def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
+    made = tmp_path / "made"
+    (tmp_path / "p.toml").write_text(
+        f'extends = "continuum"\nretention = {{ policy = "subprocess:Popen", args = ["touch", "{made}"] }}\n'
+    )
+    error = failure("tiny", "--policy-file", str(tmp_path / "p.toml"), "--dry-run")
+    assert "subprocess is a module of Python's standard library" in error.message
+    assert not made.exists()
+
+
+def test_installed_policies_are_allowed_by_name(tmp_path):
+    place = "sojourn_server.policies.retention.retention_policies:NoRetention"
+    (tmp_path / "p.toml").write_text(f'extends = "continuum"\nretention = "{place}"\n')
+    given = ("tiny", "--policy-file", str(tmp_path / "p.toml"))
+    assert "--allow-policy-modules" in failure(*given, "--dry-run").message
+    line = " ".join(dry_run(*given, "--allow-policy-modules", "sojourn_server.policies"))
+    assert '"allow_policy_modules": "sojourn_server.policies"' in line
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

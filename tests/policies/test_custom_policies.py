@@ -77,14 +77,71 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
     assert found == [1.0, 2.0]
 
 
-def test_an_installed_module_does_too() -> None:
+@pytest.mark.parametrize("allowed", ["sojourn_server", "other, sojourn_server.policies"])
+def test_an_installed_module_that_is_allowed_does_too(allowed: str) -> None:
     place = "sojourn_server.policies.retention.retention_policies:FixedRetention"
-    preset = parse_preset(
-        f'{BASE}retention = {{ policy = "{place}", ttl_s = 3.0 }}',
-        source="t",
-        own=custom_class_loader(Path("/nowhere")),
+    text = f'{BASE}retention = {{ policy = "{place}", ttl_s = 3.0 }}'
+    own = custom_class_loader(Path("/nowhere"), allowed)
+    assert parse_preset(text, source="t", own=own).retention.ttl_s == 3.0
+    for other in ("", "sojourn_serve", "sojourn_server.policies.eviction"):
+        with pytest.raises(PresetError, match="--allow-policy-modules sojourn_server"):
+            parse_preset(text, source="t", own=custom_class_loader(Path("/nowhere"), other))
+
+
+@pytest.mark.parametrize("allowed", ["", "subprocess"])
+def test_a_preset_file_alone_runs_no_command(tmp_path: Path, allowed: str) -> None:
+    """A file named subprocess.Popen and its arguments, and the command ran."""
+    made = tmp_path / "made"
+    path = preset(tmp_path, f'retention = {{ policy = "subprocess:Popen", args = ["touch", "{made}"] }}')
+    with pytest.raises(PresetError, match="subprocess is a module of Python's standard library"):
+        read_preset(path, allowed_modules=allowed)
+    assert not made.exists()
+
+
+def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "never_imported.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    path = preset(tmp_path, 'entry = "never_imported:Patient"')
+    with pytest.raises(PresetError, match="--allow-policy-modules never_imported"):
+        read_preset(path)
+    path = preset(tmp_path, 'entry = "antigravity:Patient"')
+    with pytest.raises(PresetError, match="standard library"):
+        read_preset(path, allowed_modules="antigravity")
+    assert "antigravity" not in sys.modules
+
+
+def test_a_class_without_the_methods_is_not_instantiated(tmp_path: Path) -> None:
+    for body in ("pass", "may_admit = gates = reserves_prompt_blocks = forecasts = True"):
+        folder = tmp_path / str(len(body))
+        folder.mkdir()
+        module = f"class Command:\n    def __init__(self, **options): raise SystemExit('ran')\n    {body}\n"
+        with pytest.raises(PresetError, match="may_admit"):
+            read_preset(preset(folder, 'entry = { policy = "mine:Command", args = "x" }', module))
+
+
+def test_data_of_the_protocol_may_be_set_when_a_class_is_instantiated(tmp_path: Path) -> None:
+    module = """
+class Late:
+    def __init__(self, gates=True):
+        self.gates, self.reserves_prompt_blocks, self.forecasts = gates, False, False
+    def may_admit(self, entry, now):
+        return True
+"""
+    path = preset(tmp_path, 'entry = { policy = "mine:Late", gates = false }', module)
+    assert read_preset(path).entry.gates is False
+
+
+@pytest.mark.parametrize("name", ["../mine", "folder/mine", "{absolute}", "", ".mine", "mi\\u0000ne"])
+def test_a_module_lies_beside_the_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.py").write_text(MINE)
+    path = preset(tmp_path, "")
+    (tmp_path / "folder" / "own.toml").write_text(
+        f'{BASE}entry = "{name.format(absolute=tmp_path / "mine")}:Patient"'
     )
-    assert preset.retention.ttl_s == 3.0
+    with pytest.raises(PresetError, match="is not the name of a module"):
+        read_preset(path.parent / "folder" / "own.toml")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +149,7 @@ def test_an_installed_module_does_too() -> None:
     [
         ('entry = "mine:Patent"', r"mine\.py has no class 'Patent'; did you mean 'Patient'\?"),
         ('entry = "mine:other"', r"mine\.py has no class 'other'"),
-        ('entry = "yours:Patient"', r"there is neither .*yours\.py nor an installed yours"),
+        ('entry = "yours:Patient"', r"there is no .*yours\.py, and installed modules are"),
         (
             'entry = "mine:Half"',
             r"has no reserves_prompt_blocks and no forecasts and no may_admit; "

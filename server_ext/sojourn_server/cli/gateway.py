@@ -49,7 +49,12 @@ def gateway(
         help="With --prefill: reader of KV from storage: shorter (the shorter queue), split or prefill",
     ),
     policy: str = typer.Option("sojourn", help="Name of a cluster preset"),
-    policy_file: Path | None = typer.Option(None, help="TOML cluster preset in place of a named one"),
+    policy_file: Path | None = typer.Option(
+        None, help="TOML cluster preset in place of a named one; Python files beside it that it names are run"
+    ),
+    allow_policy_modules: str = typer.Option(
+        "", help="Installed packages whose classes --policy-file may name, separated by commas"
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on"),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on; 0: any free port"),
     tenants: Path | None = typer.Option(None, help="TOML file of tenants and their keys"),
@@ -97,7 +102,7 @@ def gateway(
     for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
         if key is not None and not key.strip():
             raise CliError(f"{name} is empty", "leave it out, or give a key")
-    preset = None if in_pairs else _preset(policy, policy_file)
+    preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
     if (
         tenants is not None
         and api_key is not None
@@ -160,7 +165,7 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     if len(there) == 1:
         [absent] = given.keys() - there
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
-    for flag in ("--engines", "--policy", "--policy-file", "--state"):
+    for flag in ("--engines", "--policy", "--policy-file", "--allow-policy-modules", "--state"):
         if flag in others:
             why = {"--engines": "an engine has one role", "--state": "pairs have no program affinity"}
             raise CliError(
@@ -259,7 +264,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
         summary = "pairs on Ray"
     else:
         policy_file = Path(config.policy_file) if config.policy_file is not None else None
-        known = _preset(config.policy, policy_file)
+        known = _preset(config.policy, policy_file, config.allow_policy_modules)
         summary = f"policy {known.name} on Ray, engines run {known.engine}"
     if config.is_local:
         _check_local_cluster(config, path)
@@ -325,7 +330,7 @@ def _check_model(model: str, path: Path) -> None:
         )
 
 
-def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:
+def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:
     from sojourn_server.policies.cluster_preset import (
         cluster_preset_names,
         load_cluster_preset,
@@ -335,7 +340,9 @@ def _preset(policy: str, policy_file: Path | None) -> ClusterPreset:
     from sojourn_server.policies.preset_store import PresetError
 
     try:
-        return load_cluster_preset(policy) if policy_file is None else read_cluster_preset(policy_file)
+        if policy_file is None:
+            return load_cluster_preset(policy)
+        return read_cluster_preset(policy_file, allowed_modules=allowed_modules)
     except PresetError as error:
         if policy_file is None and policy in preset_names():
             made_for = [name for name in cluster_preset_names() if load_cluster_preset(name).engine == policy]

@@ -45,7 +45,12 @@ def serve(
         help="Name of a preset, or stock for plain vLLM",
         show_default=f"{DEFAULT_POLICY}; with --role {PREFILL_DECODE_POLICY}",
     ),
-    policy_file: Path | None = typer.Option(None, help="TOML preset in place of a named policy"),
+    policy_file: Path | None = typer.Option(
+        None, help="TOML preset in place of a named policy; Python files beside it that it names are run"
+    ),
+    allow_policy_modules: str | None = typer.Option(
+        None, help="Installed packages whose classes --policy-file may name, separated by commas"
+    ),
     sojourn_history: Path | None = typer.Option(None, help="File for the histories of tools and lengths"),
     sojourn_network: Path | None = typer.Option(None, help="File for the predictor of tetris-learned"),
     sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
@@ -140,7 +145,8 @@ def serve(
                 model_path=model_path,
                 policy=policy,
                 policy_file=_path(policy_file, must_exist=True),
-                reads_hidden_states=_uses_hidden_states(policy, policy_file),
+                allow_policy_modules=allow_policy_modules,
+                reads_hidden_states=_uses_hidden_states(policy, policy_file, allow_policy_modules or ""),
                 history_file=_path(sojourn_history),
                 network_file=_path(sojourn_network),
                 profile_file=_path(sojourn_profile, must_exist=True),
@@ -196,7 +202,7 @@ def _check_policy(policy: str, policy_file: Path | None) -> None:
         )
 
 
-def _uses_hidden_states(policy: str, policy_file: Path | None) -> bool:
+def _uses_hidden_states(policy: str, policy_file: Path | None, allowed_modules: str) -> bool:
     from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.policies.preset import load_preset, read_preset
     from sojourn_server.policies.preset_store import PresetError
@@ -204,7 +210,10 @@ def _uses_hidden_states(policy: str, policy_file: Path | None) -> bool:
     if policy == STOCK_POLICY:
         return False
     try:
-        preset = load_preset(policy) if policy_file is None else read_preset(policy_file)
+        if policy_file is None:
+            preset = load_preset(policy)
+        else:
+            preset = read_preset(policy_file, allowed_modules=allowed_modules)
     except (PresetError, OSError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     return preset.remaining.reads_hidden_states
@@ -241,6 +250,7 @@ def _check_settings(policy: str, argv: Sequence[str], role: str | None) -> list[
     flags = EngineFlags(tuple(argv))
     try:
         settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
+        settings.profile()
         settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
         preset = settings.preset()
         check_scheduling(preset, flags.value("--scheduling-policy") or "")

@@ -66,6 +66,8 @@ class ServeOptions:
     """Resolved ``model``: a directory or a hub id."""
     policy: str
     policy_file: str | None = None
+    allow_policy_modules: str | None = None
+    """Installed packages whose classes the policy file may name, separated by commas."""
     reads_hidden_states: bool = False
     """The policy reads hidden states."""
     history_file: str | None = None
@@ -297,6 +299,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
     own = {
         "policy": options.policy,
         "policy_file": options.policy_file,
+        "allow_policy_modules": options.allow_policy_modules,
         "history_file": options.history_file,
         "network_file": options.network_file,
         "profile_file": options.profile_file,

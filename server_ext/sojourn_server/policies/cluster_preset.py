@@ -82,11 +82,13 @@ def load_cluster_preset(name: str) -> ClusterPreset:
     return parse_cluster_preset(_PRESETS.text(name), source=f"{name}.toml")
 
 
-def read_cluster_preset(path: Path) -> ClusterPreset:
-    """Read a cluster preset file, which may name classes of its own. Raises ``PresetError``."""
-    return parse_cluster_preset(
-        read_preset_text(path), source=str(path), own=custom_class_loader(path.parent)
-    )
+def read_cluster_preset(path: Path, *, allowed_modules: str = "") -> ClusterPreset:
+    """Read a cluster preset file, which may name classes of its own. Raises ``PresetError``.
+
+    ``allowed_modules``: installed packages that may have them too (``custom_class_loader``).
+    """
+    own = custom_class_loader(path.parent, allowed_modules)
+    return parse_cluster_preset(read_preset_text(path), source=str(path), own=own)
 
 
 def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> ClusterPreset:

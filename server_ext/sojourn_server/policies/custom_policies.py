@@ -1,7 +1,8 @@
 """Policies of the operator's own: a preset file may name a class in a Python file next to it.
 
 Only a preset file on the operator's machine may do so. A preset from another source, such as a recording,
-imports nothing.
+imports nothing. A module from elsewhere is imported only where the operator allows it by name, and a class is
+instantiated only if it defines the methods of its protocol: a preset file alone runs no code.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +25,17 @@ class CustomPolicyError(ValueError):
     """The class does not exist or is unsuitable. The message names what was searched and where."""
 
 
-def custom_class_loader(folder: Path) -> CustomClassLoader:
-    """A loader of ``module:Class`` from ``folder/module.py``, else from the installed packages."""
+def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
+    """A loader of ``module:Class`` from ``folder/module.py``, else from an allowed installed package.
+
+    ``allowed`` names packages or modules, separated by commas; a package includes its modules. Modules of the
+    standard library are refused, and nothing is imported to refuse a module.
+    """
+    packages = tuple(name.strip() for name in allowed.split(",") if name.strip())
 
     def find(place: str) -> type:
         module_name, _, class_name = place.partition(":")
-        module = _import_policy_module(module_name, folder, place)
+        module = _import_policy_module(module_name, folder, place, packages)
         found = getattr(module, class_name, None)
         if not isinstance(found, type):
             known = [name for name, value in vars(module).items() if isinstance(value, type)]
@@ -39,6 +45,18 @@ def custom_class_loader(folder: Path) -> CustomClassLoader:
         return found
 
     return find
+
+
+def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:
+    """Raise ``CustomPolicyError`` if a class lacks a method of its protocol. Creates no instance.
+
+    Data of the protocol may be set by ``__init__``; ``check_implements_protocol`` looks for it later.
+    """
+    methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
+    if any(not callable(getattr(policy_class, name, None)) for name in methods):
+        check_implements_protocol(policy_class, protocol, question, place)
+        wrong = [name for name in methods if not callable(getattr(policy_class, name))]
+        raise CustomPolicyError(f"{place}: {' and '.join(wrong)} cannot be called; {question} needs methods")
 
 
 def check_implements_protocol(policy: Any, protocol: type, question: str, place: str) -> None:
@@ -54,18 +72,35 @@ def check_implements_protocol(policy: Any, protocol: type, question: str, place:
         )
 
 
-def _import_policy_module(name: str, folder: Path, place: str) -> ModuleType:
+def _import_policy_module(name: str, folder: Path, place: str, allowed: Collection[str]) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        # A path would lead out of the folder.
+        raise CustomPolicyError(f"{place}: {name!r} is not the name of a module; expected module:Class")
     path = folder / f"{name}.py"
+    is_beside = path.is_file()
+    if not is_beside:
+        _check_allowed(name, path, place, allowed)
     try:
-        if path.is_file():
-            return _import_file(path)
-        return import_module(name)
+        return _import_file(path) if is_beside else import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise CustomPolicyError(f"{place} cannot be imported: {error}") from error
         raise CustomPolicyError(f"{place}: there is neither {path} nor an installed {name}") from error
     except Exception as error:
         raise CustomPolicyError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _check_allowed(name: str, path: Path, place: str, allowed: Collection[str]) -> None:
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        raise CustomPolicyError(
+            f"{place}: {name} is a module of Python's standard library, which has no policies; expected a "
+            f"class in a file such as {path}"
+        )
+    if not any(name == package or name.startswith(f"{package}.") for package in allowed):
+        raise CustomPolicyError(
+            f"{place}: there is no {path}, and installed modules are imported only where the operator allows "
+            f"it (--allow-policy-modules {name}); or write a file {path} that imports the class"
+        )
 
 
 def _import_file(path: Path) -> ModuleType:

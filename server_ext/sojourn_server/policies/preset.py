@@ -159,9 +159,13 @@ def preset_text(name: str) -> str:
     return _PRESETS.text(name)
 
 
-def read_preset(path: Path) -> Preset:
-    """Read a preset file, which may name classes of its own as ``module:Class``. Raises ``PresetError``."""
-    return parse_preset(read_preset_text(path), source=str(path), own=custom_class_loader(path.parent))
+def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
+    """Read a preset file, which may name classes of its own as ``module:Class``. Raises ``PresetError``.
+
+    ``allowed_modules``: installed packages that may have them too (``custom_class_loader``).
+    """
+    own = custom_class_loader(path.parent, allowed_modules)
+    return parse_preset(read_preset_text(path), source=str(path), own=own)
 
 
 def parse_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> Preset:

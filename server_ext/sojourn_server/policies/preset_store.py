@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from .custom_policies import CustomClassLoader, check_implements_protocol
+from .custom_policies import CustomClassLoader, check_defines_methods, check_implements_protocol
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -51,7 +51,10 @@ class PolicyRegistry:
         options = {key: value for key, value in chosen.items() if key != "policy"}
         name = chosen["policy"]
         try:
-            policy = self._class(question, name, source, own)(**options)
+            policy_class = self._class(question, name, source, own)
+            if ":" in name:
+                check_defines_methods(policy_class, self.protocols[question], question, name)
+            policy = policy_class(**options)
             if ":" in name:
                 check_implements_protocol(policy, self.protocols[question], question, name)
             return policy

@@ -37,6 +37,8 @@ class PluginSettings:
     """Name of a preset."""
     policy_file: str | None = None
     """A TOML file in place of the preset."""
+    allow_policy_modules: str | None = None
+    """Installed packages whose classes that file may name, separated by commas."""
     history_file: str | None = None
     """Histories: loaded at start, saved on exit and every few minutes."""
     network_file: str | None = None
@@ -84,7 +86,9 @@ class PluginSettings:
     def preset(self) -> Preset:
         """Return the preset. Raises ``PresetError`` or ``SettingsError``."""
         text, source = self.preset_toml()
-        own = custom_class_loader(Path(self.policy_file).parent) if self.policy_file is not None else None
+        own = None
+        if self.policy_file is not None:
+            own = custom_class_loader(Path(self.policy_file).parent, self.allow_policy_modules or "")
         return parse_preset(text, source=source, own=own)
 
     def preset_toml(self) -> tuple[str, str]:

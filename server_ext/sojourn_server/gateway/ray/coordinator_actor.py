@@ -26,7 +26,7 @@ ACTOR_NAME = "coordinator"
 def load_policy_preset(config: RayConfig) -> ClusterPreset:
     """The cluster preset. Raises ``PresetError``."""
     if config.policy_file is not None:
-        return read_cluster_preset(Path(config.policy_file))
+        return read_cluster_preset(Path(config.policy_file), allowed_modules=config.allow_policy_modules)
     return load_cluster_preset(config.policy)
 
 

@@ -20,6 +20,7 @@ _KEYS_WITHOUT_PREFILL_DECODE = {
     "engines": "prefill and decode are in its place",
     "policy": "pairs are chosen by load alone",
     "policy_file": "pairs are chosen by load alone",
+    "allow_policy_modules": "pairs are chosen by load alone",
 }
 _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 
@@ -106,6 +107,8 @@ class RayConfig:
     model: str
     policy: str = "sojourn"
     policy_file: str | None = None
+    allow_policy_modules: str = ""
+    """Installed packages whose classes that file may name, separated by commas."""
     engines: EnginesConfig = EnginesConfig()
     prefill: EnginesConfig | None = None
     """Used with ``decode`` instead of ``engines``."""
