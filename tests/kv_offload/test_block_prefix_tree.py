@@ -6,7 +6,7 @@ import pytest
 from faulty_file_system import key
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.kv_offload.block_prefix_tree import BlockPrefixTree
+from sojourn_server.kv_offload.shared_store import BlockPrefixTree
 
 KEYS = [key(number) for number in range(12)]
 

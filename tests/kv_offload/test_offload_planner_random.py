@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 DEVICE_BLOCKS = 12
 HOST_SLOTS = 7

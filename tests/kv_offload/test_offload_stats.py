@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sojourn_server.kv_offload.offload_jobs import OffloadResults
-from sojourn_server.kv_offload.offload_stats import (
+from sojourn_server.kv_offload.offload_jobs import (
     SPEED_MAX_AGE_S,
     SPEED_SAMPLES,
     TRANSFER_DIRECTIONS,
+    OffloadResults,
     OffloadStats,
 )
 from sojourn_server.metrics import metric_catalog

@@ -12,7 +12,7 @@ from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, broken, ide
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, StoreError, block_path
 from sojourn_server.kv_offload.offload_jobs import ProbeResult
-from sojourn_server.kv_offload.sibling_stores import SiblingStores
+from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.store_folder import (
     MANIFEST,
     IncompatibleStore,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from simulated_transfers import BLOCK_BYTES, LAYERS, Engine, World, assert_clean, content, identity, key, keys
-from sojourn_server.kv_transfer.kv_handshake import _FIELD_DESCRIPTIONS
-from sojourn_server.kv_transfer.traffic_class import TrafficClass
+from sojourn_server.kv_transfer.peer_table import _FIELD_DESCRIPTIONS
 from sojourn_server.kv_transfer.transfer_actions import (
     BlockStoreEnded,
     LoadEnded,
@@ -16,6 +15,7 @@ from sojourn_server.kv_transfer.transfer_actions import (
     PushEnded,
     WriteBlock,
 )
+from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_wire import (
     MESSAGES,
     CompleteMessage,

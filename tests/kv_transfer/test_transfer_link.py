@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.kv_transfer.traffic_class import TrafficClass, TrafficClassArbiter
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
-from sojourn_server.kv_transfer.transfer_link import MAX_LAG_S, LinkItem, TransferLink
+from sojourn_server.kv_transfer.transfer_link import (
+    MAX_LAG_S,
+    LinkItem,
+    TrafficClass,
+    TrafficClassArbiter,
+    TransferLink,
+)
 
 MODEL, KV = TrafficClass.MODEL, TrafficClass.KV
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from simulated_transfers import content, identity, key, keys
-from sojourn_server.kv_transfer import kv_handshake, peer_connection
-from sojourn_server.kv_transfer.peer_connection import PIECE_BYTES, PeerConnection
-from sojourn_server.kv_transfer.traffic_class import TrafficClass
+from sojourn_server.kv_transfer import peer_table, peer_transport
+from sojourn_server.kv_transfer.peer_transport import PIECE_BYTES, PeerConnection
 from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
+from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
@@ -158,7 +158,7 @@ def test_who_is_hung_up_on_for_what_he_said_is_cut_off_though_he_reads_nothing(s
 def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
     stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_connection, "MAX_QUEUED_BYTES", 300_000)
+    monkeypatch.setattr(peer_transport, "MAX_QUEUED_BYTES", 300_000)
     here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
     push = here.offer("t", stuck.address, CONTEXT)
     give_all(push)
@@ -223,7 +223,7 @@ class Greeted:
         self.socket.sendall(
             encode(
                 HelloMessage(
-                    name="x", epoch="y", kv=kv_handshake.identity_fields(here.core.transfer_context.identity)
+                    name="x", epoch="y", kv=peer_table.identity_fields(here.core.transfer_context.identity)
                 )
             )
         )

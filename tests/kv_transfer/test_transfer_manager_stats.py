@@ -6,8 +6,8 @@ import json
 import threading
 
 from simulated_transfers import LAYERS, identity, keys, layers_of
-from sojourn_server.kv_transfer.kv_handshake import identity_digest
-from sojourn_server.kv_transfer.transfer_manager_stats import UNKNOWN_BLOCK_S, transfer_manager_stats
+from sojourn_server.kv_transfer.peer_table import identity_digest
+from sojourn_server.kv_transfer.transfer_stats import UNKNOWN_BLOCK_S, transfer_manager_stats
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, manager
 
 CONTEXT = keys(*range(4))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.kv_transfer.transfer_params import (
+from sojourn_server.kv_transfer.transfer_request import (
     MAX_TRANSFER_BYTES,
     WHOLE_REQUEST,
     TransferRole,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from simulated_transfers import LAYERS, Engine, World, assert_clean, content, identity, keys, layers_of
-from sojourn_server.kv_transfer.kv_handshake import identity_fields
+from sojourn_server.kv_transfer.peer_table import identity_fields
 from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
 from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits

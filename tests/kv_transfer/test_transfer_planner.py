@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FillJob, TransferResults
-from sojourn_server.kv_transfer.transfer_params import parse_transfer_params, tail_key
 from sojourn_server.kv_transfer.transfer_planner import (
     MATCH_PENDING,
     MAX_FETCHES,
@@ -16,6 +15,7 @@ from sojourn_server.kv_transfer.transfer_planner import (
     ScheduledRequest,
     TransferPlanner,
 )
+from sojourn_server.kv_transfer.transfer_request import parse_transfer_params, tail_key
 
 
 def make(**options: Any) -> TransferPlanner:

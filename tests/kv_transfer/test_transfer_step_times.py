@@ -13,7 +13,7 @@ from sojourn_server.kv_transfer import transfer_handles, transfer_worker
 from sojourn_server.kv_transfer.split_fetch import SplitFetch
 from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
 from sojourn_server.kv_transfer.transfer_handles import LoadHandle
-from sojourn_server.kv_transfer.transfer_step_times import TransferStepTimes
+from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, run, settle
 
 Make = Callable[..., ToyEngine]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_transfers import identity, key, keys
 from sojourn_server.kv_transfer import transfer_wire
-from sojourn_server.kv_transfer.kv_handshake import identity_fields, incompatibility_reason
-from sojourn_server.kv_transfer.traffic_class import TrafficClass
+from sojourn_server.kv_transfer.peer_table import identity_fields, incompatibility_reason
+from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
     MESSAGES,

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.core.stock_engine_service import SUPPORTED_OPERATIONS
-from sojourn_server.kv_transfer.stats_server import StatsServer
+from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from sojourn_server.vllm.kv_transfer_member import STATUS_OPERATIONS, reachable_address, worker_status

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sojourn_server.kv_transfer.transfer_step_times import TransferStepTimes
+from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
 from sojourn_server.vllm.kv_transfer_connector import KVTransferStats, PathsConnector
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.retention_rank import RetentionRank
+from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.eviction.block_labels import BlockLabel
 
 BLOCK = 16

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.core.events_and_actions import RequestChosen, RequestPreempted, VictimNeeded
-from sojourn_server.kv_offload.retention_rank import RetentionRank
+from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.forecasting.remaining_tokens import OutputLengthView
 from sojourn_server.policies.preemption.best_fit_victim import BestFitVictim
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN

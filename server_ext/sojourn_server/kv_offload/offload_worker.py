@@ -16,7 +16,7 @@ from typing import Protocol
 from .block_file import BlockCorrupt
 from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults, ProbeResult
-from .sibling_stores import SiblingStores
+from .shared_store import SiblingStores
 from .transfer_thread import TransferThread
 
 

@@ -10,16 +10,204 @@ write one folder, looks once.
 
 from __future__ import annotations
 
+import heapq
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .block_file import BlockCorrupt, Buffer, FileSystem, KvIdentity
-from .block_prefix_tree import BlockPrefixTree
-from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from .sibling_stores import SiblingStores
+from .block_file import (
+    HEADER_BYTES,
+    PARENT_BYTES,
+    BlockCorrupt,
+    Buffer,
+    FileSystem,
+    KvIdentity,
+    LocalFileSystem,
+    read_block,
+)
+from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_path, block_payload
+from .offload_jobs import ProbeResult
+from .store_folder import find_identity_stores
+
+_MAX_STALE_RATIO = 2
+"""The heap is built anew when it is so many times as long as there are blocks."""
+
+
+class BlockPrefixTree:
+    """Blocks of one store by last use, as a forest."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, bytes] = {}
+        """Short key → key, of what is in the store."""
+        self._parents: dict[bytes, bytes] = {}
+        self._children: Counter[bytes] = Counter()
+        """Of each block, also of those not in the store, how many blocks in the store follow it."""
+        self._used: dict[bytes, int] = {}
+        self._uses = 0
+        self._ends: list[tuple[int, bytes]] = []
+        """A heap of (last use, short key); an entry that is no longer true is passed over."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key[:PARENT_BYTES] in self._keys
+
+    def add(self, key: bytes, parent: bytes | None = None) -> None:
+        """A block is there, and has just been used. One known already gets the parent if it had none.
+
+        Raises ``ValueError`` for a block that is its own parent.
+        """
+        short = key[:PARENT_BYTES]
+        before = parent[:PARENT_BYTES] if parent else None
+        if before == short:
+            raise ValueError(f"block {key.hex()} cannot follow itself")
+        self._keys.setdefault(short, key)
+        if before is not None and short not in self._parents:
+            self._parents[short] = before
+            self._children[before] += 1
+        self.touch(key)
+
+    def touch(self, key: bytes) -> None:
+        """A block was used. Nothing happens where it is not there."""
+        short = key[:PARENT_BYTES]
+        if short not in self._keys:
+            return
+        self._uses += 1
+        self._used[short] = self._uses
+        self._note_end(short)
+
+    def remove(self, key: bytes) -> bool:
+        """A block is no longer there, whoever follows it; whether it was."""
+        short = key[:PARENT_BYTES]
+        if self._keys.pop(short, None) is None:
+            return False
+        del self._used[short]
+        before = self._parents.pop(short, None)
+        if before is not None:
+            self._children[before] -= 1
+            if not self._children[before]:
+                del self._children[before]
+                self._note_end(before)
+        return True
+
+    def pop_lru_leaf(self) -> bytes | None:
+        """Remove and return the longest unused block that nothing follows; ``None`` where there is none."""
+        while self._ends:
+            used, short = heapq.heappop(self._ends)
+            if self._used.get(short) == used and not self._children[short]:
+                key = self._keys[short]
+                self.remove(key)
+                return key
+        return None
+
+    def discard_stale(self) -> None:
+        """Have ``pop_lru_leaf`` pass over nothing the next time, however much was added before."""
+        self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
+        heapq.heapify(self._ends)
+
+    def _note_end(self, short: bytes) -> None:
+        if short not in self._keys or self._children[short]:
+            return
+        if len(self._ends) > _MAX_STALE_RATIO * len(self._keys) + 64:
+            self.discard_stale()
+        heapq.heappush(self._ends, (self._used[short], short))
+
+
+class SiblingStores:
+    """Stores of ``identity`` beside ``own``, which is the path of a store without links.
+
+    Every call waits for the disk, and may come from any thread. Which stores there are is looked at anew by
+    each ``leading``: engines start and stop.
+    """
+
+    def __init__(self, own: Path, identity: KvIdentity, files: FileSystem | None = None) -> None:
+        self.own = own
+        self.identity = identity
+        self._digest = identity.digest()
+        self._file_bytes = HEADER_BYTES + identity.block_bytes
+        self._files = files or LocalFileSystem()
+        self._lock = threading.Lock()
+        self._stores: list[Path] = []
+        """The one in which something was found last comes first: one engine wrote most of a context."""
+
+    def leading(self, keys: Sequence[bytes]) -> ProbeResult:
+        """How many of the leading ``keys`` are in these stores, whichever, and how many stores there are.
+
+        Nothing of a block is read but its size. What cannot be looked at is not there.
+        """
+        self.look()
+        found = 0
+        for key in keys:
+            if not self.has(key):
+                break
+            found += 1
+        return ProbeResult(found, len(self._stores))
+
+    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+        """Fill ``buffers``, one after the other, with the block of ``key``, as ``DiskStore.get_into``.
+
+        Raises ``BlockNotFound``, and where all that was found is no good the last ``BlockCorrupt`` or
+        ``StoreError``; ``ValueError`` for buffers of another size, or that cannot be written.
+        """
+        payload = block_payload(self.identity, buffers, writable=True)
+        failed: BlockCorrupt | StoreError | None = None
+        for store in self._in_order():
+            path = block_path(store, key)
+            try:
+                read_block(self._files, path, key, self._digest, payload)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except BlockCorrupt as error:
+                failed = error
+            except OSError as error:
+                failed = StoreError("reading another engine's KV block", path, error)
+            else:
+                self._found_in(store)
+                return
+        raise failed or BlockNotFound(key)
+
+    def look(self) -> int:
+        """See which stores there are; how many."""
+        try:
+            there = find_identity_stores(self._files, self.own.parent, self.identity)
+        except OSError:
+            there = []
+        there = [path for path in there if path != self.own]
+        with self._lock:
+            known = [store for store in self._stores if store in there]
+            self._stores = known + [store for store in there if store not in known]
+            return len(self._stores)
+
+    def has(self, key: bytes) -> bool:
+        """Whether one of the stores last seen has a block of ``key``; opens a file in each until one has."""
+        for store in self._in_order():
+            try:
+                fd = self._files.open(block_path(store, key), os.O_RDONLY)
+                try:
+                    whole = self._files.size(fd) == self._file_bytes
+                finally:
+                    self._files.close(fd)
+            except OSError:
+                continue
+            if whole:
+                self._found_in(store)
+                return True
+        return False
+
+    def _in_order(self) -> list[Path]:
+        with self._lock:
+            return list(self._stores)
+
+    def _found_in(self, store: Path) -> None:
+        with self._lock:
+            if store in self._stores and self._stores[0] != store:
+                self._stores.remove(store)
+                self._stores.insert(0, store)
+
 
 SIBLINGS_RESCAN_S = 5.0
 """Seconds for which the list of stores beside this one is believed."""

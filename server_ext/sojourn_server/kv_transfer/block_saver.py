@@ -13,12 +13,14 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.cpu_device_backend import KvBlockArrays
 from ..kv_offload.transfer_thread import TransferThread
 from .transfer_jobs import SaveJob
-from .transfer_protocols import TransferService
+
+if TYPE_CHECKING:
+    from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
 """Blocks that the store is asked for at a time. While it answers so many within patience it is waited for."""
@@ -44,7 +46,7 @@ class BlockSaver:
 
     def __init__(
         self,
-        traffic: TransferService,
+        traffic: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
         kv: KvBlockArrays,
         *,

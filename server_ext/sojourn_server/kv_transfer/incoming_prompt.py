@@ -13,8 +13,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from .buffer_pool import BufferSlot
-from .traffic_class import TrafficClass
 from .transfer_context import StallDetector, TransferContext
+from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, FailedMessage, NeedMessage
 
 PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage

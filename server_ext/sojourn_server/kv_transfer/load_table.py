@@ -16,9 +16,9 @@ from enum import Enum
 
 from .buffer_pool import BufferSlot
 from .peer_table import PeerTable
-from .traffic_class import TrafficClass
 from .transfer_actions import CloseConnection, LayerLoaded, LoadEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
+from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, DataMessage, FailedMessage, ReadMessage
 
 NO_WAITER = "nobody waits for it any more"

@@ -15,10 +15,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from .peer_table import PeerTable
-from .traffic_class import TrafficClass
 from .transfer_actions import PushEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
-from .transfer_link import LinkItem
+from .transfer_link import LinkItem, TrafficClass
 from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, NeedMessage, OfferMessage
 
 

@@ -9,17 +9,21 @@ came is gone on with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .load_table import ReadingPeer
 from .transfer_jobs import FetchJob
-from .transfer_protocols import LoadTransfer, TransferService
+
+if TYPE_CHECKING:
+    from .transfer_handles import LoadHandle
+    from .transfer_manager import TransferManager
 
 
 @dataclass(slots=True, eq=False)
 class FetchPart:
     """Some blocks of a fetch, and the load that brings them."""
 
-    load: LoadTransfer
+    load: LoadHandle
     first: int
     """Place of its first block among those of the fetch."""
     count: int
@@ -36,7 +40,7 @@ class FetchPart:
 class SplitFetch:
     """Of a fetch. One thread at a time."""
 
-    def __init__(self, traffic: TransferService, fetch: FetchJob) -> None:
+    def __init__(self, traffic: TransferManager, fetch: FetchJob) -> None:
         self.pieces: list[FetchPart] = []
         self._traffic = traffic
         self._fetch = fetch

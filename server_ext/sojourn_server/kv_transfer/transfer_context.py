@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ..kv_offload.block_file import KvIdentity
-from .buffer_pool import BufferPool, BufferSlot
-from .slot_memory import SlotMemory
-from .traffic_class import TrafficClass
+from .buffer_pool import BufferPool, BufferSlot, SlotMemory
 from .transfer_actions import ReadBlock, TransferAction, TransferEvent
 from .transfer_limits import LinkRates, TransferLimits
-from .transfer_link import LinkItem, TransferLink
+from .transfer_link import LinkItem, TrafficClass, TransferLink
 
 
 class StallDetector:

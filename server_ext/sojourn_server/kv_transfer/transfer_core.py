@@ -20,7 +20,6 @@ from .incoming_prompt_table import IncomingPromptTable
 from .load_table import LoadTable, ReadingPeer
 from .peer_table import HANDSHAKE_MESSAGES, PeerTable
 from .push_table import PushTable
-from .traffic_class import TrafficClass
 from .transfer_actions import (
     BlockStoreEnded,
     CloseConnection,
@@ -32,7 +31,7 @@ from .transfer_actions import (
 )
 from .transfer_context import TransferContext
 from .transfer_limits import LinkRates, TransferLimits
-from .transfer_link import TransferLink
+from .transfer_link import TrafficClass, TransferLink
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,

@@ -20,16 +20,15 @@ from ..kv_offload.block_file import OffloadError
 from ..kv_offload.block_store import BlockStore
 from ..kv_offload.transfer_thread import TransferThread
 from .load_table import ReadingPeer
-from .peer_connection import PeerConnection
 from .peer_transport import (
     ByteStream,
+    PeerConnection,
     PeerTransport,
     TransportListener,
     UnknownTransport,
     builtin_transports,
     transport_for,
 )
-from .traffic_class import TrafficClass
 from .transfer_actions import (
     BlockStoreEnded,
     CloseConnection,
@@ -46,6 +45,7 @@ from .transfer_actions import (
 from .transfer_core import LinkState, TransferCore
 from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
 from .transfer_limits import LinkRates, TransferLimits
+from .transfer_link import TrafficClass
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
 
 logger = logging.getLogger(__name__)

@@ -32,16 +32,19 @@ from .transfer_jobs import (
     TransferJobs,
     TransferResults,
 )
-from .transfer_params import (
+from .transfer_request import (
+    WAITING_PHASES,
     WHOLE_REQUEST,
+    RequestView,
     TransferParams,
+    TransferPhase,
+    TransferRequest,
     TransferRole,
     context_name,
     parse_transfer_params,
     tail_key,
     transfer_answer_params,
 )
-from .transfer_request import WAITING_PHASES, RequestView, TransferPhase, TransferRequest
 
 MAX_FETCHES = 3
 """In a row for one request. A second is needed where the device has lost, while it waited, what stood before

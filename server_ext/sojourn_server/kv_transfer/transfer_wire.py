@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .traffic_class import TrafficClass
+from .transfer_link import TrafficClass
 
 WIRE_VERSION = 1
 HEAD_BYTES = 12

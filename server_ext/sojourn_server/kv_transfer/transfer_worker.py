@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.cpu_device_backend import KvBlockArrays
 from ..kv_offload.transfer_thread import TransferThread
@@ -27,9 +27,11 @@ from . import transfer_jobs
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .split_fetch import SplitFetch
 from .transfer_jobs import TransferJobs, TransferResults
-from .transfer_protocols import PromptTransfer, TransferService
-from .transfer_protocols import PushTransfer as PushHandle
-from .transfer_step_times import TransferStepTimes
+from .transfer_stats import TransferStepTimes
+
+if TYPE_CHECKING:
+    from .transfer_handles import PromptHandle, PushHandle
+    from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
 """The traffic manager says sooner that something has failed; one that says nothing for so long is dead."""
@@ -77,7 +79,7 @@ class TransferWorker:
 
     def __init__(
         self,
-        traffic: TransferService,
+        traffic: TransferManager,
         leading: Callable[[Sequence[bytes]], int],
         kv: KvBlockArrays,
         *,
@@ -116,7 +118,7 @@ class TransferWorker:
         self._fetchings: dict[int, SplitFetch] = {}
         self._unready: set[int] = set()
         """Asks whose fetch has not been answered."""
-        self._prompts: dict[int, PromptTransfer] = {}
+        self._prompts: dict[int, PromptHandle] = {}
         self._unsure: set[int] = set()
         """Asks whose context is waited for."""
         self._wanted: dict[str, None] = {}
@@ -417,7 +419,7 @@ class TransferWorker:
         self._step_times.copied_s += time.perf_counter() - came_s
         return filled
 
-    def _take(self, take: transfer_jobs.FillJob, prompt: PromptTransfer | None) -> int:
+    def _take(self, take: transfer_jobs.FillJob, prompt: PromptHandle | None) -> int:
         """In its own thread: fill a request's blocks with a context that is here."""
         filled: list[int] = []
         try:

@@ -27,7 +27,7 @@ class LinkMetrics:
     def take(self, totals: Mapping[str, Any] | None) -> dict[str, list[tuple[dict[str, str], float]]]:
         """Count the growth since the last call, and return the present gauge rows.
 
-        ``totals`` has the form of ``kv_transfer/transfer_manager_stats.py``; ``None``: no links, no rows."""
+        ``totals`` has the form of ``kv_transfer/transfer_stats.py``; ``None``: no links, no rows."""
         if totals is None:
             return {}
         for (link, direction), total in _transferred_totals(totals):

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults
+from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats
 from ..kv_offload.offload_planner import OffloadPlanner
-from ..kv_offload.offload_stats import OffloadStats
 from .compat import KVConnectorRole
 from .kv_connector import KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_offload_settings import KVOffloadSettings

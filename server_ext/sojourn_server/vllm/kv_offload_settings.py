@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.block_file import KvIdentity
+from ..kv_offload.disk_planner import TierLimits
 from ..kv_offload.disk_store import DiskStore
-from ..kv_offload.sibling_stores import SiblingStores
+from ..kv_offload.shared_store import SiblingStores
 from ..kv_offload.store_folder import is_store_name
-from ..kv_offload.tier_limits import TierLimits
 from ..launch.machine_memory import read_memory
 from .compat import running_vllm
 from .kv_identity import dtype_identity, hash_identity, model_identity

@@ -1,7 +1,7 @@
 """The KV connector for storage and other engines (DualPath §4).
 
 One class serves prefill and decode engines: the request's ``kv_transfer_params`` select what is done for it
-(``kv_transfer.transfer_params``). It works with vLLM's own scheduler too.
+(``kv_transfer.transfer_request``). It works with vLLM's own scheduler too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from ..kv_offload.block_store import BlockStore
     from ..kv_offload.cpu_device_backend import ByteArray
-    from ..kv_transfer.stats_server import StatsServer
     from ..kv_transfer.transfer_manager import TransferManager
+    from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
     from .compat import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
@@ -300,7 +300,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def status(self) -> dict[str, Any] | None:
         """The traffic manager's status; ``None``: it has not started, or has closed."""
-        from ..kv_transfer.transfer_manager_stats import transfer_manager_stats
+        from ..kv_transfer.transfer_stats import transfer_manager_stats
 
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
@@ -310,7 +310,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def stats_address(self) -> str | None:
         """Address where other local processes get the same; ``None``: no socket could be opened."""
-        from ..kv_transfer.stats_server import StatsServer
+        from ..kv_transfer.transfer_stats import StatsServer
 
         if self._stats_server is None:
             try:

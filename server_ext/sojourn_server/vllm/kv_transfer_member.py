@@ -2,7 +2,7 @@
 
 The transfer manager runs in the worker's process; HTTP is answered beside the scheduler. So the worker is
 asked on demand, between two steps, and answers from memory: nothing is collected while no client asks. A
-worker in a process of its own is asked through vLLM once, then at its own socket (``stats_server``).
+worker in a process of its own is asked through vLLM once, then at its own socket (``transfer_stats``).
 Messages that travel with steps would not do: an engine that only reads for others takes no steps.
 """
 
@@ -13,7 +13,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ..kv_transfer import stats_server
+from ..kv_transfer import transfer_stats
 from .kv_transfer_settings import KVTransferSettings
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class KVTransferMember:
         """Refresh the worker's status. If the worker does not answer, the last status stays."""
         if self._stats_address is not None:
             try:
-                self._status = stats_server.fetch_stats(self._stats_address)
+                self._status = transfer_stats.fetch_stats(self._stats_address)
                 return
-            except stats_server.StatsUnavailable:
+            except transfer_stats.StatsUnavailable:
                 self._stats_address = None
         try:
             (status,) = executor.collective_rpc(worker_status, args=(os.getpid(),))

@@ -12,9 +12,9 @@ from sojourn.ids import ProgramId
 
 from ..core.placed_prefixes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
+from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
-from ..kv_offload.retention_rank import RetentionRank
 from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
 from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.kv_transfer import stats_server
-from sojourn_server.kv_transfer.stats_server import StatsServer, StatsUnavailable, fetch_stats
+from sojourn_server.kv_transfer import transfer_stats
+from sojourn_server.kv_transfer.transfer_stats import StatsServer, StatsUnavailable, fetch_stats
 
 
 def test_it_tells_what_there_is_each_time() -> None:
@@ -56,7 +56,7 @@ def test_what_cannot_be_told_costs_one_answer(caplog: pytest.LogCaptureFixture) 
 
 
 def test_who_does_not_read_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats_server, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(transfer_stats, "ANSWER_TIMEOUT_S", 60.0)
     big, small = {"a": "b" * (1 << 23)}, {"a": "b"}
     answers = [big, small]
     one = StatsServer(lambda: answers.pop(0), answer_s=0.05)

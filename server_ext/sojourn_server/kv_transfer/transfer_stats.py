@@ -15,8 +15,41 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .peer_table import identity_digest
+
+if TYPE_CHECKING:
+    from .transfer_manager import TransferManager
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class TransferStepTimes:
+    """Seconds, of one step or summed over many."""
+
+    waited_s: float = 0.0
+    """Computing stood still until a layer of what is loaded had come."""
+    copied_s: float = 0.0
+    """It stood still while layers that had come were copied into blocks."""
+    streamed_s: float = 0.0
+    """Over which layers came in, from a load's first layer to its last, summed over loads. What is read from
+    storage here comes in whole blocks, all layers at once, and adds nothing."""
+    gathered_s: float = 0.0
+    """Over which layers were copied out of blocks to be pushed, beside the computing."""
+    push_waited_s: float = 0.0
+    """Steps stood still at their end until that was done."""
+
+    def add(self, other: TransferStepTimes) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.waited_s or self.copied_s or self.streamed_s or self.gathered_s or self.push_waited_s
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +134,34 @@ def fetch_stats(address: str) -> dict[str, Any] | None:
     if document is not None and not isinstance(document, dict):
         raise StatsUnavailable(f"{address}: {type(document).__name__}; expected an object")
     return document
+
+
+UNKNOWN_BLOCK_S = 0.0
+"""What a Full Block takes where that is not known: a link that was given no rate has a speed once it has
+moved something."""
+
+
+def transfer_manager_stats(traffic: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
+    """How an engine's traffic goes; ``counts`` are its worker's, beside the manager's own.
+
+    ``addresses`` and ``epoch`` are what peers need; ``links`` by name, each with ``queued_bytes``,
+    ``queued_s`` and ``moved_bytes``; ``received_bytes`` came from peers; ``block_s`` is what the link from
+    storage takes for a Full Block. ``queued_s`` is ``None`` where there is a queue and no speed is known: 0
+    would say that nothing waits. ``kv`` is equal for engines that take each other's KV.
+    """
+    told: dict[str, Any] = traffic.do(lambda now: _numbers(traffic, now))
+    told["counts"] = dict(sorted({**told["counts"], **counts}.items()))
+    return told
+
+
+def _numbers(traffic: TransferManager, now: float) -> dict[str, Any]:
+    transfer_context = traffic.core.transfer_context
+    stats = traffic.core.stats(now)
+    return {
+        **stats,
+        "addresses": list(traffic.addresses),
+        "epoch": traffic.epoch,
+        "kv": identity_digest(transfer_context.identity),
+        "received_bytes": transfer_context.counts["bytes_fetched"] + transfer_context.counts["bytes_taken"],
+        "block_s": transfer_context.reads.seconds_for(transfer_context.memory.block_bytes) or UNKNOWN_BLOCK_S,
+    }
