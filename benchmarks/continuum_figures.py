@@ -25,7 +25,7 @@ from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.simulator.report.plot_styles import styles_by_policy
-from sojourn_server.simulator.report.program_phases import PHASE_KINDS, totals
+from sojourn_server.simulator.report.program_explanation import PHASE_KINDS, totals
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_cache import RunCache

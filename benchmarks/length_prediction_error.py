@@ -47,8 +47,8 @@ from sojourn_server.policies.forecasting.remaining_tokens import (
 )
 from sojourn_server.programs.output_lengths import ALL_OUTPUTS, LengthKey, OutputLengthHistory
 from sojourn_server.simulator.report.results_file import Provenance, made_with
+from sojourn_server.simulator.workloads.arrival_processes import load_programs
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
-from sojourn_server.simulator.workloads.workload_loader import load_programs
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S
 
 TRACES = {

@@ -39,17 +39,16 @@ import torch.nn.functional as functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server_ext"))
 
-from sojourn_server.simulator.latency.hardware_profile import (
+from sojourn_server.simulator.latency.latency_profiles import (
     HardwareProfile,
-    load_hardware_profile,
-    parse_hardware_profile,
-)
-from sojourn_server.simulator.latency.latency_profile_files import (
     LatencyProfileError,
+    ModelShape,
+    load_hardware_profile,
+    load_model_shape,
+    parse_hardware_profile,
     read_profile_toml,
     shipped_profile_names,
 )
-from sojourn_server.simulator.latency.model_shape import ModelShape, load_model_shape
 
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
 """Part of CUDA's device name -> whose data sheet it has."""

@@ -10,7 +10,7 @@ from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
     NodeLinks,
     two_path_gain,
 )
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import PdMachine
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PdMachine
 from sojourn_server.simulator.prefill_decode.prefill_decode_run import PdSpec
 from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS
 

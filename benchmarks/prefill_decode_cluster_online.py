@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefill_decode_cluster_runs import COMPARED, HOUR, ONLINE_S, RATES, Bench
 from prefill_decode_cluster_tables import SEEN_HEAD, broken, links, seen
 from result_pages import marked
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import (
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import (
     CALIBRATED_EFFICIENCY,
     CALIBRATION_JCT_S,
 )

@@ -174,12 +174,12 @@ def play_in_simulator(
     Raises ``BenchmarkError`` where the simulation itself says that it went wrong.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from sojourn_server.simulator.event_queue import VirtualClock
     from sojourn_server.simulator.latency.latency_selection import load_latency_model
     from sojourn_server.simulator.run_log import RunLog
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
     from sojourn_server.simulator.simulation import Simulation, SimulationOptions
     from sojourn_server.simulator.simulator_policies import find_policy
-    from sojourn_server.simulator.virtual_clock import VirtualClock
     from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 

@@ -95,7 +95,7 @@ def programs_of(scenario: Scenario) -> list[TraceProgram]:
 
     Raises ``TraceError`` where there are too few.
     """
-    from sojourn_server.simulator.workloads.workload_loader import load_programs
+    from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
     if scenario.workload == ORDERLY:
         return orderly_programs(scenario.programs, scenario.stagger_s)

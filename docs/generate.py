@@ -26,7 +26,7 @@ from sojourn_server.metrics.metric_catalog import (
     OpenLabel,
 )
 from sojourn_server.policies.preset import load_preset
-from sojourn_server.simulator.latency.latency_profile_files import shipped_profile_names
+from sojourn_server.simulator.latency.latency_profiles import shipped_profile_names
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 
 TARGET = Path(__file__).parent / "metrics.md"

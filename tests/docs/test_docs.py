@@ -22,7 +22,7 @@ from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions,
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import preset_names
-from sojourn_server.simulator.baselines.baseline_catalog import BASELINES
+from sojourn_server.simulator.simulator_policies import BASELINES
 from sojourn_server.vllm.plugin_settings import PluginSettings
 
 DOCS = ROOT / "docs"

@@ -14,8 +14,7 @@ from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
     pd_ratio_range,
     two_path_gain,
 )
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import PdMachine
-from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PD_MODELS, PdMachine
 
 LINKS = NodeLinks()
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
-from sojourn_server.simulator.cluster.cluster_policies import ClusterPolicy, find_cluster_policy
-from sojourn_server.simulator.cluster.simulated_gateway import SimulatedGateway
+from sojourn_server.simulator.event_queue import VirtualClock
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
-from sojourn_server.simulator.virtual_clock import VirtualClock
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 
 

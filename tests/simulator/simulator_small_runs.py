@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
-from sojourn_server.simulator.access_recorder import AccessRecorder
+from sojourn_server.simulator.event_queue import VirtualClock
+from sojourn_server.simulator.limits.block_accesses import AccessRecorder
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation import Simulation, SimulationOptions
 from sojourn_server.simulator.simulator_policies import SimulatorPolicy, UpperBound, find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
-from sojourn_server.simulator.virtual_clock import VirtualClock
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 
 POOL_BLOCKS = 100

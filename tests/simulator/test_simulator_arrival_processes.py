@@ -14,9 +14,10 @@ from sojourn_server.simulator.workloads.arrival_processes import (
     FiniteClosedLoop,
     OpenLoop,
     RecordedArrivals,
+    load_programs,
+    make_arrival_process,
 )
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
-from sojourn_server.simulator.workloads.workload_loader import load_programs, make_arrival_process
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
 
 TURNS = (

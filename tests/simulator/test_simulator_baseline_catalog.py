@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from sojourn_server.policies.preset import load_preset
-from sojourn_server.simulator.baselines.baseline_catalog import BASELINES
+from sojourn_server.simulator.simulator_policies import BASELINES
 
 
 def test_the_baselines_are_those_of_the_lab_in_the_order_of_its_tables() -> None:

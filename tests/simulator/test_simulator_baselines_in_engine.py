@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from sojourn_server.policies.preset import preset_names
-from sojourn_server.simulator.baselines.baseline_catalog import BASELINES
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulator_policies import BASELINES
 
 BLOCK = 16
 MINE = sorted({baseline.preset for baseline in BASELINES.values() if baseline.preset})

@@ -9,9 +9,13 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_access_logs import access_logs, random_log
-from sojourn_server.simulator.limits.access_sequence import prepare_access_sequence
 from sojourn_server.simulator.limits.belady import replay_belady
-from sojourn_server.simulator.limits.block_accesses import AccessLog, BlockAccess, BlockAccessKind
+from sojourn_server.simulator.limits.block_accesses import (
+    AccessLog,
+    BlockAccess,
+    BlockAccessKind,
+    prepare_access_sequence,
+)
 from sojourn_server.simulator.limits.eviction_replay import replay_evictions
 from sojourn_server.simulator.limits.replay_eviction_orders import (
     eviction_order_factory,

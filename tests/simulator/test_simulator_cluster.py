@@ -15,11 +15,10 @@ from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop, copied_workload, small_workload
 from sojourn_server.policies.cluster_preset import load_cluster_preset
 from sojourn_server.routing.routing_events import RecallRequest, SendRequest
-from sojourn_server.simulator.cluster.cluster_policies import ClusterPolicy, find_cluster_policy
-from sojourn_server.simulator.cluster.isolated_completion import isolated_completion_s
-from sojourn_server.simulator.cluster.simulated_gateway import SimulatedGateway, prefix_hashes
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog, TurnLog
+from sojourn_server.simulator.simulated_gateway import SimulatedGateway, isolated_completion_s, prefix_hashes
+from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

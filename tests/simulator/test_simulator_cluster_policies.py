@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 from sojourn_server.policies.cluster_preset import cluster_preset_names
-from sojourn_server.simulator.baselines.thunderagent_router import (
+from sojourn_server.simulator.request_router import RequestRouterView, RoutableRequest, RoutedProgramView
+from sojourn_server.simulator.simulator_policies import PolicyError, find_cluster_policy, routing_names
+from sojourn_server.simulator.thunderagent_router import (
     BUFFER_TOKENS,
     CHECK_EVERY_S,
     FORCE_RESUME_AFTER_S,
     ThunderAgentRouter,
 )
-from sojourn_server.simulator.cluster.cluster_policies import find_cluster_policy, routing_names
-from sojourn_server.simulator.request_router import RequestRouterView, RoutableRequest, RoutedProgramView
-from sojourn_server.simulator.simulator_policies import PolicyError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy" / "break_even.toml"
 

@@ -8,15 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator_access_logs import access_logs, random_log
-from sojourn_server.simulator.limits.access_sequence import AccessLogError, prepare_access_sequence
-from sojourn_server.simulator.limits.block_accesses import AccessLog, BlockAccess, BlockAccessKind
+from sojourn_server.simulator.limits.block_accesses import (
+    AccessLog,
+    AccessLogError,
+    BlockAccess,
+    BlockAccessKind,
+    prepare_access_sequence,
+)
 from sojourn_server.simulator.limits.eviction_comparison import compare_eviction_orders, competitive_ratio
 from sojourn_server.simulator.limits.eviction_replay import replay_evictions
-from sojourn_server.simulator.limits.lru_eviction_order import LruEvictionOrder
-from sojourn_server.simulator.limits.program_eviction_orders import MAX_OWNERS, latest_program, prefix_lru
 from sojourn_server.simulator.limits.replay_eviction_orders import (
+    MAX_OWNERS,
+    LruEvictionOrder,
     eviction_order_factory,
     eviction_order_names,
+    latest_program,
+    prefix_lru,
 )
 
 ADMIT, GROW, FREE = BlockAccessKind.ADMIT, BlockAccessKind.GROW, BlockAccessKind.FREE

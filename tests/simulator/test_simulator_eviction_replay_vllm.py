@@ -6,12 +6,16 @@ import random
 from typing import Any
 
 import pytest
-from sojourn_server.simulator.access_recorder import AccessRecorder
-from sojourn_server.simulator.limits.access_sequence import prepare_access_sequence
 from sojourn_server.simulator.limits.belady import replay_belady
-from sojourn_server.simulator.limits.block_accesses import AccessLog, BlockAccess, BlockAccessKind
+from sojourn_server.simulator.limits.block_accesses import (
+    AccessLog,
+    AccessRecorder,
+    BlockAccess,
+    BlockAccessKind,
+    prepare_access_sequence,
+)
 from sojourn_server.simulator.limits.eviction_replay import replay_evictions
-from sojourn_server.simulator.limits.lru_eviction_order import LruEvictionOrder
+from sojourn_server.simulator.limits.replay_eviction_orders import LruEvictionOrder
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
 BLOCK = 4

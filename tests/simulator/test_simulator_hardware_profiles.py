@@ -6,14 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from sojourn_server.simulator.latency.device_shape import device_shape
-from sojourn_server.simulator.latency.hardware_profile import HardwareProfile, load_hardware_profile
-from sojourn_server.simulator.latency.latency_profile_files import (
+from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
+    HardwareProfile,
     LatencyProfileError,
+    load_hardware_profile,
+    load_model_shape,
     shipped_profile_names,
 )
-from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.latency.latency_selection import device_shape
 
 HARDWARE = ("a100-80gb", "b200", "h100", "h200", "h200-80gb")
 MODELS = ("llama-3.1-70b", "llama-3.1-8b", "qwen2.5-32b", "qwen2.5-7b", "qwen3-30b-a3b")

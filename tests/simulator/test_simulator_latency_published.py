@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from sojourn_server.simulator.latency.hardware_profile import load_hardware_profile
 from sojourn_server.simulator.latency.latency_model import StepWork
-from sojourn_server.simulator.latency.model_shape import ModelShape, load_model_shape
+from sojourn_server.simulator.latency.latency_profiles import (
+    ModelShape,
+    load_hardware_profile,
+    load_model_shape,
+)
 from sojourn_server.simulator.latency.roofline import RooflineLatency
 
 LLAMA_2_7B = ModelShape(

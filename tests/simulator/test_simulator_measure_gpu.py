@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sojourn_server.simulator.latency.hardware_profile import load_hardware_profile
 from sojourn_server.simulator.latency.latency_model import StepWork
+from sojourn_server.simulator.latency.latency_profiles import load_hardware_profile, load_model_shape
 from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
-from sojourn_server.simulator.latency.model_shape import load_model_shape
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "measure_gpu.py"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 from simulator_run_logs import BLOCK, HOST_BLOCKS, synthetic_run_log
-from sojourn_server.simulator.latency.latency_profile_files import LatencyProfileError
+from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
 from sojourn_server.simulator.parameter_sweep import (
     SWEEP_PARAMETERS,
     SweepError,
@@ -18,14 +18,12 @@ from sojourn_server.simulator.parameter_sweep import (
     read_sweep,
 )
 from sojourn_server.simulator.report.comparison_plots import P95, THROUGHPUT, read
-from sojourn_server.simulator.report.plot_files import write_sweep_plot
+from sojourn_server.simulator.report.plot_files import plot_sweep, write_sweep_plot
 from sojourn_server.simulator.report.plot_styles import styles_by_policy
 from sojourn_server.simulator.report.results_file import Provenance, document, read_results
 from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.report.sweep_plot import plot_sweep
-from sojourn_server.simulator.report.sweep_results import SweepRuns, sweep_runs
-from sojourn_server.simulator.report.sweep_table import render_sweep
+from sojourn_server.simulator.report.sweep_results import SweepRuns, render_sweep, sweep_runs
 from sojourn_server.simulator.run_cache import RunCache, RunOutcome
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulation_suite import planned_runs

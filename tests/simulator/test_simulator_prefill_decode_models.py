@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import PdMachine
-from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PD_MODELS, PdMachine
 
 APPENDED = 429.0
 """Tokens a turn of the 64K workload appends."""

@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.text import Text
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.simulator.prefill_decode.fcfs_memory_pool import FcfsMemoryPool
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import PdMachine
-from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS
+from sojourn_server.simulator.prefill_decode.cluster_devices import WINDOW_S, FcfsMemoryPool, StorageNic
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PD_MODELS, PdMachine
 from sojourn_server.simulator.prefill_decode.prefill_decode_outcome import LatencySummary, PdOutcome
 from sojourn_server.simulator.prefill_decode.prefill_decode_report import (
     COLUMNS,
@@ -38,7 +37,6 @@ from sojourn_server.simulator.prefill_decode.prefill_decode_run import (
 )
 from sojourn_server.simulator.prefill_decode.prefill_decode_simulation import PdSimulation
 from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS, PUBLISHED_SYSTEMS
-from sojourn_server.simulator.prefill_decode.storage_nic import WINDOW_S, StorageNic
 from sojourn_server.simulator.prefill_decode.trajectories import load_trajectories, sample_agents
 
 SLOW_STORAGE = PdMachine(devices=2, storage_nic_bytes_per_s=2e9)

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
-from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PdCluster
-from sojourn_server.simulator.prefill_decode.prefill_decode_machine import PdMachine
-from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS, PdModel
+from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import (
+    PD_MODELS,
+    PdCluster,
+    PdMachine,
+    PdModel,
+)
 from sojourn_server.simulator.prefill_decode.prefill_decode_simulation import PdSimulation
 from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS
 from sojourn_server.simulator.prefill_decode.trajectories import Trajectory, TurnShape

@@ -11,11 +11,14 @@ from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.simulator.report.program_explanation import (
     CAUSES,
+    PHASE_KINDS,
     UnknownProgramError,
     explain_program,
+    totals,
+    turn_pairs,
+    turn_phases,
     verdict,
 )
-from sojourn_server.simulator.report.program_phases import PHASE_KINDS, totals, turn_pairs, turn_phases
 from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
 
 RUNS = {name: synthetic_run_log(name, 6, virtual_s=900.0) for name in POLICY_BEHAVIORS}

@@ -16,13 +16,12 @@ from simulator_crowded_workload import CROWDED_BLOCKS, crowded_workload
 from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, FlatLatency
 from sojourn_server.simulator import simulation_run, simulation_suite
-from sojourn_server.simulator.latency.latency_profile_files import shipped_profile_names
-from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.event_queue import VirtualClock
+from sojourn_server.simulator.latency.latency_profiles import load_model_shape, shipped_profile_names
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import UpperBound, find_policy, policy_names
-from sojourn_server.simulator.virtual_clock import VirtualClock
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,

@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
 from sojourn_server.simulator.report.comparison_plots import pareto_frontier
-from sojourn_server.simulator.report.occupancy_plot import binned_samples
-from sojourn_server.simulator.report.plot_files import PlotError, write_plots
-from sojourn_server.simulator.report.plot_labels import place_labels
-from sojourn_server.simulator.report.plot_styles import cause_colours, styles_by_policy
+from sojourn_server.simulator.report.plot_files import PlotError, binned_samples, write_plots
+from sojourn_server.simulator.report.plot_styles import cause_colours, place_labels, styles_by_policy
 from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
 
 RUNS = [synthetic_run_log(name, 4, virtual_s=600.0) for name in ("stock", "mori")]

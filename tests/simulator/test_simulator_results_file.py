@@ -13,14 +13,16 @@ from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.program_explanation import explain_program
 from sojourn_server.simulator.report.results_file import (
+    SUFFIXES,
     Provenance,
     ResultsError,
     document,
+    load_runs,
     made_with,
     read_results,
+    save_runs,
 )
 from sojourn_server.simulator.report.run_metrics import summarize_run
-from sojourn_server.simulator.report.saved_runs import SUFFIXES, load_runs, save_runs
 
 MADE = Provenance(command="sojourn simulate t", versions={"sojourn": "1"}, machine={"cores": 2})
 RUN = synthetic_run_log("stock", 3, virtual_s=300.0)

@@ -9,10 +9,13 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.simulator.latency.hardware_profile import load_hardware_profile
 from sojourn_server.simulator.latency.latency_model import StepWork
-from sojourn_server.simulator.latency.latency_profile_files import LatencyProfileError, shipped_profile_names
-from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.latency.latency_profiles import (
+    LatencyProfileError,
+    load_hardware_profile,
+    load_model_shape,
+    shipped_profile_names,
+)
 from sojourn_server.simulator.latency.roofline import RooflineLatency
 
 ROOFLINES = [

@@ -11,7 +11,7 @@ import pytest
 import sojourn_server
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.simulator import simulation_suite
-from sojourn_server.simulator.limits.eviction_replay_result import EvictionReplayResult
+from sojourn_server.simulator.limits.eviction_replay import EvictionReplayResult
 from sojourn_server.simulator.run_cache import RunCache, RunOutcome, code_digest
 from sojourn_server.simulator.simulation_run import RunSpec
 

@@ -8,8 +8,7 @@ pytest.importorskip("vllm")
 
 from simulator_small_runs import SmallRun
 from simulator_small_workload import SmallLoop, small_workload
-from sojourn_server.simulator.client_hints import ClientHints
-from sojourn_server.simulator.client_history import ClientHistory
+from sojourn_server.simulator.client_hints import ClientHints, ClientHistory
 from sojourn_server.simulator.run_log import TurnLog
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.simulator.baselines.thunderagent_router import (
-    BUFFER_TOKENS,
-    CHECK_EVERY_S,
-    FORCE_RESUME_AFTER_S,
-    ThunderAgentRouter,
-)
 from sojourn_server.simulator.request_router import (
     PassThroughRouter,
     RequestRouterView,
     RoutableRequest,
     RoutedProgramView,
+)
+from sojourn_server.simulator.thunderagent_router import (
+    BUFFER_TOKENS,
+    CHECK_EVERY_S,
+    FORCE_RESUME_AFTER_S,
+    ThunderAgentRouter,
 )
 
 

@@ -18,9 +18,11 @@ from sojourn_server.kv_offload.offload_jobs import (
 )
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.latency.fitted_latency import FittedLatency
-from sojourn_server.simulator.latency.hardware_profile import load_hardware_profile
-from sojourn_server.simulator.latency.latency_profile_files import SHIPPED_PROFILES
-from sojourn_server.simulator.latency.model_shape import load_model_shape
+from sojourn_server.simulator.latency.latency_profiles import (
+    SHIPPED_PROFILES,
+    load_hardware_profile,
+    load_model_shape,
+)
 from sojourn_server.simulator.latency.roofline import RooflineLatency
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, run_simulation, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy

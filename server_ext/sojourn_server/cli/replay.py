@@ -60,8 +60,8 @@ def replay(
     """Run the replay; exit code 1 if no program finished."""
     from sojourn_server.replay.completions_client import ServerError
     from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
+    from sojourn_server.simulator.workloads.arrival_processes import load_programs
     from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
-    from sojourn_server.simulator.workloads.workload_loader import load_programs
     from sojourn_server.traces.trace_schema import TraceError
 
     if dialect not in ("auto", "sojourn", "vllm"):

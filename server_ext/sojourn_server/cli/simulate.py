@@ -285,7 +285,7 @@ def _run_simulations(
 
 
 def _next_step(error: ValueError) -> str:
-    from sojourn_server.simulator.latency.latency_profile_files import LatencyProfileError
+    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
     from sojourn_server.simulator.simulator_policies import PolicyError
     from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
     from sojourn_server.traces.trace_schema import TraceError
@@ -303,9 +303,8 @@ def _next_step(error: ValueError) -> str:
 
 
 def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
-    from sojourn_server.simulator.report.results_file import ResultsError
+    from sojourn_server.simulator.report.results_file import ResultsError, load_runs
     from sojourn_server.simulator.report.run_metrics import summarize_run
-    from sojourn_server.simulator.report.saved_runs import load_runs
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
     try:

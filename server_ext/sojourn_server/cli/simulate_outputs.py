@@ -31,7 +31,7 @@ class SimulateOutputs:
 
     def check(self) -> None:
         """Raise ``CliError`` for an output that cannot be written, before minutes of simulation."""
-        from sojourn_server.simulator.report.saved_runs import SUFFIXES
+        from sojourn_server.simulator.report.results_file import SUFFIXES
 
         json = Path(self.json) if self.json not in (None, "-") else None
         plot, save = self.plot, self.save
@@ -56,7 +56,7 @@ class SimulateOutputs:
         Raises ``CliError`` if a file cannot be written or a policy failed during a run.
         """
         from sojourn_server.simulator.report.results_table import render
-        from sojourn_server.simulator.report.sweep_table import render_sweep
+        from sojourn_server.simulator.report.sweep_results import render_sweep
 
         console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
         try:
@@ -77,8 +77,7 @@ class SimulateOutputs:
     def _write(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> list[str | Path]:
         """Write all files; returns their paths."""
         from sojourn_server.simulator.report.plot_files import write_plots, write_sweep_plot
-        from sojourn_server.simulator.report.results_file import document
-        from sojourn_server.simulator.report.saved_runs import save_runs
+        from sojourn_server.simulator.report.results_file import document, save_runs
 
         written: list[str | Path] = []
         if self.json is not None:

@@ -95,7 +95,7 @@ def simulate_pd(
     plot: Path | None = typer.Option(None, metavar="FILE", help="Write a picture: .svg or .png"),
 ) -> None:
     """Run the systems and print a comparison."""
-    from sojourn_server.simulator.prefill_decode.prefill_decode_machine import (
+    from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import (
         CALIBRATED_EFFICIENCY,
         PdMachine,
     )
@@ -194,7 +194,7 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _next_step(message: str, names: Sequence[str], model: str) -> str:
-    from sojourn_server.simulator.prefill_decode.prefill_decode_models import PD_MODELS
+    from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PD_MODELS
     from sojourn_server.simulator.prefill_decode.prefill_decode_systems import PD_SYSTEMS
 
     if message.startswith("unknown"):

@@ -9,10 +9,36 @@ from collections.abc import Iterable
 from typing import Any
 
 from sojourn.emitter import POLL_EVERY_S
+from sojourn.learning.run_trace import MAX_PATH, MAX_TURNS, ProgramRun
+from sojourn.learning.transitions import Transitions
 
 from sojourn_server.traces.trace_schema import TraceToolRun
 
-from .client_history import AGENT_NODE, ClientHistory
+AGENT_NODE = "agent"
+"""The one node of an agent that calls the model and its tools in turn."""
+
+
+class ClientHistory:
+    """Shared by all clients of one run."""
+
+    def __init__(self) -> None:
+        self._transitions = Transitions()
+
+    def steps_left(self, agent_type: str, turn: int) -> float | None:
+        """Turns expected after the ``turn``-th, from 1 on; ``None`` where too few programs have ended."""
+        return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
+
+    def over(self, agent_type: str, turns: int) -> None:
+        """A program has ended after so many turns."""
+        self._transitions.learn(
+            agent_type,
+            ProgramRun(
+                path=((AGENT_NODE,),) * min(turns, MAX_PATH),
+                turn_nodes=(AGENT_NODE,) * min(turns, MAX_TURNS),
+                turns=turns,
+            ),
+        )
+
 
 BATCH_LINGER_S = 0.005
 """The emitter waits so long for further events (``sojourn.emitter``, ``linger_s``)."""

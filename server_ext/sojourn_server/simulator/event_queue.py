@@ -1,4 +1,4 @@
-"""Events in order of virtual time: the one queue behind every simulation."""
+"""Virtual time: the clock, and the queue of events behind every simulation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from typing import Any
+
+
+class VirtualClock:
+    """Seconds since the simulation began. Call it to read it, as one would ``time.monotonic``."""
+
+    __slots__ = ("now_s",)
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance_to(self, at_s: float) -> None:
+        """Go on to ``at_s``. Raises ``ValueError`` for a time that has passed."""
+        if at_s < self.now_s:
+            raise ValueError(f"time cannot go back from {self.now_s} s to {at_s} s")
+        self.now_s = at_s
+
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
 """(virtual seconds, sequence number, callback, its arguments, line that it heads, background)"""

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+UNLIMITED_S = 1e9
+"""Patience of simulated clients in seconds: baselines reject no request either."""
+
 
 class RoutableRequest(NamedTuple):
     """A request that waits at the door."""

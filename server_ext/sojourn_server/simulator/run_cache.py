@@ -13,7 +13,7 @@ import msgspec
 
 from sojourn_server.traces.atomic_files import write_atomically
 
-from .limits.eviction_replay_result import EvictionReplayResult
+from .limits.eviction_replay import EvictionReplayResult
 from .run_log import RunLog
 from .simulation_run import RunSpec
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .client_hints import EVENT_SEND_DELAY_S, ClientHints
-from .client_history import ClientHistory
+from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
 from .event_queue import EventQueue
 from .request_router import RequestRouter, RequestRouterView, RoutableRequest, RoutedProgramView
 from .run_log import ProgramLog, RunLog, TurnLog

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .event_queue import VirtualClock
 from .latency.latency_model import LatencyModel
 from .simulated_engine import SimulatedEngine
 from .token_accounting import InFlightTurn, TokenAccounting
-from .virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
-    from .access_recorder import AccessRecorder
+    from .limits.block_accesses import AccessRecorder
     from .tier_transfers import TierTransfers
     from .vllm_offload_transfers import VllmOffloadTransfers
 

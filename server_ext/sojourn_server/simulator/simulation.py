@@ -14,21 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .access_recorder import AccessRecorder
-from .cluster.isolated_completion import isolated_completion_s
-from .cluster.simulated_gateway import GatewayClients, SimulatedGateway
-from .event_queue import EventQueue
+from .event_queue import EventQueue, VirtualClock
 from .latency.latency_model import LatencyModel
-from .occupancy_sampler import sample_occupancy
-from .oracle_predictors import NoisyPredictor, OraclePredictor
+from .limits.block_accesses import AccessRecorder
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
-from .simulated_outputs import SimulatedOutputs
+from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s
+from .simulated_outputs import NoisyPredictor, OraclePredictor, SimulatedOutputs
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
-from .virtual_clock import VirtualClock
 from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
 
@@ -352,3 +348,60 @@ def install_scripted_outputs(
         demand_forecaster.predictor = NoisyPredictor(
             length=output_tokens, error=options.prediction_error, unseen=demand_forecaster.predictor
         )
+
+
+HASH_STRIDE = 8
+"""Of a long context every eighth block is looked up: eviction takes runs of blocks."""
+
+
+def sample_occupancy(
+    engine: SimulatedEngine,
+    contexts: Sequence[Sequence[bytes]],
+    *,
+    at_s: float,
+    waiting: int,
+    acting: int,
+    running: int,
+) -> OccupancySample:
+    """A sample. ``contexts`` are the block hashes of programs that are in a tool."""
+    pool = engine.pool
+    total = pool.num_gpu_blocks - 1
+    unused = pool.get_num_free_blocks()
+    leased = _count_leased_blocks(engine)
+    cached = sum(1 for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0)
+    idle = sum(_count_cached_blocks(engine, hashes) for hashes in contexts)
+    idle = min(idle, cached + leased)
+    return OccupancySample(
+        at_s=at_s,
+        running=total - unused - leased,
+        idle=idle,
+        other=cached + leased - idle,
+        free=unused - cached,
+        host=count_host_blocks(engine),
+        programs_waiting=waiting,
+        programs_acting=acting,
+        programs_running=running,
+    )
+
+
+def count_host_blocks(engine: SimulatedEngine) -> int:
+    """Blocks in host memory, those on their way included; 0 without a host cache."""
+    connector = engine.scheduler.connector
+    if connector is None:
+        return 0
+    if engine.options.own_tiers:
+        return len(connector.planner.host)
+    # vLLM has no public count: chunks handed out so far, less those given back (kv_offload/cpu/manager.py).
+    manager = connector.scheduler.manager
+    return int(manager._num_allocated_chunks - len(manager._free_list))
+
+
+def _count_leased_blocks(engine: SimulatedEngine) -> int:
+    adapter = getattr(engine.scheduler, "sojourn", None)
+    return 0 if adapter is None else int(adapter.pool_state()["leased"])
+
+
+def _count_cached_blocks(engine: SimulatedEngine, hashes: Sequence[bytes]) -> int:
+    find = engine.pool.get_cached_block
+    found = sum(1 for block_hash in hashes[::HASH_STRIDE] if find(block_hash, [0]) is not None)
+    return min(len(hashes), found * HASH_STRIDE)

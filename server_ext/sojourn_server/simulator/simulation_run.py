@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.trace_schema import TraceError
 
+from .event_queue import VirtualClock
 from .latency.latency_model import DeviceShape, LatencyModel
 from .limits.block_accesses import AccessLog
 from .run_log import RunLog
 from .simulator_policies import SimulatorPolicy, UpperBound, find_policy
 from .token_accounting import MOVED_CAUSE
-from .virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from .simulated_engine import SimulatedEngine
@@ -127,7 +127,7 @@ def engine_policy(spec: RunSpec) -> SimulatorPolicy:
     """What runs in the engine, or in each of several. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy)
-    from .cluster.cluster_policies import find_cluster_policy
+    from .simulator_policies import find_cluster_policy
 
     return find_cluster_policy(spec.policy).engine
 
@@ -136,7 +136,7 @@ def policy_name(spec: RunSpec) -> str:
     """What logs and tables call the policy. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy).name
-    from .cluster.cluster_policies import find_cluster_policy
+    from .simulator_policies import find_cluster_policy
 
     return find_cluster_policy(spec.policy).name
 
@@ -189,7 +189,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
 
 def workload_program_ids(spec: RunSpec) -> list[str]:
     """Ids of the workload's programs, in its order. Raises ``TraceError``."""
-    from .workloads.workload_loader import load_programs
+    from .workloads.arrival_processes import load_programs
 
     return [program.program_id for program in load_programs(spec.workload, spec.seed)]
 
@@ -211,9 +211,9 @@ def first_program_ids(spec: RunSpec) -> list[str]:
 def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
     from sojourn_server.traces.trace_reader import line_of
 
+    from .workloads.arrival_processes import load_programs
     from .workloads.program_plans import NoProgramFitsError, ProgramPlanner
     from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
-    from .workloads.workload_loader import load_programs
 
     programs = load_programs(spec.workload, spec.seed)
     try:
@@ -315,7 +315,7 @@ def _longest_turn(spec: RunSpec, shape: DeviceShape) -> int:
 
 
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
-    from .workloads.workload_loader import make_arrival_process
+    from .workloads.arrival_processes import make_arrival_process
 
     return make_arrival_process(
         spec.workload,
@@ -428,7 +428,7 @@ def _simulate(
     clock: VirtualClock,
     on_progress: OnProgress,
 ) -> RunResult:
-    from .access_recorder import AccessRecorder
+    from .limits.block_accesses import AccessRecorder
     from .simulation import Simulation
 
     log = _new_run_log(spec, shape, engine)
@@ -460,8 +460,8 @@ def _simulate_cluster(
     loop: ArrivalProcess,
     on_progress: OnProgress,
 ) -> RunResult:
-    from .cluster.cluster_policies import find_cluster_policy
     from .simulation import Simulation
+    from .simulator_policies import find_cluster_policy
 
     assert spec.replicas is not None
     clock = VirtualClock()

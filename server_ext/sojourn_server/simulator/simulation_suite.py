@@ -15,7 +15,7 @@ import msgspec
 
 from .limits.block_accesses import AccessLog
 from .limits.eviction_comparison import compare_eviction_orders, competitive_ratio
-from .limits.eviction_replay_result import EvictionReplayResult
+from .limits.eviction_replay import EvictionReplayResult
 from .limits.replay_eviction_orders import OPTIMAL_ORDER
 from .process_pool import ReportCallback, run_in_processes
 from .report.run_metrics import bound_row, summarize_run

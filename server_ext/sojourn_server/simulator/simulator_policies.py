@@ -1,21 +1,123 @@
-"""Every policy the lab can judge, by name: what runs in the engine, before it and behind it."""
+"""Policies that the simulator compares, by name: baselines, presets, upper bounds, and those of clusters."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sojourn_server.policies.cluster_preset import cluster_preset_names
+from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
 from sojourn_server.policies.preset_store import PresetError
 
-from .baselines.baseline_catalog import BASELINES
-from .request_router import PassThroughRouter, RequestRouter
+from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
+from .thunderagent_router import ThunderAgentRouter
+
+if TYPE_CHECKING:
+    from .simulated_gateway import SimulatedGateway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """How one baseline is built."""
+
+    name: str
+    paper: str
+    """The paper or source it follows, with its sections."""
+    leaves_out: str
+    preset: str | None = None
+    """Sojourn's preset; ``None``: the untouched scheduler class."""
+    request_router: type[RequestRouter] | None = None
+    """The router before the engine; ``None``: none."""
+    host_cache: bool = False
+    """The engine's own offloading connector is on: everything is written through to host memory, LRU."""
+
+
+_ALL = (
+    Baseline(
+        name="stock",
+        paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
+        leaves_out="nothing: it is the engine's own class",
+    ),
+    Baseline(
+        name="lru-offload",
+        host_cache=True,
+        paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
+        "prompts (offload_prompt_only: false)",
+        leaves_out="nothing but the copies themselves, which are modelled",
+    ),
+    Baseline(
+        name="admit",
+        preset="admit",
+        paper="no paper: whole programs are admitted in order of arrival while they fit, and held to the end",
+        leaves_out="where contexts outgrow the pool the latest program gives way; an engine that stood idle "
+        "for 30 s while somebody waits breaks into what is held",
+    ),
+    Baseline(
+        name="autellix",
+        preset="autellix",
+        paper="Autellix (arXiv 2502.13965) §4.2, Algorithm 1: program-level attained service in K queues, "
+        "quanta, promotion by β",
+        leaves_out="waiting calls do not preempt running ones (vLLM preempts only for KV); recompute, not "
+        "its swap kernel; the load balancer of §4.3. K, quanta and β are not printed: those of a "
+        "re-implementation",
+    ),
+    Baseline(
+        name="infercept",
+        preset="infercept",
+        host_cache=True,
+        paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, with "
+        "T̂ = time since the call",
+        leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so a "
+        "context that is no longer preserved is both discarded and swapped",
+    ),
+    Baseline(
+        name="thunderagent",
+        request_router=ThunderAgentRouter,
+        paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
+        leaves_out="tokens guessed from characters, and what programs share; output counted while generated",
+    ),
+    Baseline(
+        name="thunderagent-offload",
+        request_router=ThunderAgentRouter,
+        host_cache=True,
+        paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
+        "neither aware of the other",
+        leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
+    ),
+    Baseline(
+        name="continuum",
+        preset="continuum",
+        paper="Continuum §4–5 and our entry gate (docs/mechanisms.md)",
+        leaves_out="host memory",
+    ),
+    Baseline(
+        name="continuum-paper",
+        preset="continuum-paper",
+        paper="Continuum §4–5 as printed: admission is the engine's",
+        leaves_out="host memory",
+    ),
+    Baseline(
+        name="program-fcfs",
+        preset="program-fcfs",
+        paper="Continuum Figure 15: the queue in order of the programs' arrival, nothing kept",
+        leaves_out="nothing",
+    ),
+    Baseline(
+        name="static-ttl",
+        preset="static-ttl",
+        paper="Continuum Figure 15: program order, and the cold start's T_default (§4.2) for ever",
+        leaves_out="nothing",
+    ),
+)
+
+BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
+"""By name, in the order in which tables show them."""
 
 
 class UpperBound(str, Enum):
@@ -33,10 +135,6 @@ class UpperBound(str, Enum):
 
 class PolicyError(ValueError):
     """There is no such policy; the text names the nearest."""
-
-
-UNLIMITED_S = 1e9
-"""Clients of the lab are as patient with us as with the baselines, which refuse nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +282,81 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
         own_tiers=below,
         paper=preset.paper,
     )
+
+
+DEFAULT_ROUTING = "prefix-affinity"
+"""Before engines whose policy is named alone: what vLLM's and SGLang's routers do."""
+
+ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
+"""Routers that do without our gateway, by name; called with the number of engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPolicy:
+    """How to build one policy's engines, and what stands before them."""
+
+    routing: str
+    """A cluster preset, or one of ``ROUTERS``."""
+    engine: SimulatorPolicy
+
+    @property
+    def name(self) -> str:
+        """``ROUTING/ENGINE``, as tables show it."""
+        return f"{self.routing}/{self.engine.name}"
+
+    def front(self, replicas: int) -> SimulatedGateway | ClusterRouter:
+        """What stands before so many engines, made anew."""
+        router = ROUTERS.get(self.routing)
+        if router is not None:
+            return router(replicas)
+        from .simulated_gateway import SimulatedGateway  # loads the routing core; names do not need it
+
+        return SimulatedGateway(load_cluster_preset(self.routing))
+
+
+def routing_names() -> list[str]:
+    """What may stand before the slash."""
+    return [*cluster_preset_names(), *ROUTERS]
+
+
+def find_cluster_policy(name: str) -> ClusterPolicy:
+    """``ROUTING/ENGINE``, or one of them.
+
+    A routing alone takes the engines that its preset is made for; an engine's policy alone, a TOML file
+    too, stands behind ``DEFAULT_ROUTING``, or behind the router that it brings. What names both is a routing.
+    Raises ``PolicyError`` with the nearest name.
+    """
+    routing, slash, engine = name.partition("/")
+    if routing in routing_names():
+        if not slash:
+            engine = routing if routing in ROUTERS else load_cluster_preset(routing).engine
+        return _cluster_policy(routing, find_policy(engine))
+    if slash and not name.endswith(".toml"):
+        raise PolicyError(f"{name}: unknown routing {routing!r}; {_expected_text(routing, routing_names())}")
+    try:
+        alone = find_policy(name)
+    except PolicyError:
+        if name.endswith(".toml"):
+            raise
+        known = [*routing_names(), *(one for one in policy_names() if one != UpperBound.BELADY.value)]
+        raise PolicyError(f"unknown policy {name!r}; {_expected_text(name, known)}") from None
+    brings = next((known for known, made in ROUTERS.items() if made is alone.request_router), DEFAULT_ROUTING)
+    return _cluster_policy(brings, alone)
+
+
+def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
+    if engine.limit is UpperBound.BELADY:
+        raise PolicyError("belady is found on the accesses of one engine; expected another with --replicas")
+    brings = engine.request_router not in (PassThroughRouter, ROUTERS.get(routing))
+    if brings:
+        raise PolicyError(
+            f"{engine.name} brings a router of its own; expected it behind none or that one, and behind "
+            f"{routing} an engine without, such as stock or lru-offload"
+        )
+    return ClusterPolicy(routing=routing, engine=engine)
+
+
+def _expected_text(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"expected ROUTING/ENGINE or one of {', '.join(dict.fromkeys(known))}{hint}"

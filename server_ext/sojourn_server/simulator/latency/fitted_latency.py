@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from ...policies.costs.engine_profile import EngineProfile
 from ...policies.costs.step_costs import StepCosts
-from .hardware_profile import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S
 from .latency_model import StepWork
-from .latency_profile_files import LatencyProfileError
+from .latency_profiles import DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S, LatencyProfileError
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import sqrt
 
-from .hardware_profile import HardwareProfile
 from .latency_model import StepWork
-from .latency_profile_files import LatencyProfileError
-from .model_shape import ModelShape
+from .latency_profiles import HardwareProfile, LatencyProfileError, ModelShape
 
 
 @dataclass(frozen=True)

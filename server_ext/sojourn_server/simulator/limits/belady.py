@@ -59,9 +59,8 @@ from __future__ import annotations
 import heapq
 from array import array
 
-from .access_sequence import AccessSequence, SequenceEntry, prepare_access_sequence
-from .block_accesses import AccessLog, BlockAccessKind
-from .eviction_replay_result import (
+from .block_accesses import AccessLog, AccessSequence, BlockAccessKind, SequenceEntry, prepare_access_sequence
+from .eviction_replay import (
     PROGRESS_INTERVAL,
     EvictionReplayCounters,
     EvictionReplayResult,

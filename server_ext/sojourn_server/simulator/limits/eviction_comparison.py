@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .access_sequence import AccessSequence, prepare_access_sequence
 from .belady import replay_belady
-from .block_accesses import AccessLog
-from .eviction_replay import replay_evictions
-from .eviction_replay_result import EvictionReplayResult, ReplayProgress
+from .block_accesses import AccessLog, AccessSequence, prepare_access_sequence
+from .eviction_replay import EvictionReplayResult, ReplayProgress, replay_evictions
 from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, eviction_order_names
 
 

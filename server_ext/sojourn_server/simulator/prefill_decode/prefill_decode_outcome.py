@@ -6,9 +6,8 @@ from statistics import fmean
 
 import msgspec
 
-from .prefill_decode_simulation import PdSimulation
-from .storage_nic import WINDOW_S
-from .token_latencies import TokenLatencies
+from .cluster_devices import WINDOW_S
+from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
 """Between which parts of a run links are compared: at the start nothing is in storage, at the end little is

@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from sojourn_server.simulator.process_pool import ReportCallback, run_in_processes
-from sojourn_server.simulator.workloads.synthetic_workloads import DUALPATH, SYNTHETIC_PREFIX
-
-from .prefill_decode_cluster import PdCluster
-from .prefill_decode_machine import CALIBRATION_JCT_S, PdMachine
-from .prefill_decode_models import PD_MODELS
+from ..process_pool import ReportCallback, run_in_processes
+from ..workloads.synthetic_workloads import DUALPATH, SYNTHETIC_PREFIX
+from .prefill_decode_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster, PdMachine
 from .prefill_decode_outcome import PdOutcome, run_outcome
 from .prefill_decode_simulation import PdSimulation
 from .prefill_decode_systems import PD_SYSTEMS

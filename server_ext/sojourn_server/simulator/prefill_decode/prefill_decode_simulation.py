@@ -20,6 +20,7 @@ What is simulated and what not:
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -29,15 +30,18 @@ from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLO
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 
 from ..event_queue import Event, EventQueue
-from .agent_state import AgentState
-from .decode_device import DecodeDevice
-from .fcfs_memory_pool import FcfsMemoryPool
+from .cluster_devices import (
+    WINDOW_S,
+    AgentState,
+    DecodeDevice,
+    FcfsMemoryPool,
+    PrefillDevice,
+    PrefillGroup,
+    PrefillStepCost,
+    StorageNic,
+)
 from .prefill_decode_cluster import PdCluster
-from .prefill_decode_systems import PdSystem
-from .prefill_devices import PrefillDevice, PrefillGroup, PrefillStepCost
-from .round_robin_pairs import RoundRobinPairs
-from .storage_nic import WINDOW_S, StorageNic
-from .token_latencies import TokenLatencies
+from .prefill_decode_systems import PdSystem, RoundRobinPairs
 from .trajectories import Trajectory, workload_means
 
 HIGH_PRIORITY_SHARE = 0.99
@@ -387,3 +391,25 @@ class PdSimulation:
             else:
                 self._submit(flight)
         self._dispatch()
+
+
+class TokenLatencies:
+    """Of each turn that was submitted from ``from_s`` on and has more than one token, in seconds."""
+
+    __slots__ = ("first_token_s", "from_s", "per_token_s", "second_token_s")
+
+    def __init__(self, from_s: float) -> None:
+        self.from_s = from_s
+        self.first_token_s = array("d")
+        """From the request to its first token."""
+        self.second_token_s = array("d")
+        """From the first token to the second."""
+        self.per_token_s = array("d")
+        """Between the tokens after that, on average."""
+
+    def note(self, flight: AgentState, now: float) -> None:
+        """Its last token was written now."""
+        if flight.output_tokens > 1 and flight.submitted_s >= self.from_s:
+            self.first_token_s.append(flight.first_token_s - flight.submitted_s)
+            self.second_token_s.append(flight.second_token_s - flight.first_token_s)
+            self.per_token_s.append((now - flight.decoded_from_s) / (flight.output_tokens - 1))

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
+from sojourn_server.policies.prefill_decode.prefill_decode_views import (
+    EnginePair,
+    PdRequest,
+    ReadSplit,
+    StorageReadView,
+)
 from sojourn_server.policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,
@@ -12,7 +20,85 @@ from sojourn_server.policies.prefill_decode.read_side_policies import (
     WaterFillingRead,
 )
 
-from .round_robin_pairs import AlternatingReadSide
+
+class AlternatingReadSide:
+    """The prefill side reads one, the decode side the next: the "round robin" of §7.5."""
+
+    def __init__(self) -> None:
+        self._turn = count()
+
+    def split(self, view: StorageReadView) -> ReadSplit:
+        if next(self._turn) % 2 and not view.one_node:
+            return ReadSplit(0, view.blocks)
+        return ReadSplit(view.blocks, 0)
+
+
+class RoundRobinPairs:
+    """Takes the place of ``PairScheduler`` in a simulation: the same calls, no looking at anybody's load.
+
+    A request goes to the next prefill engine, and to the next decode engine that has the memory; without one
+    it waits, and all behind it. Read queues are not asked for, so none are kept.
+    """
+
+    def __init__(self, side: ReadSidePolicy) -> None:
+        self._side = side
+        self._prefill: list[tuple[int, int]] = []
+        self._decode: list[tuple[int, int]] = []
+        self._free: dict[int, int] = {}
+        self._line: deque[PdRequest] = deque()
+        self._at: dict[int | str, tuple[int, int]] = {}
+        self._next_prefill = self._next_decode = 0
+        self._stuck = False
+
+    def add_node(self, node: int, block_s: float) -> None:
+        """Nothing is kept of it."""
+
+    def add_prefill(self, number: int, node: int) -> None:
+        self._prefill.append((number, node))
+
+    def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
+        self._decode.append((number, node))
+        self._free[number] = kv_tokens
+
+    def submit(self, request: PdRequest) -> None:
+        self._line.append(request)
+
+    def prefilled(self, request_id: int | str) -> None:
+        """Of no interest."""
+
+    def end(self, request_id: int | str) -> None:
+        number, kv_tokens = self._at.pop(request_id)
+        self._free[number] += kv_tokens
+        self._stuck = False
+
+    def report(self, node: int, queue_s: float, now: float) -> None:
+        """Of no interest."""
+
+    def dispatch(self, now: float) -> list[EnginePair]:
+        pairs: list[EnginePair] = []
+        line = self._line
+        while line and not self._stuck:
+            request = line[0]
+            engines = len(self._decode)
+            for step in range(engines):
+                decode, decode_node = self._decode[(self._next_decode + step) % engines]
+                if self._free[decode] >= request.kv_tokens:
+                    break
+            else:
+                self._stuck = True
+                break
+            self._next_decode += step + 1
+            line.popleft()
+            self._free[decode] -= request.kv_tokens
+            self._at[request.request_id] = (decode, request.kv_tokens)
+            prefill, node = self._prefill[self._next_prefill % len(self._prefill)]
+            self._next_prefill += 1
+            blocks = request.hit_blocks
+            split = ReadSplit(0, 0)
+            if blocks:
+                split = self._side.split(StorageReadView(blocks, 0.0, 0.0, 1.0, 1.0, node == decode_node))
+            pairs.append(EnginePair(request, prefill, decode, split))
+        return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
-from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 from sojourn_server.traces.trace_reader import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
+
+from ..workloads.synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
 
 class TurnShape(NamedTuple):

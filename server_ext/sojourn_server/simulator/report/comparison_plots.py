@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from ..run_log import RunLog
 from .kaplan_meier import finished_share
-from .plot_labels import place_labels
-from .plot_styles import PlotStyle, cause_colours
+from .plot_styles import PlotStyle, cause_colours, place_labels
 from .run_metrics import trace_name
 from .run_row import RunRow, SummaryStatistics
 

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sojourn_server.traces.atomic_files import write_atomically
 
-from ..run_log import RunLog
-from .comparison_plots import completion_cdf, load, load_value, pareto, regenerated
-from .occupancy_plot import plot_occupancy
+from ..run_log import OccupancySample, RunLog
+from .comparison_plots import (
+    P95,
+    THROUGHPUT,
+    completion_cdf,
+    draw_legend,
+    draw_metric,
+    load,
+    load_text,
+    load_value,
+    pareto,
+    read,
+    regenerated,
+    set_plain_log_scale,
+    workload_text,
+)
 from .plot_styles import PlotStyle, styles_by_policy
 from .results_table import workloads
 from .run_metrics import summarize_run, trace_name
 from .run_row import RunRow
-from .sweep_plot import plot_sweep
 from .sweep_results import SweepRuns
 
 FORMATS = ("png", "svg")
@@ -152,3 +164,153 @@ def _scenario(run: RunLog | RunRow) -> tuple[object, ...]:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.") or "run"
+
+
+_BINS = 300
+"""Samples drawn: more than there are pixels only makes files large."""
+_RUNNING, _TOOL, _OTHER, _WAITING, _HOST = "#0072B2", "#E69F00", "#BDBDBD", "#CC79A7", "#000000"
+
+
+def plot_occupancy(runs: Sequence[RunLog]) -> Any:
+    """Left the device's KV blocks in % of the pool, with host memory's fill as a line; right the programs."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11.0, 1.5 + 1.15 * len(runs)), layout="constrained")
+    axes = figure.subplots(len(runs), 2, sharex=True, squeeze=False)
+    longest_s = max(run.virtual_s for run in runs)
+    unit_s, unit = (60.0, "min") if longest_s > 300.0 else (1.0, "s")
+    most = max(
+        (s.programs_running + s.programs_acting + s.programs_waiting for run in runs for s in run.occupancy),
+        default=1,
+    )
+    for (memory, programs), run in zip(axes, runs, strict=True):
+        times, samples = binned_samples(run)
+        at = [time_s / unit_s for time_s in times]
+        _stack(memory, at, samples, run.pool_blocks,
+               (lambda s: s.running, lambda s: s.idle, lambda s: s.other),
+               (_RUNNING, _TOOL, _OTHER))  # fmt: skip
+        if run.host_blocks:
+            host = [100.0 * _mean(held, lambda s: s.host) / run.host_blocks for held in samples]
+            memory.plot(at, host, color=_HOST, linewidth=1.2, linestyle=(0, (4, 1.5)))
+        memory.set_ylim(0, 104)  # a full host's line is seen
+        memory.set_yticks([0, 50, 100])
+        _stack(programs, at, samples, 0,
+               (lambda s: s.programs_running, lambda s: s.programs_acting, lambda s: s.programs_waiting),
+               (_RUNNING, _TOOL, _WAITING))  # fmt: skip
+        programs.set_ylim(0, max(1, most))
+        programs.yaxis.get_major_locator().set_params(integer=True, nbins=4)
+        memory.set_ylabel(run.policy, rotation=0, ha="right", va="center", labelpad=8)
+        for axis in (memory, programs):
+            axis.set_xlim(0, longest_s / unit_s)
+    first = runs[0]
+    figure.suptitle(f"{workload_text(first)} · {load_text(first)}")
+    axes[0][0].set_title("device KV memory, % of the pool")
+    axes[0][1].set_title("programs")
+    for axis in axes[-1]:
+        axis.set_xlabel(f"virtual time, {unit}")
+    handles: list[Any] = [
+        Patch(color=_RUNNING, label="running"),
+        Patch(color=_TOOL, label="in a tool (memory: kept for it)"),
+        Patch(color=_OTHER, label="memory: cached, of programs that wait or are over"),
+        Patch(color=_WAITING, label="programs: waiting for the engine"),
+    ]
+    if any(run.host_blocks for run in runs):
+        handles.append(Line2D([], [], color=_HOST, linewidth=1.2, linestyle=(0, (4, 1.5)),
+                              label="host memory, % of it"))  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def binned_samples(run: RunLog) -> tuple[list[float], list[list[OccupancySample]]]:
+    """At most ``_BINS`` times, in virtual seconds, each with the samples around it."""
+    samples = run.occupancy
+    if len(samples) <= _BINS:
+        return [sample.at_s for sample in samples], [[sample] for sample in samples]
+    groups: dict[int, list[OccupancySample]] = {}
+    first_s, last_s = samples[0].at_s, samples[-1].at_s
+    for sample in samples:
+        place = int((sample.at_s - first_s) / (last_s - first_s) * _BINS) if last_s > first_s else 0
+        groups.setdefault(min(place, _BINS - 1), []).append(sample)
+    ordered = [groups[place] for place in sorted(groups)]
+    return [_mean(held, lambda s: s.at_s) for held in ordered], ordered
+
+
+def _stack(
+    axis: Any,
+    at: Sequence[float],
+    samples: Sequence[Sequence[OccupancySample]],
+    whole: int,
+    reads: Sequence[Callable[[OccupancySample], float]],
+    colours: Sequence[str],
+) -> None:
+    """Areas above each other; in % of ``whole`` where that is not 0."""
+    scale = 100.0 / whole if whole else 1.0
+    heights = [[scale * _mean(held, read) for held in samples] for read in reads]
+    axis.stackplot(at, heights, colors=colours, linewidth=0)
+
+
+def _mean(samples: Sequence[OccupancySample], read: Callable[[OccupancySample], float]) -> float:
+    return sum(read(sample) for sample in samples) / len(samples)
+
+
+_WIDE = 8
+"""Largest over smallest above which an axis is logarithmic: what is small would be in one spot."""
+
+
+def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+    """Two panels, a line a policy. Returns a matplotlib figure.
+
+    A policy that the swept field does not touch is a level line. Rows without times, which are limits that
+    were only counted, are left out; raises ``ValueError`` where no row has any.
+    """
+    placed = [
+        (value.value, row)
+        for value in swept.values
+        for row in swept.rows_of(value, rows)
+        if row.output_tok_per_s is not None
+    ]
+    if not placed:
+        raise ValueError("no runs to draw")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    axes = list(figure.subplots(1, 2))
+    for axis, metric in zip(axes, (THROUGHPUT, P95), strict=True):
+        draw_metric(axis, metric, placed, looks)
+        _place_values(axis, swept)
+        found = [number for _, row in placed if (number := read(row, metric))]
+        if metric.log and found and max(found) / min(found) > _WIDE:
+            set_plain_log_scale(axis)
+        else:
+            # From 0, else a tier that buys a percent would look as if it bought everything.
+            axis.set_ylim(0, 1.08 * max(found, default=1.0))
+        axis.set_xlabel(swept.meaning)
+    draw_legend(figure, axes)
+    figure.suptitle(_heading([row for _, row in placed]))
+    return figure
+
+
+def _place_values(axis: Any, swept: SweepRuns) -> None:
+    numbers = sorted(value.value for value in swept.values)
+    least = next((number for number in numbers if number > 0), 0.0)
+    if least and numbers[-1] / least > _WIDE:
+        if numbers[0] > 0:
+            axis.set_xscale("log")
+        else:
+            axis.set_xscale("symlog", linthresh=least, linscale=0.5)
+    texts = [f"{value.text}\n{value.host_text}" if value.host_text else value.text for value in swept.values]
+    axis.set_xticks([value.value for value in swept.values], texts)
+    axis.set_xticks([], minor=True)
+
+
+def _heading(rows: Sequence[RunRow]) -> str:
+    """The workload, and the load where that is not what was swept."""
+    told: tuple[set[str], ...] = (
+        {row.trace for row in rows},
+        {row.hardware for row in rows},
+        {row.model for row in rows},
+        {load_text(row) for row in rows},
+    )
+    return " · ".join(same.pop() for same in told if len(same) == 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 # Okabe and Ito's palette without its yellow, too pale for a line on white, and its black, which is stock's.
@@ -81,3 +82,79 @@ def cause_colours(causes: Iterable[str]) -> dict[str, tuple[str, str]]:
 def _family(name: str, names: Iterable[str]) -> str:
     heads = [other for other in names if name.startswith(f"{other}-")]
     return min(heads, key=len) if heads else name
+
+
+_DIRECTIONS = 16
+_DISTANCES_POINTS = (8.0, 14.0, 22.0, 32.0, 44.0, 58.0)
+_POINT_RADIUS_PIXELS = 7.5
+_MARGIN_PIXELS = 2.0
+_TEXT_COLOUR = "#222222"
+"""Not the point's own: half of the palette is too pale for small print."""
+
+
+def place_labels(
+    figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]], size: float = 7.5
+) -> None:
+    """Write ``(x, y, text, colour)`` of every panel next to its point, where it covers least.
+
+    Lays the figure out first and freezes that: where text fits is known in pixels only.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer: Any = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    pixels_a_point = figure.dpi / 72.0
+    for axis, points in panels:
+        places = [tuple(axis.transData.transform((x, y))) for x, y, _, _ in points]
+        frame = axis.get_window_extent(renderer)
+        taken = [
+            (
+                x - _POINT_RADIUS_PIXELS,
+                y - _POINT_RADIUS_PIXELS,
+                x + _POINT_RADIUS_PIXELS,
+                y + _POINT_RADIUS_PIXELS,
+            )
+            for x, y in places
+        ]
+        for (x, y, text, colour), (label_x, label_y) in zip(points, places, strict=True):
+            drawn = axis.annotate(
+                text,
+                (x, y),
+                xytext=(0, 0),
+                textcoords="offset points",
+                fontsize=size,
+                color=_TEXT_COLOUR,
+                va="bottom",
+            )
+            box = drawn.get_window_extent(renderer)
+            best = None
+            for distance in _DISTANCES_POINTS:
+                for turn in range(_DIRECTIONS):
+                    angle = 2 * math.pi * turn / _DIRECTIONS
+                    centre_x = label_x + math.cos(angle) * (distance * pixels_a_point + box.width / 2)
+                    centre_y = label_y + math.sin(angle) * (distance * pixels_a_point * 0.7 + box.height / 2)
+                    spot = (centre_x - box.width / 2, centre_y - box.height / 2,
+                            centre_x + box.width / 2, centre_y + box.height / 2)  # fmt: skip
+                    cost = 20.0 * sum(_overlap(spot, other) for other in taken)
+                    cost += 4.0 * (
+                        box.width * box.height - _overlap(spot, (frame.x0, frame.y0, frame.x1, frame.y1))
+                    )
+                    cost += distance * 2.0
+                    if best is None or cost < best[0] - 1e-9:
+                        best = (cost, spot, distance)
+            assert best is not None
+            _, spot, distance = best
+            taken.append((spot[0] - _MARGIN_PIXELS, spot[1] - _MARGIN_PIXELS,
+                          spot[2] + _MARGIN_PIXELS, spot[3] + _MARGIN_PIXELS))  # fmt: skip
+            drawn.set_position(((spot[0] - label_x) / pixels_a_point, (spot[1] - label_y) / pixels_a_point))
+            if distance > _DISTANCES_POINTS[0]:
+                near = (min(max(label_x, spot[0]), spot[2]), min(max(label_y, spot[1]), spot[3]))
+                back = axis.transData.inverted().transform([near, (label_x, label_y)])
+                axis.plot(back[:, 0], back[:, 1], color=colour, linewidth=0.6, scalex=False, scaley=False)
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return width * height if width > 0 and height > 0 else 0.0

@@ -15,12 +15,21 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
-from ...metrics.preemption_cascades import CASCADE_STEPS
-from ...metrics.summary_statistics import PERCENTILES, summarise
+from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
+from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
+
 from ..run_log import ProgramLog, RunLog, TurnLog
-from .cluster_metrics import per_replica, replica_changes, slo_attainment, utilisation
+from ..simulated_gateway import SLO_FACTOR
 from .kaplan_meier import estimated_statistics
-from .run_row import NO_STATISTICS, RunRow, SummaryStatistics
+from .run_row import (
+    NO_STATISTICS,
+    OVERALL,
+    ReplicaChanges,
+    ReplicaRow,
+    RunRow,
+    SummaryStatistics,
+    Utilisation,
+)
 
 SURVIVORS_NOTE = (
     "closed loop: completion is of the programs that finished, so a policy under which only short ones do "
@@ -312,3 +321,75 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
             "policies can hardly differ; ask for more --programs, or less memory by --pool-tokens"
         )
     return notes
+
+
+def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
+    """Between turns that were computed, wherever the program was promised a place meanwhile; ``None`` where
+    nothing was computed."""
+    changes = []
+    for program in programs:
+        at = [turn.replica for turn in program.turns if turn.admitted_s is not None]
+        if at:
+            changes.append(sum(before != after for before, after in pairwise(at)))
+    if not changes:
+        return None
+    return ReplicaChanges(
+        programs_share=sum(map(bool, changes)) / len(changes), per_program=sum(changes) / len(changes)
+    )
+
+
+def utilisation(run: RunLog) -> Utilisation | None:
+    """Of the whole run."""
+    if not run.replicas or not run.virtual_s:
+        return None
+    shares = [replica.busy_s / run.virtual_s for replica in run.replicas]
+    return Utilisation(min=min(shares), mean=sum(shares) / len(shares), max=max(shares))
+
+
+def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
+    """By tenant, and of all. A program that the run's end cut off while it was still in time is left out; one
+    that was late by then has missed. ``None`` where none counts."""
+    met: dict[str, list[bool]] = {}
+    for program in programs:
+        if program.expected_s is None:
+            continue
+        allowed_s = SLO_FACTOR * program.expected_s
+        if program.completion_s is not None:
+            in_time = program.completion_s <= allowed_s
+        elif run_end_s - program.arrived_s > allowed_s:
+            in_time = False
+        else:
+            continue
+        met.setdefault(OVERALL, []).append(in_time)
+        if program.tenant is not None:
+            met.setdefault(program.tenant, []).append(in_time)
+    if not met:
+        return None
+    return {tenant: sum(met[tenant]) / len(met[tenant]) for tenant in sorted(met)}
+
+
+def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
+    """A row an engine, in their order."""
+    turns: dict[str | None, list[tuple[int, int, int]]] = {}
+    for program in run.programs:
+        for turn in program.turns:
+            if turn.admitted_s is not None:
+                made = turn.generated_tokens if turn.finished_s is None else turn.output_tokens
+                turns.setdefault(turn.replica, []).append(
+                    (made, turn.computed_tokens, turn.regenerated_tokens)
+                )
+    rows = []
+    for replica in run.replicas:
+        mine = turns.get(replica.replica, [])
+        rows.append(
+            ReplicaRow(
+                replica=replica.replica,
+                steps=replica.steps,
+                busy_s=replica.busy_s,
+                turns=len(mine),
+                output_tokens=sum(made for made, _, _ in mine),
+                computed_tokens=sum(computed for _, computed, _ in mine),
+                regenerated_tokens=sum(again for _, _, again in mine),
+            )
+        )
+    return tuple(rows)

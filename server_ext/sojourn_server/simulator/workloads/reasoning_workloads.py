@@ -35,7 +35,6 @@ from typing import NamedTuple
 
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun
 
-from .append_only import append_only
 from .distributions import (
     Distribution,
     Gamma,
@@ -44,7 +43,7 @@ from .distributions import (
     TruncatedExponential,
     Uniform,
 )
-from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES
+from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES, append_only
 
 R1_OUTPUT = PercentileDistribution(
     (

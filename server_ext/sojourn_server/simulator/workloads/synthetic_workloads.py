@@ -31,10 +31,9 @@ import msgspec
 
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
 
-from .append_only import append_only
 from .distributions import BoundedPowerLaw, Gamma, LogNormal, RoundedNormal, split
 from .reasoning_workloads import REASONING
-from .saga_workloads import CV_RANGE, latency_cv, ten_tenants
+from .saga_workloads import CV_RANGE, append_only, latency_cv, ten_tenants
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..request_router import RequestRouterView, RoutableRequest, RoutedProgramView
+from .request_router import RequestRouterView, RoutableRequest, RoutedProgramView
 
 BUFFER_TOKENS = 100
 """Kept free for each active program (``BUFFER_PER_PROGRAM``)."""

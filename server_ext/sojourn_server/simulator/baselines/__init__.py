@@ -1,1 +1,0 @@
-"""What sojourn is compared with, one file each."""

@@ -1,0 +1,353 @@
+"""Hardware profiles and model shapes: TOML files, shipped by name or the user's own by path."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+SHIPPED_PROFILES = Path(__file__).parent / "profiles"
+
+
+class LatencyProfileError(ValueError):
+    """A profile is missing or wrong; the text names file and field, and what was expected."""
+
+
+def shipped_profile_names(kind: str) -> list[str]:
+    """Names of the profiles of a ``kind`` (``hardware`` or ``models``) that come with sojourn, sorted."""
+    return sorted(path.stem for path in (SHIPPED_PROFILES / kind).glob("*.toml"))
+
+
+def is_profile_path(name: str) -> bool:
+    """Whether ``name`` means a file of the user's rather than a shipped profile."""
+    return name.endswith(".toml") or "/" in name or Path(name).is_file()
+
+
+def find_profile_file(name: str, kind: str) -> Path:
+    """The file of a shipped profile or of the user's own. Raises ``LatencyProfileError``."""
+    if is_profile_path(name):
+        path = Path(name)
+        if not path.is_file():
+            raise LatencyProfileError(f"{path}: no such file")
+        return path
+    known = shipped_profile_names(kind)
+    if name in known:
+        return SHIPPED_PROFILES / kind / f"{name}.toml"
+    wanted = name.lower()
+    near = [other for other in known if other.startswith(wanted)] if wanted else []
+    near = near or difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    noun = "model" if kind == "models" else kind
+    raise LatencyProfileError(
+        f"unknown {noun} {name!r}; expected one of {', '.join(known)}, or a TOML file{hint}"
+    )
+
+
+def read_profile_toml(path: Path) -> dict[str, Any]:
+    """The document. Raises ``LatencyProfileError``."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LatencyProfileError(f"{path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LatencyProfileError(f"{path}: not TOML: {error}") from error
+
+
+def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
+    """A misspelt field would silently keep its default: refuse it."""
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; expected {', '.join(known)}"
+            raise LatencyProfileError(f"{path}: unknown field {key!r}{hint}")
+
+
+def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
+    """A finite number in [least, most]; ``where`` names its field."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not least <= value <= most:
+        bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a number {bounds}")
+    return float(value)
+
+
+def parse_integer(path: Path, where: str, value: Any, *, least: int = 1) -> int:
+    """A whole number ≥ least."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
+    return value
+
+
+def parse_text(path: Path, where: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
+    return value
+
+
+HARDWARE_VERSION = 1
+
+DISK_READ_BYTES_PER_S = 6.5e9
+DISK_WRITE_BYTES_PER_S = 3.5e9
+DISK_SOURCE = (
+    "one PCIe 4 drive, Samsung PM9A3 (U.2) as announced: 6.5 GB/s read, 3.5 GB/s written in sequence"
+)
+"""Of a profile that says nothing of a disk, and of engine profiles, which measure none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One device and its links. Efficiencies are fractions of the published peak that real kernels reach."""
+
+    name: str
+    title: str
+    memory_bytes: float
+    """What CUDA reports as total, less than what the data sheet rounds to."""
+    bf16_flops_per_s: float
+    """Dense tensor-core peak."""
+    memory_bandwidth_bytes_per_s: float
+    linear_efficiency: float
+    """Of the FLOP peak: all of a layer but attention, for many tokens."""
+    expert_efficiency: float
+    """The same for the experts of a mixture: grouped GEMMs over few tokens each."""
+    attention_efficiency: float
+    """Of the FLOP peak: prefill attention, causal pairs counted once."""
+    weight_read_efficiency: float
+    """Of the bandwidth peak: GEMMs of few tokens, which only read weights."""
+    kv_read_efficiency: float
+    """Of the bandwidth peak: decode attention over a paged KV cache."""
+    layer_overhead_s: float
+    """A layer's small kernels at one token: what remains when the work goes to nothing."""
+    step_overhead_s: float
+    """Between two steps: scheduling, input preparation and sampling that the device waits for."""
+    request_overhead_s: float
+    """The same, for each request in the step."""
+    host_to_device_bytes_per_s: float
+    """Pinned memory, one device, one direction at a time."""
+    device_to_host_bytes_per_s: float
+    copy_overhead_s: float
+    """Before the first byte of a copy."""
+    all_reduce_bytes_per_s: float
+    """Bus bandwidth of an all-reduce of many bytes over NVLink (NCCL's convention: 2·(n-1)/n·bytes/time)."""
+    all_reduce_overhead_s: float
+    """An all-reduce of few bytes."""
+    max_num_seqs: float
+    """vLLM's default for the API server on this device."""
+    max_num_batched_tokens: float
+    """The same."""
+    disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
+    """Of the machine, however many devices are in it; files of a block each, one after the other."""
+    disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
+    sources: tuple[tuple[str, str], ...] = ()
+    """(constant, where it is from)"""
+    estimates: tuple[str, ...] = ()
+    """Constants whose value was chosen, not published or measured."""
+
+
+_FRACTIONS = frozenset(field.name for field in fields(HardwareProfile) if field.name.endswith("_efficiency"))
+_CONSTANTS = [
+    field.name
+    for field in fields(HardwareProfile)
+    if field.name not in ("name", "title", "sources", "estimates")
+]
+_OPTIONAL = frozenset(
+    field.name
+    for field in fields(HardwareProfile)
+    if field.name in _CONSTANTS and field.default is not MISSING
+)
+"""Profiles from before there were disks do without."""
+
+
+def load_hardware_profile(name: str) -> HardwareProfile:
+    """A shipped profile by name, or the user's own from a TOML file. Raises ``LatencyProfileError``."""
+    path = find_profile_file(name, "hardware")
+    return parse_hardware_profile(read_profile_toml(path), path)
+
+
+def parse_hardware_profile(document: dict[str, Any], path: Path) -> HardwareProfile:
+    """A profile's document; ``path`` is for messages. Raises ``LatencyProfileError``."""
+    if document.get("version") != HARDWARE_VERSION:
+        raise LatencyProfileError(
+            f"{path}: version is {document.get('version')!r}; expected {HARDWARE_VERSION}"
+        )
+    reject_unknown_fields(path, document, ["version", "name", "title", "measured", *_CONSTANTS])
+    values: dict[str, Any] = {
+        "name": parse_text(path, "name", document.get("name")),
+        "title": parse_text(path, "title", document.get("title")),
+    }
+    sources: list[tuple[str, str]] = []
+    estimates: list[str] = []
+    for constant in _CONSTANTS:
+        entry = document.get(constant)
+        if entry is None and constant in _OPTIONAL:
+            sources.append((constant, DISK_SOURCE))
+            estimates.append(constant)
+            continue
+        if not isinstance(entry, dict):
+            raise LatencyProfileError(
+                f"{path}: [{constant}] is {entry!r}; expected a table with value and source"
+            )
+        reject_unknown_fields(path, entry, ["value", "source", "estimate"])
+        values[constant] = _constant(path, constant, entry.get("value"))
+        sources.append((constant, parse_text(path, f"{constant}.source", entry.get("source"))))
+        if entry.get("estimate", False):
+            estimates.append(constant)
+    return HardwareProfile(**values, sources=tuple(sources), estimates=tuple(estimates))
+
+
+def _constant(path: Path, name: str, value: Any) -> float:
+    where = f"{name}.value"
+    if name in _FRACTIONS:
+        return parse_number(path, where, value, least=1e-6, most=1.0)
+    if name.endswith("_overhead_s"):
+        return parse_number(path, where, value, most=10.0)
+    return parse_number(path, where, value, least=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer with grouped-query attention and gated MLPs, dense or mixture of experts."""
+
+    name: str
+    source: str
+    """Where the figures are from."""
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    """Of the dense MLP; of one expert where ``experts`` > 0."""
+    vocabulary: int
+    max_context_tokens: int
+    experts: int = 0
+    """Per layer; 0: a dense model."""
+    experts_per_token: int = 0
+    tied_embeddings: bool = False
+    """Output head and input embedding are one matrix."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    weight_bytes: float = 2.0
+    """Bytes of a parameter: 2 for bf16."""
+    kv_element_bytes: float = 2.0
+
+    # Everything below is counted in parameters; biases and norms matter only to the exact total.
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's four projections."""
+        return self.hidden_size * self.head_size * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Gate, up and down of one MLP or one expert."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """All of one layer's: every expert, router, norms and biases."""
+        norms = 2 * self.hidden_size + (2 * self.head_size if self.qk_norm else 0)
+        biases = self.head_size * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        router = self.hidden_size * self.experts
+        return (
+            self.attention_parameters + self.mlp_parameters * max(1, self.experts) + router + norms + biases
+        )
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the matrix that turns hidden states into logits."""
+        return self.hidden_size * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """The total, as the hub's model page counts it."""
+        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
+        return self.layers * self.layer_parameters + embeddings + self.hidden_size
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Of one layer, those that one token goes through."""
+        if not self.experts:
+            return self.attention_parameters + self.mlp_parameters
+        router = self.hidden_size * self.experts
+        return self.attention_parameters + self.mlp_parameters * self.experts_per_token + router
+
+    @property
+    def weights_bytes(self) -> float:
+        """Of the whole model in memory."""
+        return self.parameters * self.weight_bytes
+
+    def kv_heads_per_device(self, tp: int) -> int:
+        """Under tensor parallelism; with more devices than heads each holds a copy, as in vLLM."""
+        return max(1, self.kv_heads // tp)
+
+    def kv_bytes_per_token(self, tp: int = 1) -> int:
+        """K and V of all layers, all ``tp`` devices together, in bytes."""
+        heads = self.kv_heads_per_device(tp) * tp
+        return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
+
+    def check_tp(self, tp: int) -> None:
+        """Raise ``LatencyProfileError`` where vLLM could not split the model over ``tp`` devices."""
+        if not self.splits(tp):
+            possible = [n for n in range(1, self.heads + 1) if self.splits(n)]
+            raise LatencyProfileError(
+                f"tp is {tp}; {self.name} has {self.heads} heads and {self.kv_heads} KV heads: "
+                f"expected one of {', '.join(map(str, possible))}"
+            )
+
+    def check_context(self, max_model_len: int | None) -> None:
+        """Raise ``LatencyProfileError`` where an engine's limit is beyond the model's own."""
+        if max_model_len is not None and max_model_len > self.max_context_tokens:
+            raise LatencyProfileError(
+                f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"
+            )
+
+    def splits(self, tp: int) -> bool:
+        """Whether heads and KV heads divide evenly over ``tp`` devices, the latter possibly as copies."""
+        return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+
+
+def load_model_shape(name: str) -> ModelShape:
+    """A shipped model by name, or one of the user's own from a TOML file. Raises ``LatencyProfileError``."""
+    path = find_profile_file(name, "models")
+    document = read_profile_toml(path)
+    reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])
+    values: dict[str, Any] = {}
+    for field in fields(ModelShape):
+        if field.name not in document:
+            if field.default is MISSING:
+                raise LatencyProfileError(f"{path}: {field.name} is missing")
+            continue
+        found = document[field.name]
+        if field.type == "str":
+            values[field.name] = parse_text(path, field.name, found)
+        elif field.type == "bool":
+            if not isinstance(found, bool):
+                raise LatencyProfileError(f"{path}: {field.name} is {found!r}; expected true or false")
+            values[field.name] = found
+        elif field.type == "float":
+            values[field.name] = parse_number(path, field.name, found, least=0.1, most=8.0)
+        else:
+            least = 0 if field.name.startswith("experts") else 1
+            values[field.name] = parse_integer(path, field.name, found, least=least)
+    model = ModelShape(**values)
+    if model.heads % model.kv_heads:
+        raise LatencyProfileError(
+            f"{path}: kv_heads is {model.kv_heads}; expected a divisor of heads, {model.heads}"
+        )
+    if bool(model.experts) != bool(model.experts_per_token) or model.experts_per_token > model.experts:
+        raise LatencyProfileError(
+            f"{path}: experts is {model.experts} and experts_per_token {model.experts_per_token}; "
+            "expected both 0, or experts ≥ experts_per_token ≥ 1"
+        )
+    return model

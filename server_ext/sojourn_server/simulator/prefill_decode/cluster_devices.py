@@ -1,0 +1,353 @@
+"""State of a simulated cluster: agents, storage NICs, memory, prefill and decode devices."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from sojourn_server.policies.prefill_decode.prefill_compute_quota import PrefillCandidate, PrefillComputeQuota
+from sojourn_server.policies.prefill_decode.prefill_decode_views import PdRequest
+
+from .trajectories import Trajectory
+
+if TYPE_CHECKING:
+    from ..event_queue import Event
+
+
+class AgentState:
+    """One for each agent, from its first turn to its last; written by whoever has it at the moment.
+
+    What is not set yet of a turn is that of the turn before, or missing. Times are virtual seconds.
+    """
+
+    __slots__ = (
+        "agent", "cached", "cached_before", "decode", "decode_blocks", "decoded_from_s", "first_token_s",
+        "output_tokens", "parts", "prefill_blocks", "request", "second_token_s", "submitted_s", "todo",
+        "trajectory", "turn", "worker",
+    )  # fmt: skip
+
+    request: PdRequest
+    output_tokens: int
+    cached: int
+    """Prompt tokens whose KV there is: now, and from storage."""
+    cached_before: int
+    todo: int
+    """Prompt tokens that are left to compute."""
+    submitted_s: float
+    first_token_s: float
+    second_token_s: float
+    decoded_from_s: float
+    worker: int
+    """Its prefill device."""
+    decode: int
+    prefill_blocks: int
+    """That the prefill device's node reads."""
+    decode_blocks: int
+    parts: int
+    """Reads that are still under way."""
+
+    def __init__(self, agent: int, trajectory: Trajectory) -> None:
+        self.agent = agent
+        self.trajectory = trajectory
+        self.turn = 0
+        """Of the trajectory."""
+
+
+WINDOW_S = 10.0
+"""Bytes are counted in windows of that length, for how evenly NICs are used over time."""
+
+
+class StorageNic:
+    """First come first served; writes go the other way and are only counted."""
+
+    __slots__ = (
+        "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "line", "node",
+        "rate_blocks_per_s", "written_tokens",
+    )  # fmt: skip
+
+    def __init__(self, node: int, rate_blocks_per_s: float) -> None:
+        self.node = node
+        self.rate_blocks_per_s = rate_blocks_per_s
+        self.busy_until_s = 0.0
+        self.blocks = 0
+        """Read so far, or about to be: in Full Blocks."""
+        self.blocks_in: list[float] = [0.0]
+        """By window; a read that spans several is shared out."""
+        self.written_tokens = 0
+        self.line: deque[Event] = deque()
+        """Events of the simulation at the ends of queued reads."""
+        self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
+
+    def read(self, blocks: int, now: float) -> float:
+        """When a read that is handed over now will be done."""
+        begin = self.busy_until_s
+        if begin < now:
+            begin = now
+        end = begin + blocks / self.rate_blocks_per_s
+        self.busy_until_s = end
+        self.blocks += blocks
+        if end < self._window_to_s and begin >= self._window_from_s:
+            self.blocks_in[self._window] += blocks
+        else:
+            self._add_to_window(blocks, begin, end)
+        return end
+
+    def _add_to_window(self, blocks: int, begin: float, end: float) -> None:
+        first, last = int(begin / WINDOW_S), int(end / WINDOW_S)
+        counted = self.blocks_in
+        if len(counted) <= last:
+            counted.extend([0.0] * (last + 1 - len(counted)))
+        if first == last:
+            counted[first] += blocks
+        else:
+            for window in range(first, last + 1):
+                inside = min(end, (window + 1) * WINDOW_S) - max(begin, window * WINDOW_S)
+                counted[window] += inside * self.rate_blocks_per_s
+        self._window, self._window_from_s, self._window_to_s = last, last * WINDOW_S, (last + 1) * WINDOW_S
+
+
+Item = TypeVar("Item")
+
+
+class FcfsMemoryPool(Generic[Item]):
+    """Who finds no room waits in line. Who needs more than there is gets it once nobody else is inside."""
+
+    __slots__ = ("free", "line", "size", "waiting")
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self.free = size
+        self.line: deque[tuple[float, Item]] = deque()
+        self.waiting = 0.0
+        """What those in line need."""
+
+    def take(self, amount: float, item: Item) -> bool:
+        """False: ``item`` waits in line, and ``leave`` will tell when it has its room."""
+        if not self.line and (amount <= self.free or self.free == self.size):
+            self.free -= amount
+            return True
+        self.line.append((amount, item))
+        self.waiting += amount
+        return False
+
+    def leave(self, amount: float) -> Iterator[Item]:
+        """Give back; whoever has room now, in order."""
+        self.free += amount
+        line = self.line
+        while line and (line[0][0] <= self.free or self.free == self.size):
+            needs, item = line.popleft()
+            self.waiting -= needs
+            self.free -= needs
+            yield item
+
+
+class PrefillStepCost(NamedTuple):
+    """What a step takes, and what its copies do to it."""
+
+    fixed_s: float
+    spread_token_s: float
+    """A new token's share of the experts, on one device alone."""
+    block_copy_s: float
+    """Seconds a Full Block occupies a device's compute NIC, one way."""
+    token_copy_s: float
+    layers: int
+    collective_s_per_copy_s: float
+    """What a second of copying beside a step adds to it where KV and model share a lane; 0: they do not."""
+
+
+class PrefillDevice:
+    """What is ready to be computed on one device."""
+
+    __slots__ = ("flights", "node", "number", "todo")
+
+    def __init__(self, number: int, node: int) -> None:
+        self.number = number
+        self.node = node
+        self.flights: deque[AgentState] = deque()
+        self.todo: deque[PrefillCandidate] = deque()
+        """Of each of ``flights``, what is left."""
+
+    def ready(self, flight: AgentState) -> None:
+        """Its hit is at hand."""
+        self.flights.append(flight)
+        self.todo.append(PrefillCandidate(flight.cached, flight.todo))
+
+
+class PrefillGroup:
+    """Devices that share expert layers; a group of one waits for nobody.
+
+    A step takes its fixed part, the longest attention of any device, and the experts' work, which is spread
+    over all. Layer by layer, copies lie behind all but one layer of the step; what is longer is waited for.
+    """
+
+    __slots__ = (
+        "busy", "busy_s", "cost", "devices", "last_attention_s", "layerwise", "planned",
+        "quota", "steps", "tokens", "tokens_at_most",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        devices: list[PrefillDevice],
+        quota: PrefillComputeQuota,
+        tokens_at_most: float,
+        cost: PrefillStepCost,
+        layerwise: bool,
+    ) -> None:
+        self.devices = devices
+        self.quota = quota
+        self.tokens_at_most = tokens_at_most
+        self.cost = cost
+        self.layerwise = layerwise
+        self.busy = False
+        self.planned: list[tuple[PrefillDevice, tuple[int, ...]]] = []
+        self.steps = 0
+        self.tokens = 0
+        self.busy_s = 0.0
+        self.last_attention_s = 0.0, 0.0
+        """Of the step under way, or the last: the longest, and the mean."""
+
+    def begin(self) -> float:
+        """Plan a step of what is ready; its seconds, 0.0 where nothing is."""
+        cost = self.cost
+        longest = total = copy = 0.0
+        tokens = 0
+        planned = self.planned = []
+        for device in self.devices:
+            if not device.todo:
+                continue
+            plan = self.quota.plan(device.todo, tokens_at_most=self.tokens_at_most)
+            mine = sum(plan.chunks)
+            tokens += mine
+            total += plan.attention_s
+            if plan.attention_s > longest:
+                longest = plan.attention_s
+            planned.append((device, plan.chunks))
+            if self.layerwise:
+                # A hit comes in once, whoever read it. Out of the device's NIC go its own node's hits twice,
+                # into the device and on to the decode side, and the new KV (§4.2).
+                own = other = 0
+                for flight, chunk in zip(device.flights, plan.chunks, strict=False):
+                    if chunk == flight.todo:
+                        own += flight.prefill_blocks
+                        other += flight.decode_blocks
+                reads, writes = 2 * own, own + other
+                seconds = max(reads, writes) * cost.block_copy_s + mine * cost.token_copy_s
+                if seconds > copy:
+                    copy = seconds
+        if not planned:
+            self.busy = False
+            return 0.0
+        step_s = cost.fixed_s + longest + tokens * cost.spread_token_s / len(self.devices)
+        if copy:
+            step_s += cost.collective_s_per_copy_s * min(copy, step_s)
+            step_s += max(0.0, copy - (cost.layers - 1) / cost.layers * step_s)
+        self.busy = True
+        self.steps += 1
+        self.tokens += tokens
+        self.busy_s += step_s
+        self.last_attention_s = longest, total / len(self.devices)
+        return step_s
+
+    def end(self) -> list[AgentState]:
+        """The step is over; whose prompts are computed now."""
+        done: list[AgentState] = []
+        for device, chunks in self.planned:
+            flights, todo = device.flights, device.todo
+            for chunk in chunks:
+                flight = flights[0]
+                if chunk < flight.todo:
+                    flight.todo -= chunk
+                    flight.cached += chunk
+                    todo[0] = PrefillCandidate(flight.cached, flight.todo)
+                    break  # a cut chunk is a plan's last
+                flights.popleft()
+                todo.popleft()
+                done.append(flight)
+        self.planned = []
+        return done
+
+
+_EARLY = 1e-6
+"""Steps by which floating point may have an end come too early."""
+
+
+class DecodeDevice:
+    """Continuous batching as processor sharing: ``step_s`` holds until somebody comes or goes.
+
+    A context's growth while it is written is counted from the beginning, half of it. Requests whose KV does
+    not fit wait in line, in the node's DRAM.
+    """
+
+    __slots__ = (
+        "base_s", "due_s", "ends", "free_kv_tokens", "kv_tokens", "line", "node", "number", "progress",
+        "request_s", "requests", "since_s", "step_s", "token_s", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, node: int, kv_tokens: int, base_s: float, request_s: float, token_s: float
+    ) -> None:
+        self.number = number
+        self.node = node
+        self.kv_tokens = self.free_kv_tokens = kv_tokens
+        self.base_s = base_s
+        self.request_s = request_s
+        self.token_s = token_s
+        self.tokens = 0.0
+        self.requests = 0
+        self.progress = 0.0
+        """Steps so far."""
+        self.since_s = 0.0
+        self.step_s = base_s
+        self.ends: list[tuple[float, int, AgentState]] = []
+        """(progress at which it has all its tokens, agent, request)"""
+        self.line: deque[AgentState] = deque()
+        self.due_s = math.inf
+        """When the device wants to be asked next."""
+
+    def fits(self, flight: AgentState) -> bool:
+        """Whether there is room for it; an empty device takes anybody."""
+        return flight.request.kv_tokens <= self.free_kv_tokens or not self.requests
+
+    def enter(self, flight: AgentState, load_s: float, stall_s: float, now: float) -> None:
+        """Its prompt is computed, and there is room. ``load_s``: copying its KV in, which takes it and nobody
+        else that long; ``stall_s``: time that this costs everybody."""
+        _, prompt_tokens, _, kv_tokens = flight.request
+        self.progress += (now - stall_s - self.since_s) / self.step_s
+        self.since_s = now
+        self.free_kv_tokens -= kv_tokens
+        self.tokens += (prompt_tokens + kv_tokens) / 2
+        self.requests += 1
+        self.step_s = step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
+        flight.decoded_from_s = now + load_s
+        flight.second_token_s = now + load_s + step_s
+        steps = load_s / step_s + flight.output_tokens - 1
+        heappush(self.ends, (self.progress + steps, flight.agent, flight))
+
+    def next_s(self, now: float) -> float:
+        """When its next request has all its tokens, as things stand."""
+        if not self.ends:
+            return math.inf
+        steps = self.ends[0][0] - self.progress
+        return now + steps * self.step_s if steps > 0 else now
+
+    def finished(self, now: float) -> list[AgentState]:
+        """Who has all tokens by now; their memory is free."""
+        self.progress += (now - self.since_s) / self.step_s
+        self.since_s = now
+        done: list[AgentState] = []
+        ends = self.ends
+        limit = self.progress + _EARLY
+        if not ends or ends[0][0] > limit:
+            return done
+        while ends and ends[0][0] <= limit:
+            flight = heappop(ends)[2]
+            _, prompt_tokens, _, kv_tokens = flight.request
+            self.free_kv_tokens += kv_tokens
+            self.tokens -= (prompt_tokens + kv_tokens) / 2
+            self.requests -= 1
+            done.append(flight)
+        self.step_s = self.base_s + self.request_s * self.requests + self.token_s * self.tokens
+        return done
