@@ -93,7 +93,7 @@ def access_logs(*, pool: int, programs: int, moves: int) -> st.SearchStrategy[Ac
     """Logs of at most these sizes."""
     return st.builds(
         random_log,
-        st.randoms(use_true_random=False),
+        st.integers(0, 2**32).map(Random),  # drawing each number from hypothesis takes ten times as long
         pool=st.integers(2, pool),
         programs=st.integers(1, programs),
         moves=st.integers(1, moves),
