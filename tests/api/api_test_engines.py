@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sojourn_server.api.api_keys import ApiKeys
+from sojourn_server.api.event_intake import EVENT_BATCHES_OPERATION
 from sojourn_server.api.routes import build_router
 
 KEY = "correct-horse"
@@ -27,7 +28,12 @@ GETS = ("capabilities", "programs", "programs/p", "stats", "decisions", "graphs"
 
 
 class ScriptedEngine:
-    """Answers each operation from ``answers``: data, an exception to raise, or a function of the payload."""
+    """Answers each operation from ``answers``: data, an exception to raise, or a function of the payload.
+
+    ``events`` is the answer to each batch of a call."""
+
+    busy_s = 0.0
+    """Engine time that each call with events reports."""
 
     def __init__(self, *per_engine: dict[str, Any]) -> None:
         self.per_engine = per_engine
@@ -38,15 +44,19 @@ class ScriptedEngine:
 
     async def call(self, op: str, payload: str) -> list[str]:
         self.calls.append((op, payload))
-        found = []
-        for answers in self.per_engine:
-            answer = answers[op]
-            if isinstance(answer, Exception):
-                raise answer
-            if callable(answer):
-                answer = answer(json.loads(payload))
-            found.append(json.dumps(answer))
-        return found
+        asked = json.loads(payload)
+        if op == EVENT_BATCHES_OPERATION:
+            batches = [
+                [self._answer(answers, "events", batch) for batch in asked] for answers in self.per_engine
+            ]
+            return [json.dumps({"busy_s": self.busy_s, "batches": found}) for found in batches]
+        return [json.dumps(self._answer(answers, op, asked)) for answers in self.per_engine]
+
+    def _answer(self, answers: dict[str, Any], op: str, asked: Any) -> Any:
+        answer = answers[op]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(asked) if callable(answer) else answer
 
 
 class HungEngine(ScriptedEngine):

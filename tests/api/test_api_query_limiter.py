@@ -78,19 +78,6 @@ async def test_a_gateway_may_move_sixteen_programs_at_once() -> None:
         assert await release(engine, waiting) == [200] * 16
 
 
-async def test_sixty_four_batches_wait_and_the_next_one_is_told_to_come_back() -> None:
-    engine = HungEngine()
-    async with http_of(engine) as http:
-        waiting = [asyncio.ensure_future(http.post("events", json=BATCH)) for _ in range(64)]
-        await until(lambda: len(engine.calls) == 64)
-        refused = await asyncio.wait_for(http.post("events", json=BATCH), 5)
-        check_error(refused, 503)
-        assert int(refused.headers["retry-after"]) > 0
-        assert len(engine.calls) == 64
-        assert await release(engine, waiting) == [200] * 64
-        assert (await http.post("events", json=BATCH)).status_code == 200
-
-
 async def test_a_call_given_up_keeps_its_place_until_it_is_answered() -> None:
     engine = HungEngine()
     ask = EngineQueryLimiter(engine)

@@ -1,4 +1,4 @@
-"""Limits of calls to the engine: timeouts, concurrent calls and a short-lived cache of answers.
+"""Limits of queries to the engine: timeouts, concurrent calls and a short-lived cache of answers.
 
 Every call runs on the engine's thread between two steps and so takes time from generation. Independent of
 the number of clients, the engine gets a repeated query at most every ``CACHE_TTL_S``, and few at a time.
@@ -13,12 +13,8 @@ from collections.abc import Callable
 from .api_errors import RETRY_AFTER_S, ApiError
 from .engine_rpc import EngineRpc, EngineUnavailableError
 
-EVENTS_OPERATION = "events"
-"""The operation that reports events; all others are queries."""
 PERSIST_OPERATION = "persist"
 """A query that also starts a write to disk."""
-MAX_EVENTS_IN_FLIGHT = 64
-"""Most unanswered batches of events; without a limit a hung engine would fill our memory."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Most unanswered queries of each operation."""
 MAX_PERSISTS_IN_FLIGHT = 16
@@ -34,7 +30,7 @@ _Query = tuple[str, str]
 
 
 class EngineQueryLimiter:
-    """Calls to one ``EngineRpc`` within these limits."""
+    """Queries to one ``EngineRpc`` within these limits."""
 
     def __init__(self, engine: EngineRpc, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -48,8 +44,8 @@ class EngineQueryLimiter:
     async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
         """One JSON text per engine.
 
-        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds or with too many events in flight, other
-        ``EngineError``s of the engine, and ``ApiError`` 429 with too many queries in flight.
+        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds, other ``EngineError``s of the engine,
+        and ``ApiError`` 429 with too many queries in flight.
         """
         question = (op, payload)
         remembered = self._cached_answers.get(question)
@@ -65,10 +61,7 @@ class EngineQueryLimiter:
     def _ask(self, question: _Query) -> asyncio.Task[list[str]]:
         op, payload = question
         in_flight = self._in_flight.setdefault(op, set())
-        if op == EVENTS_OPERATION:
-            if len(in_flight) >= MAX_EVENTS_IN_FLIGHT:
-                raise EngineUnavailableError(f"{op}: {len(in_flight)} calls are waiting for the engine")
-        elif len(in_flight) >= (MAX_PERSISTS_IN_FLIGHT if op == PERSIST_OPERATION else MAX_QUERIES_IN_FLIGHT):
+        if len(in_flight) >= (MAX_PERSISTS_IN_FLIGHT if op == PERSIST_OPERATION else MAX_QUERIES_IN_FLIGHT):
             raise _too_many_queries()
         task = asyncio.ensure_future(self._engine.call(op, payload))
         in_flight.add(task)

@@ -7,16 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sojourn.wire import EventOutcome, Outcome, OutcomeBatch, decode_outcomes, encode
+from sojourn.wire import EventOutcome, Outcome, OutcomeBatch
 
 
-def merge_outcomes(answers: Sequence[str]) -> bytes:
-    """Per event the first outcome that is not ``missing``; it is that of the engine with the program."""
-    if len(answers) == 1:
-        return answers[0].encode("utf-8")
-    batches = [decode_outcomes(answer.encode("utf-8")).outcomes for answer in answers]
-    merged = [_first_outcome(outcomes) for outcomes in zip(*batches, strict=True)]
-    return encode(OutcomeBatch(outcomes=merged))
+class EventAnswer(msgspec.Struct, frozen=True):
+    """An engine's answer to ``event_batches``."""
+
+    batches: list[OutcomeBatch]
+    busy_s: float
+    """Time that the events took from generation, in seconds."""
+
+
+_event_answers = msgspec.json.Decoder(EventAnswer)
+
+
+def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]], float]:
+    """Outcomes of each batch, and the most time that an engine spent.
+
+    Of an event the first outcome counts that is not ``missing``: it is that of the engine with the program.
+    """
+    decoded = [_event_answers.decode(answer) for answer in answers]
+    merged = [
+        [_first_outcome(outcomes) for outcomes in zip(*(batch.outcomes for batch in batches), strict=True)]
+        for batches in zip(*(answer.batches for answer in decoded), strict=True)
+    ]
+    return merged, max(answer.busy_s for answer in decoded)
 
 
 def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch
+from sojourn.wire import MAX_BATCH_BYTES, WIRE_VERSION, WireError, decode_batch, encode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,13 +24,13 @@ from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .engine_query_limiter import PERSIST_OPERATION, EngineQueryLimiter
 from .engine_rpc import EngineRpc, EngineUnavailableError, StockEngineError
+from .event_intake import EventIntake
 from .request_body import read_body
 from .response_merging import (
     decode_json,
     encode_json,
     merge_capabilities,
     merge_graphs,
-    merge_outcomes,
     merge_persisted,
     merge_program,
     merge_programs,
@@ -53,6 +53,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
     """All routes, each behind the key check."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     ask = EngineQueryLimiter(engine)
+    events = EventIntake(engine)
 
     async def query(op: str, **parameters: Any) -> list[Any]:
         found = await ask(op, encode_json(parameters), QUERY_TIMEOUT_S)
@@ -68,8 +69,8 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         """Report events of programs and their tools; the answer has an outcome per event."""
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
-            decode_batch(body)
-            text = body.decode("utf-8")
+            batch = decode_batch(body)
+            body.decode("utf-8")
         except (WireError, UnicodeDecodeError) as error:
             reason = str(error) if isinstance(error, WireError) else "not UTF-8"
             raise ApiError(
@@ -78,8 +79,10 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
                 f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
                 f"{PREFIX}/capabilities lists what is understood",
             ) from None
-        outcomes = await ask("events", text, EVENTS_TIMEOUT_S)
-        return Response(merge_outcomes(outcomes), media_type="application/json")
+        peer = request.client
+        client = (peer.host, str(peer.port)) if peer is not None else ("", "")
+        outcomes = await events.submit(client, batch, EVENTS_TIMEOUT_S)
+        return Response(encode(outcomes), media_type="application/json")
 
     @router.get("/capabilities")
     async def get_capabilities() -> JSONResponse:

@@ -32,6 +32,7 @@ MAX_DECISIONS_SHOWN = 5000
 MAX_TOOLS_SHOWN = 256
 """Of one program, those that run longest; ``tools_running`` counts them all."""
 
+_batches = msgspec.json.Decoder(list[msgspec.Raw])
 _arguments = msgspec.json.Decoder(dict[str, Any] | None)
 
 GaugeValues = dict[str, list[tuple[dict[str, str], float]]]
@@ -50,8 +51,8 @@ class UnknownOperation(ValueError):
 
 
 class EngineService:
-    """Answers ``events, capabilities, programs, program, persist, graphs, graph, stats, decisions,
-    drain_metrics``.
+    """Answers ``events, event_batches, capabilities, programs, program, persist, graphs, graph, stats,
+    decisions, drain_metrics``.
 
     And ``incompatibility_reason``: how long a request that was refused had waited, once.
     ``pool_state`` is asked for blocks by state (running, leased, cached, free);
@@ -111,6 +112,9 @@ class EngineService:
         """Carry out one operation. Raises ``UnknownOperation`` or ``WireError``."""
         if operation == "events":
             return encode(self.client_event_handler.batch(payload.encode("utf-8", "replace"), now)).decode()
+        if operation == "event_batches":
+            batches = _batches.decode(payload)
+            return encode([self.client_event_handler.batch(bytes(batch), now) for batch in batches]).decode()
         handler = self._operations.get(operation)
         if handler is None:
             expected = ", ".join(["events", *self._operations])
