@@ -289,3 +289,14 @@ def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> Non
         len(engine.program_scheduler.leases),
         len(engine.done),
     ) == before
+
+
+def test_batches_of_several_clients_are_answered_in_their_order(engine: VirtualEngine) -> None:
+    start = {"type": "program_start", "program_id": "new", "seq": 0}
+    batches = [
+        {"v": WIRE_VERSION, "emitter": "x", "events": [start, start]},
+        {"v": WIRE_VERSION, "emitter": "y", "events": [{**start, "program_id": ""}]},
+    ]
+    answers = json.loads(engine.service.call("event_batches", json.dumps(batches), engine.now))
+    found = [[outcome["outcome"] for outcome in answer["outcomes"]] for answer in answers]
+    assert found == [["applied", "duplicate"], ["rejected"]]
