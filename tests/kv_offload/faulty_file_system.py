@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileEntry, KvIdentity, LocalFileSystem
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, KvIdentity
+from sojourn_server.kv_offload.file_system import FileEntry, LocalFileSystem
 
 BLOCK_BYTES = 96
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
@@ -47,6 +48,7 @@ class FaultyFiles(LocalFileSystem):
     def __init__(
         self, before: Callable[[str, Path], None] | None = None, max_bytes: int | None = None
     ) -> None:
+        super().__init__()
         self.before = before or (lambda name, path: None)
         self.max_bytes = max_bytes
         self.paths: dict[int, Path] = {}

@@ -14,11 +14,11 @@ from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
     BlockCorrupt,
     BlockDefect,
-    LocalFileSystem,
     byte_views,
     read_block,
     write_block,
 )
+from sojourn_server.kv_offload.file_system import LocalFileSystem
 
 KEY = key(1)
 DIGEST = identity().digest()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, files_below, identity, key, payload
-from sojourn_server.kv_offload.block_file import FORMAT_VERSION, BlockCorrupt, BlockDefect, LocalFileSystem
+from sojourn_server.kv_offload.block_file import FORMAT_VERSION, BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
+from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, StoreInUse
 
 KEYS = [key(number) for number in range(10)]

@@ -123,12 +123,18 @@ def test_an_interrupted_put_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
 def test_what_the_kernel_says_of_a_full_disk_is_understood(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        partial = store.path / KEYS[0].hex()[:2] / f"{KEYS[0].hex()}.partial"
-        partial.parent.mkdir()
-        partial.symlink_to("/dev/full")
+    class Full(FaultyFiles):
+        full = False
+
+        def open(self, path: Path, flags: int) -> int:
+            return super().open(Path("/dev/full") if self.full else path, flags & ~os.O_EXCL)
+
+    files = Full()
+    with open_store(tmp_path, files=files) as store:
+        files.full = True
         assert put(store, KEYS[0]) is PutOutcome.DISK_FULL
         assert files_below(store.path) == []
+        files.full = False
         assert put(store, KEYS[0]) is PutOutcome.STORED
 
 

@@ -37,7 +37,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from .file_system import FileSystem
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
@@ -125,90 +127,6 @@ class KvIdentity:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class FileEntry(NamedTuple):
-    """One name in a folder. Links are neither files nor folders: no store makes any."""
-
-    name: str
-    is_file: bool
-    is_folder: bool
-    size: int
-    """Bytes; 0 for what is no file."""
-    mtime_ns: int
-
-
-class FileSystem(Protocol):
-    """All that a store asks of the operating system; the place to inject faults. Raises ``OSError``."""
-
-    def open(self, path: Path, flags: int) -> int: ...
-    def close(self, fd: int) -> None: ...
-    def size(self, fd: int) -> int: ...
-    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Bytes read, from where the last read ended; may be fewer than asked for, 0 at the end."""
-        ...
-
-    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Bytes written, which may be fewer than given."""
-        ...
-
-    def fsync(self, fd: int) -> None: ...
-    def replace(self, source: Path, target: Path) -> None: ...
-    def unlink(self, path: Path) -> None: ...
-    def mkdir(self, path: Path, *, parents: bool) -> None:
-        """No error where it is there."""
-        ...
-
-    def set_mtime(self, path: Path, mtime_ns: int) -> None: ...
-    def scan(self, path: Path) -> list[FileEntry]: ...
-
-
-class LocalFileSystem:
-    """The file system itself. Prompts can be told from KV, so files and folders are their owner's alone."""
-
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
-
-    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        return os.readv(fd, buffers)
-
-    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        return os.writev(fd, buffers)
-
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
-
-    def mkdir(self, path: Path, *, parents: bool) -> None:
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
-
-    def set_mtime(self, path: Path, mtime_ns: int) -> None:
-        os.utime(path, ns=(mtime_ns, mtime_ns))
-
-    def scan(self, path: Path) -> list[FileEntry]:
-        found = []
-        with os.scandir(path) as entries:
-            for entry in entries:
-                is_file = entry.is_file(follow_symlinks=False)
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # deleted meanwhile
-                    continue
-                size = status.st_size if is_file else 0
-                is_folder = entry.is_dir(follow_symlinks=False)
-                found.append(FileEntry(entry.name, is_file, is_folder, size, status.st_mtime_ns))
-        return found
-
-
 def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
     """The memory of ``buffers`` as bytes, in order, without a copy; empty ones are left out.
 
@@ -288,8 +206,13 @@ def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> b
 
 
 def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
-    """Write a file from its beginning. Raises ``OSError`` and leaves what was written."""
-    fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    """Write a new file in the place of any there is. Raises ``OSError`` and leaves what was written."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        fd = files.open(path, flags)
+    except FileExistsError:  # left by a process that died, or a link
+        files.unlink(path)
+        fd = files.open(path, flags)
     try:
         rest = list(content)
         while rest:

@@ -51,9 +51,7 @@ from .block_file import (
     NO_SPACE,
     BlockCorrupt,
     Buffer,
-    FileSystem,
     KvIdentity,
-    LocalFileSystem,
     OffloadError,
     byte_views,
     read_block,
@@ -61,6 +59,7 @@ from .block_file import (
     sync_folder,
     write_block,
 )
+from .file_system import FileSystem, LocalFileSystem
 from .store_folder import StoreLock, check_store_root, claim_folder, folder_name, is_store_name
 
 _FANOUT = re.compile(r"[0-9a-f]{2}")
@@ -193,6 +192,7 @@ class DiskStore:
         files = files or LocalFileSystem()
         # Also the same store under two names must be seen to be the same.
         path = Path(os.path.realpath(root)) / folder_name(identity, name)
+        files.confine(path.parent)
         try:
             if not alongside:
                 check_store_root(files, path, identity)
@@ -455,8 +455,11 @@ class DiskStore:
         found: list[tuple[int, bytes]] = []
         torn: set[bytes] = set()
         for folder in self._files.scan(self.path):
-            if not (folder.is_folder and _FANOUT.fullmatch(folder.name)):
+            if not _FANOUT.fullmatch(folder.name):
                 continue
+            if not folder.is_folder:
+                what = f"{self.path / folder.name} is not a folder; expected one of blocks: remove it"
+                raise NotADirectoryError(errno.ENOTDIR, what)
             for file in self._files.scan(self.path / folder.name):
                 match = _BLOCK.fullmatch(file.name)
                 if match is None or not file.is_file or not file.name.startswith(folder.name):

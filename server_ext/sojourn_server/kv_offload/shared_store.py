@@ -23,12 +23,11 @@ from .block_file import (
     PARENT_BYTES,
     BlockCorrupt,
     Buffer,
-    FileSystem,
     KvIdentity,
-    LocalFileSystem,
     read_block,
 )
 from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_path, block_payload
+from .file_system import FileSystem, LocalFileSystem
 from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
@@ -130,6 +129,7 @@ class SiblingStores:
         self._digest = identity.digest()
         self._file_bytes = HEADER_BYTES + identity.block_bytes
         self._files = files or LocalFileSystem()
+        self._files.confine(own.parent)
         self._lock = threading.Lock()
         self._stores: list[Path] = []
         """The one in which something was found last comes first: one engine wrote most of a context."""

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import struct
 import sys
 import threading
@@ -21,14 +22,13 @@ from typing import Any, NamedTuple
 
 from .block_file import (
     FORMAT_VERSION,
-    FileSystem,
     KvIdentity,
-    LocalFileSystem,
     OffloadError,
     read_file,
     sync_folder,
     write_file,
 )
+from .file_system import FileSystem, LocalFileSystem
 
 MANIFEST = "manifest.json"
 _LOCK = "lock"
@@ -102,8 +102,12 @@ class StoreLock:
         with self._guard:
             if self._held.get(store) == os.getpid():
                 raise StoreInUse(store, _THIS_PROCESS)
-            self._fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = LocalFileSystem(store.parent).open(store / _LOCK, os.O_RDWR | os.O_CREAT)
             try:
+                status = os.fstat(self._fd)
+                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # it is written to
+                    what = f"{store / _LOCK} is no file of its own; expected no other name for it: remove it"
+                    raise FileExistsError(errno.EEXIST, what)
                 self._take()
             except BaseException:
                 os.close(self._fd)
@@ -132,7 +136,7 @@ class StoreLock:
             if sys.platform != "linux":
                 return None
             try:
-                fd = os.open(store / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+                fd = LocalFileSystem(store.parent).open(store / _LOCK, os.O_RDONLY)
             except FileNotFoundError:
                 return None
             try:
@@ -204,7 +208,7 @@ def find_stores(
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []
-    for store, manifest in _manifests(LocalFileSystem(), root):
+    for store, manifest in _manifests(LocalFileSystem(root), root):
         differences = _manifest_mismatches(manifest, {**_OF_THIS_FORMAT, **known})
         if isinstance(manifest, dict) and weights is not None:
             model = manifest.get("model")
@@ -226,7 +230,7 @@ def find_stores(
 
 def block_files_bytes(store: Path) -> int:
     """Bytes of the files in a store's folders, which count against its budget. Raises ``OSError``."""
-    files = LocalFileSystem()
+    files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))
 

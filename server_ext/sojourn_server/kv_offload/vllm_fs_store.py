@@ -35,14 +35,13 @@ from .block_file import (
     BlockCorrupt,
     BlockDefect,
     Buffer,
-    FileSystem,
     KvIdentity,
-    LocalFileSystem,
     byte_views,
     read_all,
     write_file,
 )
 from .disk_store import BlockNotFound, PutOutcome, StoreError, block_payload
+from .file_system import FileSystem, LocalFileSystem
 
 PAGE_BYTES = 4096
 """What chunks are padded to: vLLM's ``mmap.PAGESIZE``."""
@@ -124,10 +123,11 @@ class VllmFsStore:
             raise ValueError(f"{len(layout.layer_names)} layers are named, and blocks have {identity.layers}")
         if identity.tp_size != 1:
             raise ValueError(f"vLLM's layout is read of one worker only, not of {identity.tp_size}")
-        self._root = Path(root)
+        self._root = Path(os.path.realpath(root))
         self._identity = identity
         self._layout = layout
         self._files = files or LocalFileSystem()
+        self._files.confine(self._root, private=False)  # stock engines of other users share the folders
         self._writer = uuid.uuid4().hex  # process numbers repeat from container to container
         self._numbers = count()
         self._lock = threading.Lock()

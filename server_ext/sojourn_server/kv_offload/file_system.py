@@ -1,0 +1,226 @@
+"""The operating system's files as a store uses them: no links, and only folders that nobody else can change.
+
+Below the root of a store every folder is opened by name in the folder above it, with ``O_NOFOLLOW``, and
+every file in the folder that was opened so. A link that somebody planted, or exchanges for a folder at any
+moment, therefore leads nowhere. A new file is made with ``O_EXCL``. KV decides what a model answers, so a
+folder below the root must belong to this user and be writable by this user alone.
+
+The root may be a folder such as ``/tmp``, or a volume that the machine's administrator made: its names may
+change, and what is found below is checked again each time. Only a root of another user than that
+administrator, in which further users may exchange names, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Not to wait for the writer of a pipe that lies in a file's place; on files it has no effect."""
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class FileEntry(NamedTuple):
+    """One name in a folder. Links are neither files nor folders: no store makes any."""
+
+    name: str
+    is_file: bool
+    is_folder: bool
+    size: int
+    """Bytes; 0 for what is no file."""
+    mtime_ns: int
+
+
+class FileSystem(Protocol):
+    """All that a store asks of the operating system; the place to inject faults. Raises ``OSError``."""
+
+    def confine(self, root: Path, *, private: bool = True) -> None:
+        """Follow no link below ``root``, a path without links; ``private``: believe only folders of ours."""
+        ...
+
+    def open(self, path: Path, flags: int) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes read, from where the last read ended; may be fewer than asked for, 0 at the end."""
+        ...
+
+    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Bytes written, which may be fewer than given."""
+        ...
+
+    def fsync(self, fd: int) -> None: ...
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename within a folder."""
+        ...
+
+    def unlink(self, path: Path) -> None: ...
+    def mkdir(self, path: Path, *, parents: bool) -> None:
+        """No error where it is there."""
+        ...
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None: ...
+    def scan(self, path: Path) -> list[FileEntry]: ...
+
+
+class LocalFileSystem:
+    """The file system itself. Prompts can be told from KV, so files and folders are their owner's alone."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """``root`` as for ``confine``; without one only the last part of a path may not be a link."""
+        self._root = root
+        self._private = True
+
+    def confine(self, root: Path, *, private: bool = True) -> None:
+        self._root = root
+        self._private = private
+
+    def open(self, path: Path, flags: int) -> int:
+        with self._folder(path.parent) as folder:
+            try:
+                return os.open(path.name, flags | _FILE, 0o600, dir_fd=folder)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise _link(path) from error
+                raise
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        return os.readv(fd, buffers)
+
+    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        return os.writev(fd, buffers)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def replace(self, source: Path, target: Path) -> None:
+        assert source.parent == target.parent
+        with self._folder(target.parent) as folder:
+            os.replace(source.name, target.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def unlink(self, path: Path) -> None:
+        with self._folder(path.parent) as folder:
+            os.unlink(path.name, dir_fd=folder)
+
+    def mkdir(self, path: Path, *, parents: bool) -> None:
+        root = self._root
+        if root is None or path == root or not path.is_relative_to(root):
+            path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+            return
+        if parents:
+            root.mkdir(parents=True, exist_ok=True)
+            for above in reversed(path.parents[: len(path.relative_to(root).parts) - 1]):
+                self._make_folder(above, 0o777)
+        self._make_folder(path, 0o700)
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None:
+        with self._folder(path.parent) as folder:
+            os.utime(path.name, ns=(mtime_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
+
+    def scan(self, path: Path) -> list[FileEntry]:
+        found = []
+        with self._folder(path) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                is_file = entry.is_file(follow_symlinks=False)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                size = status.st_size if is_file else 0
+                is_folder = entry.is_dir(follow_symlinks=False)
+                found.append(FileEntry(entry.name, is_file, is_folder, size, status.st_mtime_ns))
+        return found
+
+    def _make_folder(self, path: Path, mode: int) -> None:
+        with self._folder(path.parent) as above, contextlib.suppress(FileExistsError):
+            os.mkdir(path.name, mode, dir_fd=above)
+        with self._folder(path):
+            pass  # what is there already must be a folder, and ours
+
+    @contextlib.contextmanager
+    def _folder(self, path: Path) -> Iterator[int]:
+        """A descriptor of the folder, reached from the root without following a link."""
+        root = self._root
+        if root is None or not path.is_relative_to(root):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            names: tuple[str, ...] = ()
+        else:
+            fd = os.open(root, _FOLDER)
+            names = path.relative_to(root).parts
+        try:
+            here = root
+            if here is not None and self._private:
+                _check_root(os.fstat(fd), here)
+            for name in names:
+                assert here is not None
+                here = here / name
+                inner = _open_folder(name, fd, here)
+                os.close(fd)
+                fd = inner
+                if self._private:
+                    _check_own(os.fstat(fd), here)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _open_folder(name: str, above: int, path: Path) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=above)
+    except NotADirectoryError as error:
+        if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            raise _link(path) from error
+        raise
+
+
+def _link(path: Path) -> OSError:
+    return OSError(
+        errno.ELOOP,
+        f"{path} is a symbolic link; expected none in a store, because it leads reads and writes elsewhere: "
+        "find out who made it, and remove it",
+        str(path),
+    )
+
+
+def _check_own(status: os.stat_result, path: Path) -> None:
+    me = os.geteuid()
+    if status.st_uid != me:
+        raise PermissionError(
+            errno.EPERM,
+            f"the folder {path} belongs to user {status.st_uid}; expected one of user {me}, who runs this, "
+            "because its owner can change the KV in it: name another directory, or run as its owner",
+            str(path),
+        )
+    if status.st_mode & _BY_OTHERS:
+        raise PermissionError(
+            errno.EPERM,
+            f"the folder {path} has mode {stat.S_IMODE(status.st_mode):04o}; expected one that only its "
+            "owner can write, because others can change the KV in it: name another directory, or delete what "
+            f"others wrote in it and run chmod go-w {path}",
+            str(path),
+        )
+
+
+def _check_root(status: os.stat_result, path: Path) -> None:
+    """Refuse a folder of some user in which further users may exchange names."""
+    if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
+        return
+    raise PermissionError(
+        errno.EPERM,
+        f"the folder {path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; "
+        f"expected one of user {os.geteuid()} or of root, or one that others cannot write, because others "
+        "can replace the store in it: name another directory",
+        str(path),
+    )
