@@ -33,7 +33,7 @@ from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from sojourn_server.api.engine_query_limiter import CACHE_TTL_S
+from sojourn_server.api.engine_rpc import CACHE_TTL_S
 from sojourn_server.cli.console import write_json
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.policies.costs.engine_profile import PrefillCurve

@@ -22,12 +22,11 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sojourn_server.gateway.http.engine_monitor import EngineDescription
+from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
-from sojourn_server.gateway.ray.ray_config import parse_config
-from sojourn_server.gateway.ray.ray_environment import set_ray_environment
+from sojourn_server.gateway.ray.ray_config import parse_config, set_ray_environment
 from sojourn_server.routing import routing_events
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 

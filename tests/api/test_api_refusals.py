@@ -15,14 +15,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from sojourn_server.api import refusal_middleware
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
-from sojourn_server.api.refusal_messages import (
+from sojourn_server.api.refusal_middleware import (
+    MAX_ERROR_BYTES,
+    RefusalMiddleware,
     refusal_message,
     responses_error_event,
     retry_after_s,
     rewrite_error,
     rewrite_error_event,
 )
-from sojourn_server.api.refusal_middleware import MAX_ERROR_BYTES, RefusalMiddleware
 
 TOLD = refusal_message(600.0)
 OPENAI = {

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from engine_tools import SMALL_SERVER
-from sojourn_server.api.refusal_messages import refusal_message
+from sojourn_server.api.refusal_middleware import refusal_message
 from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = pytest.mark.engine

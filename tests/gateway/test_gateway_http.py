@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_harness import World, lines, until, world
-from sojourn_server.gateway.http import any_engine_routes, proxy_headers, request_bodies, residency_tracker
+from sojourn_server.gateway.http import engine_routes, proxy_headers, request_bodies, residency_tracker
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
-from sojourn_server.gateway.http.prompt_size_estimator import PromptSizeEstimator
+from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
 from sojourn_server.gateway.http.request_bodies import BodyBudget
 from sojourn_server.gateway.http.routing_backend import LocalRoutingBackend
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
@@ -407,7 +407,7 @@ async def test_a_last_turn_that_was_refused_is_not_the_end() -> None:
 
 
 async def test_an_engine_that_hangs_holds_up_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(any_engine_routes, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_routes, "ANY_ENGINE_TIMEOUT_S", 0.2)
     async with engines(2) as fakes, world(fakes) as it:
         fakes[0].tokenizes_never = True
         async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:

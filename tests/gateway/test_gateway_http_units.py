@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.cancel_scope import CancelScope
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
-from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
-from sojourn_server.gateway.http.gateway_request_state import ClientDisconnected, GatewayRequestState
+from sojourn_server.gateway.http.engine_reports import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
+    PromptSizeEstimator,
     parse_generation_request,
     without_identity,
 )
-from sojourn_server.gateway.http.prompt_size_estimator import PromptSizeEstimator
 from sojourn_server.gateway.http.proxy_headers import client_response_headers, engine_request_headers
 from sojourn_server.gateway.http.replica_addresses import (
     InvalidReplicaAddress,
@@ -28,7 +27,11 @@ from sojourn_server.gateway.http.replica_addresses import (
     rank_addresses,
 )
 from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
-from sojourn_server.gateway.http.routing_backend import LocalRoutingBackend
+from sojourn_server.gateway.http.routing_backend import (
+    ClientDisconnected,
+    GatewayRequestState,
+    LocalRoutingBackend,
+)
 from sojourn_server.gateway.http.tenant_keys import (
     DEFAULT_TENANT,
     TenantKeys,

@@ -13,15 +13,16 @@ import pytest
 from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.pair_capabilities import (
+from sojourn_server.gateway.http.engine_reports import (
     DEFAULT_BLOCK_S,
     InvalidPairEngine,
     LinkStats,
+    incompatibility,
+    nic_queue_event,
     parse_link_stats,
     parse_pair_capabilities,
 )
-from sojourn_server.gateway.http.pair_description import incompatibility, nic_queue_event
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
 from sojourn_server.gateway.http.pair_monitor import PairMonitor
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
-from sojourn_server.gateway.ray.startup_progress import (
+from sojourn_server.gateway.ray.ray_application import (
     REPEAT_INTERVAL_S,
     RunningReplicas,
     StartupProgress,
     report_progress,
     summarize_error,
 )
+from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
 
 DEADLINE_S = 60.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_monitor import EngineDescription
+from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
     CheckpointWriter,
@@ -16,11 +16,11 @@ from sojourn_server.gateway.ray.coordinator_checkpoint import (
     read_checkpoint,
     read_checkpoint_epoch,
 )
+from sojourn_server.gateway.ray.coordinator_copy import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.gateway.ray.coordinator_messages import EngineRegistration, ReplicaInfo
 from sojourn_server.gateway.ray.engine_registry import EngineRegistry
 from sojourn_server.gateway.ray.message_router import GATEWAY_LEASE_S, MessageRouter
 from sojourn_server.gateway.ray.open_requests import MAX_FAILURES, MAX_WAIT_WITHOUT_REPLICA_S, OpenRequests
-from sojourn_server.gateway.ray.replica_cache import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import build_routing_core

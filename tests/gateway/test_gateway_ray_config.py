@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from sojourn_server.gateway.ray.ray_config import (
+    LOOPBACK_VARIABLE,
     READ_SIDES,
     RayConfigError,
     parse_config,
     read_config,
     read_key,
+    set_ray_environment,
 )
-from sojourn_server.gateway.ray.ray_environment import LOOPBACK_VARIABLE, set_ray_environment
 
 PAIRS: dict[str, Any] = {"model": "m", "prefill": {}, "decode": {"min": 2}, "pairs": {"store": "/kv"}}
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_monitor import EngineDescription
+from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend
 from sojourn_server.gateway.ray.coordinator import Coordinator, CoordinatorOptions
 from sojourn_server.gateway.ray.coordinator_checkpoint import read_checkpoint, read_checkpoint_epoch
-from sojourn_server.gateway.ray.coordinator_client import CoordinatorClient, CoordinatorUnavailable
-from sojourn_server.gateway.ray.liveness_quorum import VOTE_TIMEOUT_S
+from sojourn_server.gateway.ray.coordinator_messages import CoordinatorClient, CoordinatorUnavailable
+from sojourn_server.gateway.ray.engine_registry import VOTE_TIMEOUT_S
 from sojourn_server.gateway.ray.message_router import GATEWAY_LEASE_S
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing import routing_events

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import coordinator_messages as m
-from sojourn_server.gateway.ray.coordinator_client import CoordinatorUnavailable
+from sojourn_server.gateway.ray.coordinator_messages import CoordinatorUnavailable
 from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, environment
 from sojourn_server.gateway.ray.engine_supervisor import EngineSupervisor
 

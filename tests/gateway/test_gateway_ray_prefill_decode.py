@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_monitor import EngineDescription
-from sojourn_server.gateway.http.pair_capabilities import STORAGE_READ, LinkStats, PairCapabilities
+from sojourn_server.gateway.http.engine_reports import (
+    STORAGE_READ,
+    EngineDescription,
+    LinkStats,
+    PairCapabilities,
+)
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinator import Coordinator, PrefillDecodeRules
 from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess

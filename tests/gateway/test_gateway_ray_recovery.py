@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.gateway.http.engine_monitor import EngineDescription
+from sojourn_server.gateway.http.engine_probe import MAX_PARTIAL_DESCRIPTIONS, EngineProbe
+from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.ray import coordinator_checkpoint
 from sojourn_server.gateway.ray.coordinator import Coordinator, CoordinatorOptions
 from sojourn_server.gateway.ray.coordinator_checkpoint import CoordinatorCheckpoint, write_checkpoint
@@ -35,32 +36,34 @@ def described() -> EngineDescription:
     return EngineDescription(1, "i", 1000, 0, 0, 0, False, True)
 
 
-class Slow(EngineProcess):
-    """Leaves out a part of what it tells."""
+class SlowProbe(EngineProbe):
+    """Gets no answer to ``left_out``."""
 
-    left_out = ""
+    left_out = "/v1/models"
 
-    async def _text(self, path: str) -> str | None:
+    async def get(self, path: str) -> tuple[int, str]:
         if path == self.left_out:
-            return None
+            return 0, ""
         if path == "/metrics":
-            return PAGE
+            return 200, PAGE
         if path == "/v1/models":
-            return '{"data":[{"id":"tiny","max_model_len":4096}]}'
-        return '{"name":"sojourn","engine":{"max_num_seqs":8,"block_size":16,"num_blocks":1001}}'
+            return 200, '{"data":[{"id":"tiny","max_model_len":4096}]}'
+        return 200, '{"name":"sojourn","engine":{"max_num_seqs":8,"block_size":16,"num_blocks":1001}}'
 
 
 async def test_an_engine_is_what_it_was_while_it_leaves_out_a_part(tmp_path: Path) -> None:
-    it = Slow(["x"], engine_id="e", host="127.0.0.1", log_dir=tmp_path)
-    it.left_out = "/v1/models"
+    it = EngineProcess(["x"], engine_id="e", host="127.0.0.1", log_dir=tmp_path)
+    it._probe = probe = SlowProbe("http://e", it._http)
+    for _ in range(MAX_PARTIAL_DESCRIPTIONS - 1):
+        assert await it.describe() is None
     first = await it.describe()
     assert first is not None
     assert first.max_context_tokens == 0
-    it.left_out = ""
+    probe.left_out = ""
     whole = await it.describe()
     assert whole is not None
     assert (whole.ranks, whole.max_running, whole.max_context_tokens) == (2, 8, 4096)
-    for it.left_out in ("/metrics", "/sojourn/v1/capabilities", "/v1/models"):
+    for probe.left_out in ("/metrics", "/sojourn/v1/capabilities", "/v1/models"):
         assert await it.describe() == whole
 
 

@@ -434,13 +434,14 @@ def test_a_request_that_waited_too_long_is_rejected() -> None:
         (asked("b"), 429, "too_many_waiting"),
     ],
 )
-def test_what_cannot_be_taken_in_is_refused(
+def test_at_a_full_queue_a_request_that_can_never_be_served_is_told_so(
     fact: routing_events.RequestReceived, status: int, code: str
 ) -> None:
+    """429 means that a later attempt may succeed, so it comes last."""
     it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=0)), most_waiting=1)
     it.take(asked("a"), 1.0)
-    if status == 429:
-        it.take(asked("full"), 1.0)
+    it.take(asked("full"), 1.0)
+    assert it.waiting == 1
     refused = only(it.take(fact, 1.0))
     assert (refused.status, refused.code) == (status, code)
     assert "a" in it.flights

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
-from sojourn_server.api.refusal_messages import refusal_message
+from sojourn_server.api.refusal_middleware import refusal_message
 from sojourn_server.core.engine_refusals import EngineRefusals
 from sojourn_server.vllm import endpoint
 

@@ -1,10 +1,18 @@
-"""Interface of an engine for the routes, and the errors of its calls."""
+"""Calls to engines: their interface, and limits of time, of concurrent calls and of repeated queries.
+
+Every call runs on the engine's thread between two steps and so takes time from generation. Independent of
+the number of clients, the engine gets a repeated query at most every ``CACHE_TTL_S``, and few at a time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from .request_checks import RETRY_AFTER_S, ApiError
 
 
 class EngineError(Exception):
@@ -37,3 +45,81 @@ class EngineRpc(Protocol):
     async def call(self, op: str, payload: str) -> list[str]:
         """One JSON text per engine for a JSON ``payload``. Raises ``EngineError``."""
         ...
+
+
+PERSIST_OPERATION = "persist"
+"""A query that also starts a write to disk."""
+MAX_QUERIES_IN_FLIGHT = 2
+"""Most unanswered queries of each operation."""
+MAX_PERSISTS_IN_FLIGHT = 16
+"""Most unanswered persist calls: a gateway that drains an engine sends many at once."""
+CACHE_TTL_S = 0.5
+"""Age up to which an answer is reused."""
+CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})
+"""Operations that clients poll. Reading the decision log or one program is a new query each time."""
+MAX_CACHED_ANSWERS = 16
+"""Most cached answers: each limit of a list of programs is another query."""
+
+_Query = tuple[str, str]
+
+
+class EngineQueryLimiter:
+    """Queries to one ``EngineRpc`` within these limits."""
+
+    def __init__(self, engine: EngineRpc, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._in_flight: dict[str, set[asyncio.Task[list[str]]]] = {}
+        self._asked: dict[_Query, asyncio.Task[list[str]]] = {}
+        """Cacheable queries in flight."""
+        self._cached_answers: dict[_Query, tuple[float, list[str]]] = {}
+        """Time and text of each answer, oldest first."""
+
+    async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
+        """One JSON text per engine.
+
+        Raises ``EngineUnavailableError`` after ``timeout_s`` seconds, other ``EngineError``s of the engine,
+        and ``ApiError`` 429 with too many queries in flight.
+        """
+        question = (op, payload)
+        remembered = self._cached_answers.get(question)
+        if remembered is not None and self._clock() - remembered[0] < CACHE_TTL_S:
+            return remembered[1]
+        # Not cancelled on timeout: the engine has the call and will answer, so the call stays in flight.
+        task = self._asked.get(question) or self._ask(question)
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise EngineUnavailableError(f"{op}: no answer within {timeout_s:g} s")
+        return task.result()
+
+    def _ask(self, question: _Query) -> asyncio.Task[list[str]]:
+        op, payload = question
+        in_flight = self._in_flight.setdefault(op, set())
+        if len(in_flight) >= (MAX_PERSISTS_IN_FLIGHT if op == PERSIST_OPERATION else MAX_QUERIES_IN_FLIGHT):
+            raise _too_many_queries()
+        task = asyncio.ensure_future(self._engine.call(op, payload))
+        in_flight.add(task)
+        if op in CACHEABLE_OPERATIONS:
+            self._asked[question] = task
+        task.add_done_callback(lambda landed: self._on_answer(question, landed))
+        return task
+
+    def _on_answer(self, question: _Query, task: asyncio.Task[list[str]]) -> None:
+        self._in_flight[question[0]].discard(task)
+        repeatable = self._asked.pop(question, None) is not None
+        # Reading the exception keeps asyncio from reporting it as never retrieved.
+        if task.cancelled() or task.exception() is not None or not repeatable:
+            return
+        self._cached_answers.pop(question, None)
+        self._cached_answers[question] = (self._clock(), task.result())
+        if len(self._cached_answers) > MAX_CACHED_ANSWERS:
+            del self._cached_answers[next(iter(self._cached_answers))]
+
+
+def _too_many_queries() -> ApiError:
+    return ApiError(
+        429,
+        "too many queries of this kind are waiting for the engine",
+        "repeat it later and poll less often: each query takes time from the engine's steps",
+        {"Retry-After": str(RETRY_AFTER_S)},
+    )

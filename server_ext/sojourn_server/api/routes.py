@@ -20,12 +20,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .api_errors import RETRY_AFTER_S, ApiError
-from .api_keys import ApiKeys
-from .engine_query_limiter import PERSIST_OPERATION, EngineQueryLimiter
-from .engine_rpc import EngineRpc, EngineUnavailableError, StockEngineError
+from .engine_rpc import (
+    PERSIST_OPERATION,
+    EngineQueryLimiter,
+    EngineRpc,
+    EngineUnavailableError,
+    StockEngineError,
+)
 from .event_intake import EventIntake
-from .request_body import read_body
+from .request_checks import RETRY_AFTER_S, ApiError, ApiKeys, read_body
 from .response_merging import (
     decode_json,
     encode_json,

@@ -253,8 +253,7 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     # Not ray.serve: looking for it imports Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", "pip install '.[gateway,ray]' from a checkout")
-    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config
-    from sojourn_server.gateway.ray.ray_environment import set_ray_environment
+    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config, set_ray_environment
 
     try:
         config = read_config(path)

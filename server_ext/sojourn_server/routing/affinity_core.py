@@ -18,8 +18,7 @@ from . import routing_events
 from .capacity_queue import CapacityQueue
 from .home_change_log import Home
 from .replica_fleet import Replica, ReplicaHealth
-from .request_placer import RequestPlacer
-from .request_stealer import RequestStealer
+from .request_placer import RequestPlacer, RequestStealer
 from .routed_programs import Key, ProgramEstimator, RoutedProgram
 from .routing_core import RoutingCore
 from .routing_limits import PolicyCallError, RoutingLimits

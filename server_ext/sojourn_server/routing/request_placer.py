@@ -1,20 +1,21 @@
-"""Where a request goes: asks the routing policy, and carries its decision out."""
+"""Where a request goes: asks the routing policy and the stealing policy."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 
 from ..policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
 from ..policies.routing.routing_policies import RoutingPolicy
-from .replica_fleet import Replica, ReplicaHealth
+from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
+from .replica_fleet import Replica, ReplicaFleet, ReplicaHealth
 from .resident_programs import turns_left
 from .routed_programs import RoutedProgram
 from .routing_events import AnyRoutingAction, ReleaseProgramKv, SendRequest
 from .routing_limits import PolicyCallError
-from .routing_queue import RoutedRequest
-from .routing_tables import RoutingTables
+from .routing_queue import RoutedRequest, can_move
+from .routing_tables import RoutedRequestTable, RoutingTables
 
 MAX_REPLICAS_COMPARED = 8
 """Replicas whose residents a new program is compared with: those with the most room."""
@@ -198,3 +199,60 @@ def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
     return nlargest(
         MAX_REPLICAS_COMPARED, views, key=lambda view: (view.takes_new, not view.homed, view.room_tokens)
     )
+
+
+MAX_STEAL_CANDIDATES = 8
+"""Requests per replica that may be stolen, from the front of its queue."""
+MAX_STEALS_PER_ROUND = 64
+
+
+class RequestStealer:
+    """Asks the policy while there is something to steal."""
+
+    def __init__(self, policy: StealingPolicy, fleet: ReplicaFleet, requests: RoutedRequestTable) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._requests = requests
+
+    def each(self, now: float) -> Iterator[tuple[RoutedRequest, str, str]]:
+        """Request, new replica and reason of each theft. The caller moves each request before it takes the
+        next. Raises ``PolicyCallError``; earlier thefts stand."""
+        if not self._policy.steals or not self._requests.queues:
+            return
+        if all(self._fleet.full(replica) for replica in self._fleet):
+            return  # a request that waits for the thief instead gains nothing
+        views = {replica.replica_id: self._view(replica, now) for replica in self._fleet}
+        for _ in range(MAX_STEALS_PER_ROUND):
+            try:
+                steal = self._policy.steal(list(views.values()), now)
+            except Exception as error:
+                raise PolicyCallError("the stealing policy failed") from error
+            if steal is None:
+                return
+            thief, victim = self._fleet.get(steal.thief), self._fleet.get(steal.victim)
+            movable = self._movable(steal.victim)
+            if thief is None or victim is None or thief is victim or not movable:
+                return  # the policy's answer does not fit the replicas
+            yield movable[0], steal.thief, steal_reason(steal.reason)
+            for replica in (thief, victim):
+                views[replica.replica_id] = self._view(replica, now)
+
+    def _view(self, replica: Replica, now: float) -> StealingReplicaView:
+        view = self._fleet.view(replica.replica_id)
+        assert view is not None
+        queue = self._requests.queues.get(replica.replica_id)
+        queued = len(queue) if queue is not None else 0
+        idle_s = 0.0
+        if replica.idle_since_s is not None and not queued:
+            idle_s = max(0.0, now - replica.idle_since_s)
+        movable = len(self._movable(replica.replica_id)) if queued else 0
+        return StealingReplicaView(replica.replica_id, view.load, queued, idle_s, view.takes_new, movable)
+
+    def _movable(self, replica_id: str) -> list[RoutedRequest]:
+        queue = self._requests.queues.get(replica_id)
+        return [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if can_move(one)] if queue else []
+
+
+def steal_reason(reason: str) -> str:
+    """The reason of a ``SendRequest`` for a stolen request."""
+    return f"stolen_{reason}"

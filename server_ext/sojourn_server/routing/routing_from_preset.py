@@ -15,7 +15,7 @@ from ..policies.prefill_decode.read_side_policies import (
 )
 from .affinity_core import AffinityCore
 from .pair_core import PairCore
-from .request_stealer import steal_reason
+from .request_placer import steal_reason
 from .routed_programs import ProgramEstimator
 from .routing_limits import RoutingLimits
 from .routing_preemption import PREEMPTED_REASON

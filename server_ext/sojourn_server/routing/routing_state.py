@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from .program_affinity import ProgramAffinity
 from .replica_fleet import MAX_REMEMBERED_DRAINS, Replica, ReplicaFleet, ReplicaHealth
 from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
+from .routing_tables import ProgramAffinity
 
 ROUTING_STATE_VERSION = 1
 """Version of the states that are written and read."""

@@ -1,19 +1,253 @@
-"""The tables of an affinity core, which its parts share."""
+"""The tables of an affinity core: homes of programs, states of requests, and all of them together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.routing.routing_policies import RoutingPolicy
 from .home_change_log import HomeChangeLog
-from .program_affinity import ProgramAffinity
-from .replica_fleet import ReplicaFleet
+from .replica_fleet import Replica, ReplicaFleet
 from .resident_programs import ResidentPrograms, build_resident_programs
 from .routed_programs import ProgramEstimator, RoutedProgram, RoutedProgramTable
-from .routed_requests import RoutedRequestTable
 from .routing_limits import RoutingCounters, RoutingLimits
+from .routing_queue import RoutedRequest, WaitingQueue
 from .tenant_accounting import TenantAccounting
+
+
+class ProgramAffinity:
+    """The only place that changes a program's home."""
+
+    def __init__(
+        self,
+        fleet: ReplicaFleet,
+        tenants: TenantAccounting,
+        journal: HomeChangeLog,
+        residents: ResidentPrograms,
+    ) -> None:
+        self._fleet = fleet
+        self._tenants = tenants
+        self._journal = journal
+        self._residents = residents
+        self.capacity_grew = False
+        """Some replica has more room since this was last set to False."""
+
+    def leave(self, program: RoutedProgram, now: float) -> None:
+        """Take a program's home away; its KV counts as lost."""
+        replica = self._fleet.get(program.home)
+        if replica is not None:
+            self._fleet.homed(replica, -program.size_tokens, -1)
+            self._tenants.housed(program.tenant, -program.size_tokens)
+            self.capacity_grew = True
+        if program.home is not None:
+            self._journal.note(program.key, None, now)
+            self._residents.touch(program)
+        program.home, program.cached, program.size_tokens = None, False, 0
+
+    def settle(self, program: RoutedProgram, replica: Replica, size_tokens: int, now: float) -> str | None:
+        """Make a replica a program's home; returns its former home, if another."""
+        before = program.home
+        if before == replica.replica_id:
+            self.resize(program, size_tokens)
+            return None
+        self.leave(program, now)
+        program.home, program.size_tokens = replica.replica_id, size_tokens
+        self._residents.touch(program)
+        self._fleet.homed(replica, size_tokens, 1)
+        self._tenants.housed(program.tenant, size_tokens)
+        self._journal.note(program.key, (replica.replica_id, replica.instance), now)
+        if before is not None:
+            program.moves += 1
+            program.moved_at_turn = program.turns
+        return before
+
+    def resize(self, program: RoutedProgram, size_tokens: int) -> None:
+        """Change the size that a program counts for at its home."""
+        replica = self._fleet.get(program.home)
+        if replica is not None and size_tokens != program.size_tokens:
+            self._fleet.homed(replica, size_tokens - program.size_tokens)
+            self._tenants.housed(program.tenant, size_tokens - program.size_tokens)
+            self.capacity_grew = self.capacity_grew or size_tokens < program.size_tokens
+        program.size_tokens = size_tokens
+        self._residents.touch(program)
+
+
+class RoutedRequestTable:
+    """Moves requests between these states, and keeps the sums of programs, replicas and tenants right."""
+
+    def __init__(self, fleet: ReplicaFleet, tenants: TenantAccounting, residents: ResidentPrograms) -> None:
+        self._fleet = fleet
+        self._tenants = tenants
+        self._residents = residents
+        self.by_id: dict[str, RoutedRequest] = {}
+        """All requests in progress."""
+        self.anywhere = WaitingQueue(by_tenant=tenants.take_turns)
+        self.failed = WaitingQueue(by_tenant=False)
+        """Requests that wait for any replica but those where they failed: the room that other requests wait
+        for may be of no use to them, and vice versa."""
+        self.queues: dict[str, WaitingQueue] = {}
+        """Queues by replica; none is empty."""
+        self.waiting = 0
+        """Requests that have not been sent."""
+        self.waiting_of: dict[str, int] = {}
+        """The same by tenant, without zeros."""
+        self.unregistered_requests: dict[str, RoutedRequest] = {}
+        """Requests sent to replicas that have not registered with this core."""
+        self.freed: set[str] = set()
+        """Replicas with less load since this was last emptied."""
+        self.unanswered: list[RoutedProgram] = []
+        """Programs that had no turn when their only request ended, since this was last emptied."""
+
+    def open(self, request: RoutedRequest) -> None:
+        """Add a request; the caller queues or sends it next."""
+        self.by_id[request.request_id] = request
+        self._count(request, 1)
+        if request.program is not None:
+            request.program.waiting += 1
+            self._residents.touch(request.program)
+        self._tenants.came(request.tenant, request.program)
+
+    def close(self, request: RoutedRequest, now: float) -> None:
+        """Remove a request, wherever it is."""
+        if request.sent_s is not None:
+            self.undo_send(request, now)
+        else:
+            self.take_out(request)
+        del self.by_id[request.request_id]
+        self._count(request, -1)
+        if request.program is not None:
+            request.program.waiting -= 1
+            self._residents.touch(request.program)
+            if not request.program.turns and not request.program.in_flight and not request.program.waiting:
+                self.unanswered.append(request.program)
+        self._tenants.over(request.tenant, request.program)
+
+    def enqueue_for_any(self, request: RoutedRequest) -> None:
+        """Queue a request, which waits nowhere, for any replica."""
+        request.replica_id = None
+        (self.failed if request.failed_at else self.anywhere).add(request)
+
+    def enqueue_for_replica(self, request: RoutedRequest, replica_id: str) -> None:
+        """Queue a request, which waits nowhere, for one replica."""
+        request.replica_id = replica_id
+        queue = self.queues.get(replica_id)
+        if queue is None:
+            queue = self.queues[replica_id] = WaitingQueue(by_tenant=self._tenants.take_turns)
+        queue.add(request)
+        replica = self._fleet.get(replica_id)
+        if replica is not None:
+            self._fleet.queued(replica, request.context_tokens, 1)
+
+    def take_out(self, request: RoutedRequest) -> None:
+        """Remove a request from its queue."""
+        if request.replica_id is None:
+            (self.failed if request.failed_at else self.anywhere).remove(request)
+            return
+        queue = self.queues.get(request.replica_id)
+        if queue is not None and queue.remove(request):
+            replica = self._fleet.get(request.replica_id)
+            if replica is not None:
+                self._fleet.queued(replica, -request.context_tokens, -1)
+            if not queue:
+                del self.queues[request.replica_id]
+        request.replica_id = None
+
+    def send(self, request: RoutedRequest, replica_id: str, now: float) -> None:
+        """Count a request, which waits nowhere, as sent."""
+        request.replica_id, request.sent_s = replica_id, now
+        self._count(request, -1)
+        if request.program is not None:
+            request.program.waiting -= 1
+            request.program.in_flight += 1
+        self._tenants.charge(request.tenant, request.context_tokens)
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            self.unregistered_requests[request.request_id] = request
+        else:
+            self._fleet.sent(replica, request.request_id, request.context_tokens, now)
+
+    def undo_send(self, request: RoutedRequest, now: float) -> None:
+        """Take a request back from its replica; it waits nowhere afterwards."""
+        replica = self._fleet.get(request.replica_id)
+        if replica is not None and request.request_id in replica.in_flight:
+            self._fleet.over(replica, request.request_id, now)
+            self.freed.add(replica.replica_id)
+        self.unregistered_requests.pop(request.request_id, None)
+        self._tenants.charge(request.tenant, -request.context_tokens)
+        self._count(request, 1)
+        if request.program is not None:
+            request.program.in_flight -= 1
+            request.program.waiting += 1
+        request.replica_id = request.sent_s = None
+        request.began = False
+
+    def adopt(self, replica: Replica, now: float) -> None:
+        """Count the requests that were sent to a replica before it registered."""
+        for request in [w for w in self.unregistered_requests.values() if w.replica_id == replica.replica_id]:
+            del self.unregistered_requests[request.request_id]
+            self._fleet.sent(replica, request.request_id, request.context_tokens, now)
+
+    def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
+        """Requests sent before that to replicas that are still unregistered: no event would report their
+        loss."""
+        return [
+            one
+            for one in self.unregistered_requests.values()
+            if one.sent_s is not None and one.sent_s <= before_s
+        ]
+
+    def lines(self) -> list[WaitingQueue]:
+        """All queues."""
+        return [self.anywhere, self.failed, *self.queues.values()]
+
+    def replica_gone(self, replica: Replica) -> None:
+        """Let requests that failed at a replica use a successor with its id, but not the same instance."""
+        for request in self.by_id.values():
+            if replica.replica_id not in request.failed_at:
+                continue
+            aside = self.failed.remove(request)
+            request.failed_at = tuple(one for one in request.failed_at if one != replica.replica_id)
+            gone = (replica.replica_id, replica.instance)
+            request.failed_at_gone = (*request.failed_at_gone, gone)
+            if aside:
+                self.enqueue_for_any(request)
+
+    def replica_came(self, replica: Replica) -> None:
+        """If this instance had been declared gone, restore the failures that requests had there."""
+        came = (replica.replica_id, replica.instance)
+        for request in [one for one in self.by_id.values() if came in one.failed_at_gone]:
+            waits_anywhere = request.sent_s is None and request.replica_id is None
+            if waits_anywhere:
+                self.take_out(request)
+            request.failed_at = (*request.failed_at, replica.replica_id)
+            request.failed_at_gone = tuple(one for one in request.failed_at_gone if one != came)
+            if waits_anywhere:
+                self.enqueue_for_any(request)
+
+    def _count(self, request: RoutedRequest, more: int) -> None:
+        self.waiting += more
+        left = self.waiting_of.get(request.tenant, 0) + more
+        if left:
+            self.waiting_of[request.tenant] = left
+        else:
+            del self.waiting_of[request.tenant]
+
+    def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
+        """Up to ``most`` requests that have waited since then; those behind them in a row are younger."""
+        found: list[RoutedRequest] = []
+        for line in self.lines():
+            for row in line.rows.values():
+                for request in row:
+                    if request.since_s > before_s or len(found) >= most:
+                        break
+                    found.append(request)
+        return found
+
+    def waiting_requests(self) -> Iterator[RoutedRequest]:
+        """Requests that have not been sent."""
+        for line in self.lines():
+            yield from line
 
 
 @dataclass(slots=True)

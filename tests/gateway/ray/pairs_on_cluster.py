@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sojourn_server.gateway.ray.ray_config import read_config
-from sojourn_server.gateway.ray.ray_environment import set_ray_environment
+from sojourn_server.gateway.ray.ray_config import read_config, set_ray_environment
 
 
 def main(_first: str, path: str, what: str) -> None:

@@ -1,9 +1,19 @@
-"""The client APIs, and how each reports an error: instead of an answer, or inside a stream."""
+"""The client APIs, and the gateway's own errors in the format of each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
 from enum import Enum
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from . import proxy_headers
 
 
 class ClientApi(Enum):
@@ -49,3 +59,92 @@ def error_event(api: ClientApi, code: str, message: str) -> bytes:
 
 def _json(document: object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+logger = logging.getLogger(__name__)
+
+INVALID_KEY = "invalid_api_key"
+GATEWAY_ERROR_CODES = (
+    INVALID_KEY,
+    "bad_request",
+    "body_too_large",
+    "encoded_body",
+    "gateway_full",
+    "slow_body",
+)
+"""Codes of requests that are rejected before they reach the core."""
+GATEWAY_FAILED = "gateway_failed"
+REPLICA_LOST = "replica_lost"
+LATE_ERROR_CODES = (GATEWAY_FAILED, REPLICA_LOST)
+"""Codes of requests that the gateway rejects after that."""
+
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class RequestRejected(Exception):
+    """A request that the gateway answers with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        retry_after_s: float | None = None,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        """``is_counted``: the core has counted the rejection."""
+        super().__init__(message)
+        self.is_counted = is_counted
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+async def send_internal_error(send: AsgiSend, api: ClientApi) -> None:
+    """To be called in an ``except`` block, before anything was answered."""
+    logger.exception("the gateway failed at a request; please report this")
+    await send_rejection(send, api, RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log"))
+
+
+async def send_rejection(send: AsgiSend, api: ClientApi | None, refused: RequestRejected) -> None:
+    body = error_body(api, refused.status, refused.code, refused.message)
+    passed = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        proxy_headers.GATEWAY: "1",
+    }
+    if refused.retry_after_s is not None:
+        passed["Retry-After"] = str(max(1, round(refused.retry_after_s)))
+    if refused.status == 401:
+        passed["WWW-Authenticate"] = "Bearer"
+    with contextlib.suppress(OSError):
+        await send(
+            {
+                "type": "http.response.start",
+                "status": refused.status,
+                "headers": proxy_headers.decoded_headers(passed),
+            }
+        )
+        await send({"type": "http.response.body", "body": body})
+
+
+async def unknown_route_response(request: Request, error: Exception) -> Response:
+    """The answer to an unknown route or method."""
+    status, headers = 500, {}
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})
+    what = f"{request.method} {request.url.path} is not served by the gateway"
+    return Response(
+        error_body(None, status, "not_served", what),
+        status,
+        {proxy_headers.GATEWAY: "1", **headers},
+        media_type="application/json",
+    )
+
+
+async def internal_error_response(request: Request, error: Exception) -> Response:
+    """The answer after an internal error."""
+    body = error_body(None, 500, "gateway_failed", "the gateway failed; see its log")
+    return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")

@@ -29,7 +29,7 @@ from sojourn.wire import (
 )
 
 from ...routing import routing_events
-from .engine_monitor import EngineDescription
+from .engine_reports import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
 from .piggybacked_events import PiggybackedEvents
 from .program_event_records import Key, ProgramEventRecords, RecordedEvent, ReplicaInstance

@@ -20,21 +20,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...api.api_errors import ApiError
-from ...api.request_body import read_body
+from ...api.request_checks import ApiError, read_body
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
-from .any_engine_routes import AnyEngineRoutes
-from .client_apis import ClientApi, error_body
+from .client_apis import (
+    GATEWAY_FAILED,
+    INVALID_KEY,
+    ClientApi,
+    error_body,
+    internal_error_response,
+    unknown_route_response,
+)
 from .engine_client import open_session
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
-from .error_responses import GATEWAY_FAILED, INVALID_KEY
+from .engine_routes import AnyEngineRoutes, AsgiEndpoint, GatewayApplication, GenerationRoutes
 from .event_forwarder import EventForwarder
-from .gateway_asgi import AsgiEndpoint, GatewayApplication, internal_error_response, unknown_route_response
 from .gateway_metrics import GatewayMetrics
-from .generation_routes import GenerationRoutes
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_headers import GATEWAY, REPLICA

@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 
 from ...routing import routing_events
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
-from .error_responses import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
+from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
 
 MAX_LOGGED_MOVES = 10_000
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

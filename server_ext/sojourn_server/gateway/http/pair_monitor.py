@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import aiohttp
 from sojourn.wire import CAPABILITIES_PATH
@@ -15,21 +14,19 @@ from sojourn.wire import CAPABILITIES_PATH
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
-from .engine_monitor import POLL_S, EngineDescription, EngineMonitor, MonitoredEngine, parse_json_object
-from .pair_capabilities import (
-    STATS_PATH,
+from .engine_monitor import POLL_S, EngineMonitor, MonitoredEngine
+from .engine_reports import (
+    EngineCompatibility,
+    EngineDescription,
     InvalidPairEngine,
     PairCapabilities,
-    parse_link_stats,
-    parse_pair_capabilities,
-)
-from .pair_description import (
-    EngineCompatibility,
     PairEngineDescription,
     describe_pair,
     dominant_compatibility,
     incompatibility,
     nic_queue_event,
+    parse_json_object,
+    parse_pair_capabilities,
     registration_event,
 )
 from .replica_addresses import ReplicaAddresses, rank_addresses
@@ -57,7 +54,15 @@ class PairMonitor(EngineMonitor):
         poll_s: float = POLL_S,
     ) -> None:
         """``roles``: the configured role at each address."""
-        super().__init__(roles, routing_backend, replicas, session, engine_key=engine_key, poll_s=poll_s)
+        super().__init__(
+            roles,
+            routing_backend,
+            replicas,
+            session,
+            engine_key=engine_key,
+            poll_s=poll_s,
+            read=describe_pair,
+        )
         self._tell = routing_backend.tell
         self._roles = dict(roles)
         self._kind: EngineCompatibility | None = None
@@ -113,32 +118,23 @@ class PairMonitor(EngineMonitor):
 
     # -- polling ------------------------------------------------------------------
 
-    def _read(
-        self, capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
-    ) -> EngineDescription:
-        return describe_pair(capabilities, metrics, models, life)
-
     async def _ask_more(self, watched: MonitoredEngine) -> None:
         known = watched.description
         if not isinstance(known, PairEngineDescription):
             return
-        url = watched.url
-        answers = await asyncio.gather(self._text(url + CAPABILITIES_PATH), self._text(url + STATS_PATH))
-        (status, capabilities), (_, stats) = answers
+        probe = watched.probe
+        (status, capabilities), links = await asyncio.gather(probe.get(CAPABILITIES_PATH), probe.links())
         if status == 200:
             try:
                 paths = parse_pair_capabilities(parse_json_object(capabilities))
             except InvalidPairEngine:
                 paths = None
             if _same_engine(known.paths, paths):
-                watched.description = dataclasses.replace(known, paths=paths)  # with its current speed
+                probe.described = dataclasses.replace(known, paths=paths)  # with its current speed
             else:
-                described = await self._describe(watched)
-                if described is not None:
-                    self._described(watched, described)
-        links = parse_link_stats(parse_json_object(stats))
+                await self._describe(watched)
         if links is not None:
-            self._links[url] = links
+            self._links[watched.url] = links
 
     # -- results ------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from ...routing import routing_events
-from .engine_monitor import EngineDescription
+from .engine_reports import EngineDescription
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .piggybacked_events import PiggybackedEvents

@@ -20,29 +20,28 @@ from multidict import CIMultiDict
 from ...routing import routing_events
 from ...routing.routing_events import RequestFinished, SendRequestToPair
 from . import proxy_headers
-from .client_apis import ClientApi, error_event
-from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
-from .error_responses import (
+from .client_apis import (
     GATEWAY_FAILED,
     REPLICA_LOST,
     AsgiSend,
+    ClientApi,
     RequestRejected,
+    error_event,
     send_internal_error,
     send_rejection,
 )
+from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .gateway_request_state import ClientDisconnected, GatewayRequestState
-from .generation_request import GenerationRequest, InvalidGenerationRequest
+from .generation_request import GenerationRequest, InvalidGenerationRequest, PromptSizeEstimator
 from .piggybacked_events import PiggybackedEvents
 from .prefill_decode_relay import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_migrator import ProgramMigrator
-from .prompt_size_estimator import PromptSizeEstimator
 from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .request_bodies import RequestBody
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
-from .routing_backend import RoutingBackend
+from .routing_backend import ClientDisconnected, GatewayRequestState, RoutingBackend
 
 logger = logging.getLogger(__name__)
 BodyT = TypeVar("BodyT")

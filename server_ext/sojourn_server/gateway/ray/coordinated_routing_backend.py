@@ -20,13 +20,15 @@ from ...routing.home_change_log import Home
 from ...routing.routed_programs import Key
 from ...routing.routing_events import SendRequestToPair
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
-from ..http.gateway_request_state import GatewayRequestState
+from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
-from ..http.routing_backend import ControlAction
-from .affinity_cache import ProgramAffinityCache
-from .coordinator_client import CALL_TIMEOUT_S, CoordinatorClient, CoordinatorUnavailable, call_with_timeout
+from ..http.routing_backend import ControlAction, GatewayRequestState
+from .coordinator_copy import ProgramAffinityCache, ReplicaCache
 from .coordinator_messages import (
+    CALL_TIMEOUT_S,
+    CoordinatorClient,
     CoordinatorResponse,
+    CoordinatorUnavailable,
     JoinRequest,
     MessageEncodingError,
     PollRequest,
@@ -34,11 +36,10 @@ from .coordinator_messages import (
     ReplicaProbeResult,
     ReportRequest,
     ResponseStatus,
+    call_with_timeout,
     encode_message,
 )
 from .open_requests import OpenRequest, OpenRequests
-from .rate_limited_log import RateLimitedLog
-from .replica_cache import ReplicaCache
 
 logger = logging.getLogger(__name__)
 

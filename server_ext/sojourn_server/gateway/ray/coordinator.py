@@ -19,8 +19,8 @@ from ...routing.routing_core import RoutingCore
 from ...routing.routing_from_preset import build_pair_core, build_routing_core
 from ...routing.routing_limits import RoutingLimits
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
-from ..http.pair_description import registration_event
-from ..http.policy_failure_log import PolicyFailureLog
+from ..http.engine_reports import registration_event
+from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
 from ..http.routing_backend import TICK_S, with_links
 from .autoscale import AutoscaleDecision, AutoscaleLimits, CapacityDemand, wanted_engines
 from .coordinator_checkpoint import (
@@ -45,12 +45,9 @@ from .coordinator_messages import (
     ReportRequest,
     ResponseStatus,
 )
-from .engine_registry import EngineRegistry
-from .liveness_quorum import LivenessQuorum
-from .message_router import MessageRouter
-from .outbox import Outbox
+from .engine_registry import EngineRegistry, LivenessQuorum
+from .message_router import MessageRouter, Outbox
 from .pair_admission import PairAdmission
-from .rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_limits import RoutingLimits
 from . import coordinator_messages as m
 from .coordinator import Coordinator, CoordinatorOptions, PrefillDecodeRules
-from .coordinator_client import CoordinatorClient, CoordinatorUnavailable
+from .coordinator_messages import CoordinatorClient, CoordinatorUnavailable
 from .ray_config import RayConfig
 
 logger = logging.getLogger(__name__)

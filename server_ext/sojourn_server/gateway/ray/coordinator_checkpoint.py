@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from ...routing.routing_state import RoutingState
+from ..http.rate_limited_log import RateLimitedLog
 from .coordinator_messages import ReplicaInfo
-from .rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

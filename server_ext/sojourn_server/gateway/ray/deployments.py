@@ -1,27 +1,31 @@
-"""Ray Serve deployments: engines, gateways, and the application of both."""
+"""HTTP listeners of a replica: its own port, and on request none that other machines reach."""
 
 from __future__ import annotations
 
 import asyncio
 import getpass
 import logging
+import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import ray
+import uvicorn
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
 
 from ...routing.home_change_log import Home
 from ...routing.routed_programs import Key
-from ...routing.routing_events import PairRole
+from ...routing.routing_events import PairRole, ProbeReplica
 from ...routing.routing_from_preset import PAIR_POLICY, PAIR_REASONS, routing_reasons
-from ..http.engine_monitor import PROBE_TIMEOUT_S
+from ..http.engine_monitor import EngineMonitorProtocol
+from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
+from ..http.engine_reports import EngineDescription
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.gateway_metrics import GatewayMetrics
 from ..http.replica_addresses import ReplicaAddresses
@@ -30,9 +34,69 @@ from .coordinated_routing_backend import CoordinatedRoutingBackend
 from .coordinator_actor import CoordinatorActorClient, load_policy_preset
 from .engine_process import STOP_GRACE_S, EngineProcess
 from .engine_supervisor import EngineSupervisor
-from .http_listener import restrict_to_loopback, serve_http
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
-from .ray_engine_monitor import RayEngineMonitor
+
+KEEP_ALIVE_S = 75
+"""Longer than clients and load balancers keep a connection, so that they close it first."""
+
+
+async def serve_http(app: Starlette, host: str, port: int) -> None:
+    """Serve ``app`` until cancelled, then finish running requests. Several processes may share the port."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(STREAM_GRACE_S),
+        server_header=False,
+        proxy_headers=False,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[_bound_socket(host, port)]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving
+        raise
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only for sockets declared as TCP; otherwise +40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # The kernel spreads connections over the gateways of a node, and skips dead ones.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.bind((host, port))
+    return bound
+
+
+def restrict_to_loopback() -> None:
+    """Bind the server that each Serve replica opens for calls between deployments to the loopback interface.
+    By default it listens on all interfaces, and no setting changes that.
+
+    Call it before the replica is ready. Raises ``RuntimeError`` if this release of Ray works differently.
+    """
+    from ray.serve._private import replica
+
+    opens: Any = getattr(replica, "add_port_to_grpc_server", None)
+    if opens is None:
+        raise RuntimeError(
+            "this release of Ray opens its replicas' ports differently from 2.60; expected 2.60, or "
+            "loopback_only: false"
+        )
+    if getattr(opens, "keeps_to_loopback", False):
+        return
+
+    def on_loopback(server: Any, address: str) -> Any:
+        return opens(server, address.replace("[::]:", "127.0.0.1:").replace("0.0.0.0:", "127.0.0.1:"))
+
+    on_loopback.keeps_to_loopback = True  # type: ignore[attr-defined]
+    replica.add_port_to_grpc_server = on_loopback  # type: ignore[attr-defined,unused-ignore]
+
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +193,38 @@ def _node_name() -> str:
     return str(node_id)
 
 
+class RayEngineMonitor(EngineMonitorProtocol):
+    """Probes replicas for the coordinator, and returns the descriptions that it reported."""
+
+    def __init__(
+        self,
+        routing_backend: CoordinatedRoutingBackend,
+        session: Callable[[], aiohttp.ClientSession],
+        engine_key: str | None,
+    ) -> None:
+        self._routing_backend = routing_backend
+        self._session = session
+        self._engine_key = engine_key
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def probe(self, told: ProbeReplica) -> None:
+        """Check now whether a replica is alive."""
+        task = asyncio.ensure_future(self._probe(told))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _probe(self, told: ProbeReplica) -> None:
+        place = self._routing_backend.place(told.replica_id)
+        if place is not None:
+            alive = await EngineProbe(place.url, self._session, key=self._engine_key).lives(PROBE_TIMEOUT_S)
+            self._routing_backend.probed(told.replica_id, told.instance, alive is True)
+
+    def description_of(self, replica_id: str) -> EngineDescription | None:
+        """The last description of a replica's engine."""
+        place = self._routing_backend.place(replica_id)
+        return place.description if place is not None else None
+
+
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
     """The ASGI application of a gateway replica: that of one machine with a remote coordinator."""
     preset = None if config.in_pairs else load_policy_preset(config)
@@ -145,10 +241,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
     routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
     routing_backend.on_request_decision = metrics.decided
     gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
-    headers = {"Authorization": f"Bearer {options.engine_key}"} if options.engine_key else {}
-    gateway.monitor = RayEngineMonitor(
-        routing_backend, lambda url: _is_alive(gateway.session(), url, headers)
-    )
+    gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, options.engine_key)
 
     def on_affinity_change(key: Key, before: Home | None, home: Home) -> None:
         # Another gateway sent the program there; its events at this gateway follow.
@@ -175,15 +268,6 @@ def load_tenants(config: RayConfig) -> TenantKeys:
         return load_tenant_keys(Path(config.tenants))
     key = read_key(config.keys.api, "keys.api")
     return TenantKeys({key: DEFAULT_TENANT} if key else None)
-
-
-async def _is_alive(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> bool:
-    try:
-        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-        async with session.get(f"{url}/health", headers=headers, timeout=timeout) as answer:
-            return answer.status not in (500, 503)
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-        return False
 
 
 def application(config: RayConfig) -> Any:

@@ -12,26 +12,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from operator import gt
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 from sojourn.wire import CAPABILITIES_PATH
 
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
-from ..http.engine_monitor import EngineDescription, describe_engine
-from ..http.pair_capabilities import STATS_PATH, parse_link_stats
-from ..http.pair_description import PairEngineDescription, describe_pair
+from ..http.engine_probe import EngineProbe
+from ..http.engine_reports import EngineDescription, PairEngineDescription, describe_engine, describe_pair
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_S = 0.25
-ANSWER_TIMEOUT_S = 5.0
 PROGRESS_LOG_INTERVAL_S = 15.0
 STOP_GRACE_S = 10.0
 """Time for an engine to end by itself."""
@@ -76,14 +72,11 @@ class EngineProcess:
         self._command = tuple(command)
         self._words = dict(words or {})
         self._added = dict(environment or {})
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key = key
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._described: EngineDescription | None = None
-        """Its last complete description."""
-        self._told = [False, False, False]
-        """Parts of it that were reported."""
+        self._probe: EngineProbe | None = None
 
     @property
     def url(self) -> str:
@@ -105,7 +98,14 @@ class EngineProcess:
         """Start it and wait until it answers. Raises ``EngineFailed``."""
         self.port = _free_port(self._host)
         self.instance = secrets.token_hex(6)
-        self._described = None
+        self._probe = EngineProbe(
+            self.url,
+            self._http,
+            key=self._key,
+            read=self._read,
+            accepts=self._is_enough,
+            max_error_polls=1,
+        )
         self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         guarded = [sys.executable, "-m", "sojourn_server.gateway.ray.parent_death_signal", str(os.getpid())]
         with self.log_path.open("ab") as log:
@@ -127,37 +127,22 @@ class EngineProcess:
 
     async def lives(self) -> bool | None:
         """Whether it answers; ``None``: not in time."""
-        try:
-            timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-            async with self._http().get(
-                f"{self.url}/health", headers=self._headers, timeout=timeout
-            ) as answer:
-                return answer.status not in (500, 503)
-        except aiohttp.ClientConnectorError:
-            return False
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-            return None
+        assert self._probe is not None, "the engine was not started"
+        return await self._probe.lives()
 
     async def describe(self) -> EngineDescription | None:
         """Its description; ``None``: not available. While parts are missing, the last complete one stays: an
         incomplete one would look like another engine."""
-        parts = await asyncio.gather(
-            self._json(CAPABILITIES_PATH), self._text("/metrics"), self._json("/v1/models")
-        )
-        told = [part is not None for part in parts]
-        if self._described is not None and any(map(gt, self._told, told)):
-            return self._described
-        described = self._read(*parts)
+        assert self._probe is not None, "the engine was not started"
+        described = await self._probe.describe()
         if described is not None:
-            self._told, self._described = told, described
-        return described
+            self._probe.described = described
+        return self._probe.described
 
-    def _read(
-        self, capabilities: dict[str, Any] | None, metrics: str | None, models: dict[str, Any] | None
-    ) -> EngineDescription | None:
-        if capabilities is None and (self.role is not None or (metrics is None and models is None)):
-            return None
-        told = (capabilities or {}, metrics or "", models or {}, 0)
+    def _is_enough(self, answered: Collection[str]) -> bool:
+        return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
+
+    def _read(self, *told: Any) -> EngineDescription:
         if self.role is None:
             return replace(describe_engine(*told), instance=self.instance)
         pair = describe_pair(*told)
@@ -166,7 +151,7 @@ class EngineProcess:
 
     async def links(self) -> dict[str, LinkStats]:
         """Queues of the links of an engine of a pair; empty: not reported."""
-        return parse_link_stats(await self._json(STATS_PATH) or {}) or {}
+        return (await self._probe.links() if self._probe is not None else None) or {}
 
     async def end(self, grace_s: float = STOP_GRACE_S) -> None:
         """End it and its children. May be repeated."""
@@ -239,22 +224,6 @@ class EngineProcess:
         if self._session is None:
             self._session = aiohttp.ClientSession(trust_env=False)
         return self._session
-
-    async def _json(self, path: str) -> dict[str, Any] | None:
-        text = await self._text(path)
-        try:
-            found = msgspec.json.decode(text) if text is not None else None
-        except msgspec.DecodeError:
-            return None
-        return found if isinstance(found, dict) else None
-
-    async def _text(self, path: str) -> str | None:
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        try:
-            async with self._http().get(self.url + path, headers=self._headers, timeout=timeout) as answer:
-                return await answer.text() if answer.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
-            return None
 
 
 def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

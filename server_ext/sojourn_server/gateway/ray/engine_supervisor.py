@@ -8,10 +8,16 @@ import logging
 import time
 
 from ...routing.routing_status import LinkStats
-from ..http.engine_monitor import EngineDescription
-from ..http.pair_description import PairEngineDescription
-from .coordinator_client import CoordinatorClient, CoordinatorUnavailable, call_with_timeout
-from .coordinator_messages import DrainRequest, EngineRegistration, EngineStopped, MessageEncodingError
+from ..http.engine_reports import EngineDescription, PairEngineDescription
+from .coordinator_messages import (
+    CoordinatorClient,
+    CoordinatorUnavailable,
+    DrainRequest,
+    EngineRegistration,
+    EngineStopped,
+    MessageEncodingError,
+    call_with_timeout,
+)
 from .engine_process import STOP_GRACE_S, EngineFailed, EngineProcess
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...routing import routing_events
 from ...routing.routing_events import PairRole, SendRequestToPair
-from ..http.gateway_request_state import GatewayRequestState
+from ..http.routing_backend import GatewayRequestState
 from .coordinator_messages import ReplicaInfo
 
 MAX_WAIT_WITHOUT_REPLICA_S = 60.0

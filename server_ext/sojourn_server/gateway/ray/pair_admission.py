@@ -11,7 +11,7 @@ from ...routing import routing_events
 from ...routing.pair_core import PairCore
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
-from ..http.pair_description import (
+from ..http.engine_reports import (
     EngineCompatibility,
     dominant_compatibility,
     engine_compatibility,

@@ -7,6 +7,10 @@ import math
 import time
 from collections.abc import Callable
 
+from ...routing.routing_limits import RoutingCounters
+
+logger = logging.getLogger(__name__)
+
 LOG_INTERVAL_S = 10.0
 
 
@@ -38,3 +42,25 @@ class RateLimitedLog:
         unsaid = self._unsaid.pop(message, 0)
         more = f" ({unsaid} more since the last one)" if unsaid else ""
         self._logger.log(level, message + more, *arguments, exc_info=exc_info, stacklevel=2)
+
+
+class PolicyFailureLog:
+    """Logs failures of one core's policies: the core writes no log, and clients only see that it failed."""
+
+    def __init__(self, counts: RoutingCounters) -> None:
+        self._counts = counts
+        self._said = 0
+        self._said_s = -math.inf
+
+    def look(self, now: float) -> None:
+        """Log new failures since the last line."""
+        new = self._counts.policy_failures - self._said
+        if new <= 0 or now - self._said_s < LOG_INTERVAL_S:
+            return
+        self._said, self._said_s = self._counts.policy_failures, now
+        logger.error(
+            "the policy that routes failed at %d question%s, the last time with %s; please report this",
+            new,
+            "" if new == 1 else "s",
+            self._counts.newest_policy_failure or "nothing said",
+        )

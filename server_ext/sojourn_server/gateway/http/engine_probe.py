@@ -1,0 +1,126 @@
+"""Asks one engine whether it is alive, what it is, and how its links are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import aiohttp
+from sojourn.wire import CAPABILITIES_PATH
+
+from ...routing.routing_status import LinkStats
+from .engine_reports import (
+    STATS_PATH,
+    EngineDescription,
+    describe_engine,
+    parse_json_object,
+    parse_link_stats,
+)
+
+ANSWER_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 10.0
+"""A slow but living engine has to answer within this time."""
+MAX_ERROR_POLLS = 2
+MAX_PARTIAL_DESCRIPTIONS = 3
+"""Incomplete descriptions before an engine is accepted with what it reported."""
+_DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
+
+
+class EngineProbe:
+    """Asks the engine at one address."""
+
+    def __init__(
+        self,
+        url: str,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        key: str | None = None,
+        read: Callable[..., EngineDescription] = describe_engine,
+        accepts: Callable[[Collection[str]], bool] = lambda answered: True,
+        max_error_polls: int = MAX_ERROR_POLLS,
+    ) -> None:
+        """``read`` builds a description from the engine's answers. ``accepts``: whether answers to these
+        paths are enough for the first description. ``max_error_polls``: consecutive health checks answered
+        with an error after which the engine counts as dead."""
+        self.url = url
+        self.described: EngineDescription | None = None
+        """The description that its user keeps."""
+        self.lives_before = 0
+        """Number of losses: an engine that reports no start time counts as a new one after each."""
+        self.asks_for_key = False
+        """It answered the last description with 401."""
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._read = read
+        self._accepts = accepts
+        self._max_error_polls = max_error_polls
+        self._errors = 0
+        self._partial = 0
+        """Consecutive incomplete descriptions."""
+        self._answered: frozenset[str] = frozenset()
+        """Paths that answered in its description: a known engine has to answer all of them again."""
+
+    def lost(self) -> None:
+        """The engine is gone; the next one at this address is another."""
+        self.described = None
+        self.lives_before += 1
+
+    async def lives(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
+        """``None``: unknown. A refused connection means no, and so do consecutive errors."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session().get(
+                f"{self.url}/health", headers=self._headers, timeout=timeout
+            ) as answer:
+                await answer.read()
+                if answer.status < 300:
+                    self._errors = 0
+                    return True
+                if answer.status not in (500, 503):
+                    return None  # answered by a proxy in between
+                self._errors += 1
+                return False if self._errors >= self._max_error_polls else None
+        except aiohttp.ClientConnectorError as error:
+            # Nothing listens there. A failed name resolution or route may be a local problem.
+            return False if isinstance(error.os_error, ConnectionRefusedError) else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            return None
+
+    async def describe(self) -> EngineDescription | None:
+        """``None``: not available now. An incomplete description never replaces that of a known engine: it
+        would look like another engine."""
+        found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
+        statuses = {status for status, _ in found}
+        self.asks_for_key = 401 in statuses
+        answered = frozenset(
+            path for path, (status, _) in zip(_DESCRIPTION_PATHS, found, strict=True) if status == 200
+        )
+        if self.described is not None:
+            if 0 in statuses or not answered >= self._answered:
+                return None
+        elif not self._accepts(answered):
+            return None
+        elif 0 in statuses:
+            self._partial += 1
+            if self._partial < MAX_PARTIAL_DESCRIPTIONS:
+                return None
+        self._partial, self._answered = 0, answered
+        capabilities, metrics, models = (text for _, text in found)
+        read = parse_json_object(capabilities), metrics, parse_json_object(models)
+        return self._read(*read, self.lives_before)
+
+    async def links(self) -> dict[str, LinkStats] | None:
+        """Queues of the links of an engine of a pair; ``None``: not reported."""
+        return parse_link_stats(parse_json_object((await self.get(STATS_PATH))[1]))
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and text of an answer; 0: there was none, or the engine was overloaded."""
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        try:
+            async with self._session().get(self.url + path, headers=self._headers, timeout=timeout) as answer:
+                text = await answer.text()
+                if answer.status == 200:
+                    return 200, text
+                return (0 if answer.status >= 500 else answer.status), ""
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, UnicodeDecodeError):
+            return 0, ""

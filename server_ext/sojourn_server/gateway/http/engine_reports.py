@@ -1,0 +1,297 @@
+"""What engines report: sizes, roles, links, and which prefill and decode engines can form pairs.
+
+``/sojourn/v1/capabilities`` has a pair engine's role, peer, node, epoch and the sizes of a Full Block;
+``/sojourn/v1/stats`` has the queues of its links. All of it is untrusted and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...metrics.vllm_metrics_page import CachePool, cache_pools, process_start_time, whole
+from ...routing.routing_events import NicQueueReported, PairEngineRegistered, PairRole, ReplicaRegistered
+from ...routing.routing_status import LinkStats
+
+DEFAULT_CAPACITY_TOKENS = 1 << 20
+"""Used for an engine that reports no size: loads then compare by requests alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """An engine's description of itself; sizes are per rank."""
+
+    ranks: int
+    instance: str
+    capacity_tokens: int
+    host_tokens: int
+    max_running: int
+    max_context_tokens: int
+    shares_disk: bool
+    speaks_sojourn: bool
+    model: str = ""
+    """The first model name that it serves; empty: unknown."""
+    pair_role: str = ""
+    """Its role, if it was started as one of a pair."""
+
+    def registration_event(self, replica_id: str) -> ReplicaRegistered:
+        """The registration of one of its ranks."""
+        return ReplicaRegistered(
+            replica_id,
+            self.instance,
+            self.capacity_tokens,
+            host_tokens=self.host_tokens,
+            max_running=self.max_running,
+            max_context_tokens=self.max_context_tokens,
+        )
+
+
+def describe_engine(
+    capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+) -> EngineDescription:
+    """Combines an engine's answers: everything from one with sojourn, the size of the KV from plain vLLM."""
+    engine = capabilities.get("engine")
+    engine = engine if isinstance(engine, dict) else {}
+    pools = cache_pools(metrics)
+    pool = pools[0] if pools else CachePool()
+    block_size = whole(engine.get("block_size")) or pool.block_size or 16
+    blocks = whole(engine.get("num_blocks")) or pool.num_blocks or 0
+    tiers = capabilities.get("tiers")
+    tiers = tiers if isinstance(tiers, dict) and tiers.get("on", True) else {}
+    host, disk = tiers.get("host"), tiers.get("disk")
+    host_blocks = whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
+    paths = capabilities.get("paths")
+    role = paths.get("role") if isinstance(paths, dict) else None
+    data = models.get("data")
+    served = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
+    ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
+    return EngineDescription(
+        ranks=ranks,
+        # Without a start time, only a loss tells that an engine is another one.
+        instance=process_start_time(metrics) or f"life {life}",
+        # vLLM reserves one block.
+        capacity_tokens=(blocks - 1) * block_size if blocks > 1 else DEFAULT_CAPACITY_TOKENS,
+        host_tokens=host_blocks * block_size,
+        max_running=whole(engine.get("max_num_seqs")) or 0,
+        max_context_tokens=whole(served.get("max_model_len")) or 0,
+        shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
+        speaks_sojourn=capabilities.get("name") == "sojourn",
+        model=name if isinstance(name := served.get("id"), str) else "",
+        # Untrusted text that goes into the log.
+        pair_role=role if role in ("prefill", "decode") else "",
+    )
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object; empty for anything else."""
+    try:
+        found = msgspec.json.decode(text) if text else {}
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+STATS_PATH = "/sojourn/v1/stats"
+STORAGE_READ = "storage read"
+"""The link whose queue decides which side reads."""
+DEFAULT_BLOCK_S = 0.001
+"""Seconds per Full Block for engines that have not measured their link: the same for all."""
+MAX_LINKS = 16
+MAX_TEXT_BYTES = 4096
+
+
+class InvalidPairEngine(ValueError):
+    """An engine cannot be one of a pair: the text says what it reported, and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCapabilities:
+    """An engine's role and addresses, and the form of its KV."""
+
+    role: PairRole
+    peer: str
+    node: str
+    epoch: str
+    block_s: float
+    block_bytes: int
+    block_tokens: int
+    kv: str = ""
+    """Digest, equal for engines that accept each other's KV; empty: unknown."""
+
+
+def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
+    """From the answer to ``/capabilities``. Raises ``InvalidPairEngine``."""
+    told = capabilities.get("paths")
+    if not isinstance(told, Mapping):
+        raise InvalidPairEngine("it reports no KV paths; expected an engine started with --role")
+    roles = [role for role in PairRole if role.value == told.get("role")]
+    if not roles:
+        raise InvalidPairEngine(f"its role is {told.get('role')!r:.80}; expected prefill or decode")
+    peer, node, epoch = (_text(told, name) for name in ("peer", "node", "epoch"))
+    sizes = [told.get(name) for name in ("block_bytes", "block_tokens")]
+    for name, size in zip(("block_bytes", "block_tokens"), sizes, strict=True):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise InvalidPairEngine(f"its {name} is {size!r:.80}; expected a number above 0")
+    block_s = _seconds(told.get("block_s"))
+    return PairCapabilities(
+        role=roles[0],
+        peer=peer,
+        node=node,
+        epoch=epoch,
+        block_s=block_s or DEFAULT_BLOCK_S,
+        block_bytes=int(sizes[0] or 0),
+        block_tokens=int(sizes[1] or 0),
+        kv=_text(told, "kv") if told.get("kv") else "",
+    )
+
+
+def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
+    """Links by name, from the answer to ``/stats``. ``None``: missing or invalid."""
+    told = stats.get("paths")
+    links = told.get("links") if isinstance(told, Mapping) else None
+    if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
+        return None
+    found = {}
+    for name, link in links.items():
+        if not isinstance(link, Mapping):
+            return None
+        queued_s, queued, moved = (link.get(key) for key in ("queued_s", "queued_bytes", "moved_bytes"))
+        seconds = _seconds(queued_s)
+        if seconds is None and queued_s is not None:
+            return None
+        found[str(name)] = LinkStats(_count(queued), seconds, _count(moved))
+    return found
+
+
+def _text(told: Mapping[str, Any], name: str) -> str:
+    value = told.get(name)
+    if (
+        not isinstance(value, str)
+        or not value.strip()
+        or len(value.encode(errors="replace")) > MAX_TEXT_BYTES
+    ):
+        raise InvalidPairEngine(
+            f"its {name} is {value!r:.80}; expected a text of at most {MAX_TEXT_BYTES} bytes"
+        )
+    return value
+
+
+def _seconds(value: object) -> float | None:
+    """A finite number, at least 0; ``None`` for anything else."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+EngineCompatibility = tuple[str, int, int, str]
+"""What both engines of a pair share: model name, bytes and tokens of a Full Block, and a digest of all that
+KV depends on, which is empty if an engine does not report it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairEngineDescription(EngineDescription):
+    """A prefill or decode engine."""
+
+    paths: PairCapabilities | None = None
+    unfit: str = ""
+    """Why it cannot be in any pair; empty: it can."""
+
+    @property
+    def kind(self) -> EngineCompatibility | None:
+        """``None``: it cannot be in any pair."""
+        return engine_compatibility(self, self.paths) if self.paths is not None else None
+
+
+def describe_pair(
+    capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+) -> PairEngineDescription:
+    """As ``describe_engine``, with the members for pairs."""
+    told = describe_engine(capabilities, metrics, models, life)
+    values = {field.name: getattr(told, field.name) for field in dataclasses.fields(told)}
+    try:
+        paths = parse_pair_capabilities(capabilities)
+    except InvalidPairEngine as error:
+        return PairEngineDescription(**values, unfit=str(error))
+    # A restarted traffic manager has lost its KV, even if the engine process is the same.
+    values["instance"] = f"{told.instance} {paths.epoch}"
+    ranks = "it has data-parallel ranks, which share one address of KV; expected one engine"
+    return PairEngineDescription(**values, paths=paths, unfit=ranks if told.ranks > 1 else "")
+
+
+def engine_compatibility(told: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
+    """An engine's kind."""
+    return told.model, paths.block_bytes, paths.block_tokens, paths.kv
+
+
+def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
+    """Why an engine of ``kind`` cannot form a pair with one of ``ours``; empty: it can."""
+    (model, size, tokens, kv), (our_model, our_size, our_tokens, our_kv) = kind, ours
+    if kind[:3] == ours[:3]:
+        if kv == our_kv or not kv or not our_kv:
+            return ""
+        return (
+            "its KV is of another kind than the others', which they would refuse: weights, block size of the "
+            "engine (--block-size), data type of KV, hash seed or release differ; expected engines that are "
+            "started alike, from the same weights"
+        )
+    if model != our_model:
+        return f"it serves {model!r}; expected {our_model!r}, as the others do"
+    return (
+        f"its Full Blocks are of {size:,} bytes and {tokens} tokens; expected {our_size:,} and "
+        f"{our_tokens}, as the others have"
+    )
+
+
+def dominant_compatibility(
+    engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
+) -> EngineCompatibility | None:
+    """The kind that is to be served; ``None``: there are no engines.
+
+    That is the kind with most engines, among kinds that have both roles. ``ours`` is served now; it wins a
+    tie, and stays if no kind has both roles.
+    """
+    roles: dict[EngineCompatibility, list[PairRole]] = {}
+    for kind, role in engines:
+        roles.setdefault(kind, []).append(role)
+
+    def weight(kind: EngineCompatibility) -> tuple[bool, int, bool, int]:
+        mine = roles[kind]
+        pairs = len(set(mine)) == len(PairRole)
+        return pairs, len(mine) if pairs else 0, kind == ours, len(mine)
+
+    return max(roles, key=weight, default=None)
+
+
+def registration_event(
+    replica_id: str, told: EngineDescription, paths: PairCapabilities
+) -> PairEngineRegistered:
+    """The registration of an engine."""
+    return PairEngineRegistered(
+        replica_id,
+        told.instance,
+        paths.role,
+        paths.node,
+        told.capacity_tokens,
+        paths.block_s,
+        paths.peer,
+        told.max_context_tokens,
+        paths.epoch,
+        told.max_running,
+    )
+
+
+def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
+    """The queue of a node's storage NIC: the sum over its engines, which share it. ``None``: an engine does
+    not know its queue, or none reports one; the core's own estimate stays valid then."""
+    told = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
+    known = [seconds for seconds in told if seconds is not None]
+    return NicQueueReported(node, sum(known)) if told and len(known) == len(told) else None

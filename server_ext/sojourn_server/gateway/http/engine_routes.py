@@ -1,0 +1,237 @@
+"""Routes that engines answer: generation at the replica that the core chooses, others at any engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...api.request_checks import ApiError
+from ...routing.routing_status import ReplicaStatus
+from . import proxy_headers
+from .client_apis import INVALID_KEY, AsgiSend, ClientApi, RequestRejected
+from .engine_client import ReplicaRequestError, send_to_engine
+from .generation_request import InvalidGenerationRequest, parse_generation_request
+from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
+from .proxy_request import LARGE_BODY_BYTES, SESSION, AsgiScope, ParsedRequest, ProxyContext, ProxyRequest
+from .replica_addresses import ReplicaAddress
+from .request_bodies import AsgiReceive, BodyBudget, BodyRejected, RequestBody
+from .routing_backend import GatewayRequestState
+from .tenant_keys import TenantKeys
+
+logger = logging.getLogger(__name__)
+
+WATCH_DELAY_S = 0.02
+"""Longest delay until a lost client is noticed."""
+
+
+class DisconnectWatcher:
+    """Marks the state of one request when its client disconnects."""
+
+    def __init__(self, receive: AsgiReceive, request_state: GatewayRequestState) -> None:
+        self._receive = receive
+        self._request_state = request_state
+        self._task: asyncio.Task[None] | None = None
+        # Not at once: until then the request is sent to its engine, which should not wait for this.
+        self._later = asyncio.get_running_loop().call_later(WATCH_DELAY_S, self._begin)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._later.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._until_gone())
+
+    async def _until_gone(self) -> None:
+        try:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except Exception as error:
+            logger.debug("a client counts as disconnected: %s", error)  # no other event will follow
+        self._request_state.mark_client_disconnected()
+
+
+class GenerationRoutes:
+    """All generation routes of a gateway, in one event loop."""
+
+    def __init__(
+        self,
+        shared: ProxyContext,
+        tenants: TenantKeys,
+        bodies: BodyBudget | None = None,
+        *,
+        reads_prefixes: bool = False,
+    ) -> None:
+        self._shared = shared
+        self._tenants = tenants
+        self._names = shared.forwarder.names
+        self._reads_prefixes = reads_prefixes
+        self.bodies = bodies or BodyBudget()
+
+    def route(self, api: ClientApi) -> Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]:
+        """The ASGI application of one API."""
+
+        async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+            await self._serve(api, scope, receive, send)
+
+        return app
+
+    async def _serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        raw: RawHeaders = scope["headers"]
+        try:
+            tenant = self._tenants.of(
+                proxy_headers.first_value(raw, b"authorization"), proxy_headers.first_value(raw, b"x-api-key")
+            )
+            if tenant is None:
+                raise RequestRejected(
+                    401, INVALID_KEY, "missing or unknown API key; expected one of the gateway's"
+                )
+            if proxy_headers.first_value(raw, b"content-encoding") not in (None, "identity"):
+                raise RequestRejected(415, "encoded_body", "the body is compressed; expected plain JSON")
+        except RequestRejected as refused:
+            await self._shared.refuse(send, api, refused)
+            return
+        held = self.bodies.begin(tenant)
+        try:
+            await self._exchange(api, scope, receive, send, tenant, held)
+        finally:
+            held.free()
+
+    async def _exchange(
+        self,
+        api: ClientApi,
+        scope: AsgiScope,
+        receive: AsgiReceive,
+        send: AsgiSend,
+        tenant: str,
+        held: RequestBody,
+    ) -> None:
+        raw: RawHeaders = scope["headers"]
+        try:
+            body = await held.read(proxy_headers.first_value(raw, b"content-length"), receive)
+            if body is None:
+                return
+            read = await self._read(api, body, proxy_headers.first_value(raw, SESSION), tenant)
+            del body  # from here on in the engines' form
+            held.becomes(len(read.body))
+            exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
+            del read
+        except BodyRejected as refused:
+            told = RequestRejected(refused.status, refused.code, str(refused), refused.retry_after_s)
+            await self._shared.refuse(send, api, told)
+            return
+        except InvalidGenerationRequest as error:
+            await self._shared.refuse(send, api, RequestRejected(400, "bad_request", str(error)))
+            return
+        except Exception:
+            await self._shared.send_internal_error(send, api)
+            return
+        watch = DisconnectWatcher(receive, exchange.request_state)
+        try:
+            await exchange.run()
+        except Exception:
+            if exchange.has_begun:
+                raise  # the server closes the connection, so that the answer does not look complete
+            await self._shared.send_internal_error(send, api)
+        finally:
+            watch.stop()
+
+    async def _read(self, api: ClientApi, body: bytes, session: str | None, tenant: str) -> ParsedRequest:
+        def read() -> ParsedRequest:
+            question = parse_generation_request(api, body, session)
+            prefix = question.prefix() if self._reads_prefixes else ()
+            named, fits = self._names.request(tenant, body, question)
+            if named is not body:
+                question = question.of(named)
+            return ParsedRequest(named, question, prefix, fits)
+
+        return read() if len(body) < LARGE_BODY_BYTES else await asyncio.to_thread(read)
+
+
+MAX_ANSWER_BYTES = 16 << 20
+ANY_ENGINE_TIMEOUT_S = 15.0
+
+
+class AnyEngineRoutes:
+    """Routes that are not bound to a replica."""
+
+    def __init__(self, shared: ProxyContext, bodies: BodyBudget) -> None:
+        self._shared = shared
+        self._bodies = bodies
+
+    async def answer(self, request: Request, tenant: str, *, keeps_key: bool) -> Response:
+        """An engine's answer. ``keeps_key``: pass the client's key on. Raises ``ApiError``."""
+        held = self._bodies.begin(tenant, MAX_ANSWER_BYTES)
+        try:
+            body = await held.read(request.headers.get("content-length"), request.receive)
+            if body is None:
+                raise ApiError(400, "the client disconnected before its body arrived", "send it again")
+            return await self._ask(request, body, keeps_key)
+        except BodyRejected as refused:
+            self._shared.metrics.refused(refused.code)
+            after = {"Retry-After": str(round(refused.retry_after_s))} if refused.retry_after_s else {}
+            next_step = "try again soon" if after else "send it again, shorter or faster"
+            raise ApiError(refused.status, str(refused), next_step, after) from None
+        finally:
+            held.free()
+
+    async def _ask(self, request: Request, body: bytes, keeps_key: bool) -> Response:
+        headers = request.scope["headers"] if keeps_key else without_credentials(request.scope["headers"])
+        passed = engine_request_headers(headers, key=self._shared.engine_key, rank=None, session=None)
+        for address in await self._by_load():
+            asking = send_to_engine(self._shared.session(), address, "POST", request.url.path, passed, body)
+            try:
+                answer = await asyncio.wait_for(asking, ANY_ENGINE_TIMEOUT_S)
+            except (ReplicaRequestError, asyncio.TimeoutError):
+                continue
+            answer.response.close()
+            response = Response(answer.first, answer.response.status)
+            response.raw_headers.extend(
+                pair
+                for pair in client_response_headers(answer.response.raw_headers, address.replica_id)
+                if pair[0] != b"content-length"
+            )
+            return response
+        raise ApiError(503, "no engine answers", "try again soon", {"Retry-After": "2"})
+
+    async def _by_load(self) -> list[ReplicaAddress]:
+        states = {state.replica: state for state in await self._shared.routing_backend.replicas()}
+        well = [one for one in self._shared.replicas.engines() if _is_healthy(states.get(one.replica_id))]
+        return sorted(well, key=lambda one: states[one.replica_id].load)
+
+
+def _is_healthy(state: ReplicaStatus | None) -> bool:
+    return state is not None and state.health != "suspect"
+
+
+class AsgiEndpoint:
+    """Wraps a function as an application: a router passes a plain function a request."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+class GatewayApplication(Starlette):
+    """Sends generation requests straight to their handlers, past the router and its middlewares."""
+
+    def __init__(self, generating: Mapping[str, Callable[..., Awaitable[None]]], **rest: Any) -> None:
+        super().__init__(**rest)
+        self._generating = generating
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            relay = self._generating.get(scope["path"])
+            if relay is not None:
+                await relay(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
