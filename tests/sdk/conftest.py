@@ -14,6 +14,7 @@ import pytest
 import sojourn
 from gc_tools import old_objects_passed_over
 from hypothesis import settings
+from sdk_settings import PATH as SUPPORT
 from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer
 
@@ -67,15 +68,16 @@ def online(server: FakeServer) -> FakeServer:
 
 @pytest.fixture
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run code in a fresh interpreter and return its result."""
+    """Run code, which may import ``tests/support``, in a fresh interpreter and return its result."""
 
     def run(
         code: str, env: dict[str, str] | None = None, timeout_s: float = 60, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
+        path = os.pathsep.join(filter(None, (clean.get("PYTHONPATH"), SUPPORT)))
         result = subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
-            env={**clean, "SOJOURN_HISTORY": "off", **(env or {})},
+            env={**clean, "SOJOURN_HISTORY": "off", "PYTHONPATH": path, **(env or {})},
             capture_output=True,
             text=True,
             timeout=timeout_s,

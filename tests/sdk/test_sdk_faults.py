@@ -1,13 +1,13 @@
-"""The fault suite: whatever becomes of the events, the agent's results are those of an agent without us.
+"""Faults of the events endpoint, floods, nesting, exceptions, forks and signals.
 
-For each: equal results, no hang, and counters that account for every event.
+The agent's results are those of a run without the SDK, nothing hangs, and counters account for every event.
+No heartbeat is due here, since a test on a busy machine may take longer than the heartbeat interval.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import signal
@@ -24,13 +24,24 @@ import httpx
 import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI
+from sdk_settings import resolve_with
 from sojourn import runtime
 from sojourn.config import Config
 from sojourn.events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn.testing import FakeServer, ToolUse, refusing_url
+from waiting import PATIENCE_S, wait_until, wait_until_async
 
 SINKS = ("refused", "hang", "500", "404", "ok")
 SCRIPT = ["thinking", ToolUse("upper", {"text": "a"}), [ToolUse("upper", {"text": b}) for b in "bcd"], "done"]
+
+
+UNTIL_THE_TEST_ENDS_S = 3600.0
+"""Timeouts of the sender so long that a test fails on its own time limit if the agent waits for one."""
+
+
+@pytest.fixture(autouse=True)
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=UNTIL_THE_TEST_ENDS_S))
 
 
 @contextlib.contextmanager
@@ -50,19 +61,18 @@ def faulty(sink: str, script: Any = SCRIPT) -> Iterator[FakeServer]:
 
 
 def accounted(told: int) -> sojourn.Stats:
-    """Wait until every one of ``told`` events is counted, once, as sent, dropped or still here."""
-    end_s = time.monotonic() + 10
-    while True:
+    """Wait until every one of ``told`` events is counted, once, as sent, dropped or pending."""
+
+    def total() -> int:
         stats = sojourn.stats()
-        total = (
+        return (
             stats["events_sent"] + stats["events_piggybacked"] - stats["events_returned"]
             + stats["dropped_full"] + stats["dropped_send"] + stats["dropped_unsupported"]
             + stats.events_pending
         )  # fmt: skip
-        if total == told:
-            return stats
-        assert time.monotonic() < end_s, f"{total} of {told} events accounted for: {stats}"
-        time.sleep(0.01)
+
+    wait_until(lambda: total() == told, lambda: f"{total()} of {told} events accounted for: {sojourn.stats()}")
+    return sojourn.stats()
 
 
 # -- an agent's loop --------------------------------------------------------------------
@@ -123,15 +133,11 @@ def without_ids(value: Any) -> Any:
 
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize(("agent", "told"), AGENTS.values(), ids=AGENTS)
-def test_an_agent_never_notices(
+def test_an_agents_results_do_not_depend_on_the_sink(
     agent: Callable[[str], Any], told: int, sink: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve: Any = Config.resolve.__func__  # type: ignore[attr-defined]
-
-    def patient(cls: type[Config], *args: Any, **kwargs: Any) -> Config:
-        return dataclasses.replace(resolve(cls, *args, **kwargs), send_timeout_s=30.0)
-
-    monkeypatch.setattr(Config, "resolve", classmethod(patient))  # whoever waits for the sink shows
+    patient = resolve_with(send_timeout_s=UNTIL_THE_TEST_ENDS_S, heartbeat_s=UNTIL_THE_TEST_ENDS_S)
+    monkeypatch.setattr(Config, "resolve", patient)
     with FakeServer(SCRIPT) as server:
         plain = agent(server.base_url)
     with faulty(sink) as server:
@@ -139,7 +145,7 @@ def test_an_agent_never_notices(
         ours = agent(server.base_url)
         took_s = time.monotonic() - started
         assert without_ids(ours) == without_ids(plain)
-        assert took_s < 15, "the sender waits for 30 s: something waited with it"
+        assert took_s < 45, "the agent waited for the sender, whose server hangs for a minute"
         stats = accounted(told)
         assert stats["requests_started"] == stats["requests_ended"] == len(server.requests) == 4
         assert stats["internal_error"] == stats["inject_error"] == 0
@@ -147,7 +153,7 @@ def test_an_agent_never_notices(
         assert len(headers) == 1
         assert headers != {None}, "whose turn it is rides on the request itself, sink or no sink"
         started = time.monotonic()
-    assert time.monotonic() - started < 10, "shutdown() waits a second at most"
+    assert time.monotonic() - started < 45, "shutdown() waits at most a second, not for the sender"
 
 
 @pytest.mark.parametrize("sink", SINKS)
@@ -156,7 +162,9 @@ def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -
         server.mode = "ok" if sink == "refused" else sink
         url = refusing_url() if sink == "refused" else server.url
         code = f"""
-        import sys, time, sojourn, openai
+        import sys, sojourn, openai
+        from sdk_settings import resolve_with
+        sojourn.config.Config.resolve = resolve_with(send_timeout_s={UNTIL_THE_TEST_ENDS_S})
         sojourn.init({url!r}, hosts=[{server.host!r}])
         with openai.OpenAI(api_key="k", base_url={server.base_url!r}) as client, sojourn.program("p"):
             for _ in range(2):
@@ -165,24 +173,19 @@ def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -
                 print(client.chat.completions.create(model="m", messages=m).choices[0].message.content)
         sys.exit(7)
         """
-        started = time.monotonic()
-        done = python(code, check=False)
+        done = python(code, timeout_s=50, check=False)  # a server that hangs does so for 60 s
         assert (done.returncode, done.stdout) == (7, "a\nb\n"), done.stderr
         assert "Traceback" not in done.stderr
-        assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("sink", ["hang", "500"])
-def test_a_sink_that_comes_back_is_told_again(sink: str) -> None:
+def test_a_recovered_sink_gets_new_events(sink: str) -> None:
     with faulty(sink) as server:
         with sojourn.program("before"):
             sojourn.flush(0.2)
         server.mode = "ok"
         with sojourn.program("after") as after:
-            end_s = time.monotonic() + 8
-            while not any(e.program_id == after.id for e in server.events()):
-                sojourn.flush(0.5)
-                assert time.monotonic() < end_s
+            wait_until(lambda: sojourn.flush(0.5) and any(e.program_id == after.id for e in server.events()))
         assert sojourn.flush(5)
         assert any(isinstance(e, ProgramEnd) and e.program_id == after.id for e in server.events())
 
@@ -194,16 +197,16 @@ def test_a_sink_that_comes_back_is_told_again(sink: str) -> None:
 def test_twenty_thousand_events(sink: str) -> None:
     with faulty(sink) as server:
         tracemalloc.start()
-        started = time.monotonic()
+        started = time.thread_time()
         try:
             with sojourn.program("flood"):
                 for n in range(9_999):
                     sojourn.ToolCall("t", f"c{n}").start().stop()
-            took_s = time.monotonic() - started
+            took_s = time.thread_time() - started
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert took_s < 15, f"{took_s:.1f} s for 20,000 events, traced allocations and all"
+        assert took_s < 15, f"{took_s:.1f} s of CPU for 20,000 events with traced allocations"
         assert peak_bytes < 24e6, "10,000 events of some 1.5 kB each, whatever the sink does"
         sojourn.flush(0.2 if sink == "hang" else 10)
         stats = accounted(20_000)
@@ -265,13 +268,14 @@ def test_a_thousand_parallel_tools(online: FakeServer) -> None:
 
 def test_a_thousand_tools_in_threads(online: FakeServer) -> None:
     sojourn.init(online.url, threads=True)
+    ready = threading.Barrier(25)
 
     def one(n: int) -> str | None:
         with sojourn.tool_call("t", f"c{n}") as call:
-            time.sleep(0.001)
+            ready.wait(PATIENCE_S)  # until as many tools run as there are threads
             return call.program.id if call.program else None
 
-    with sojourn.program("wide") as p, ThreadPoolExecutor(32) as pool:
+    with sojourn.program("wide") as p, ThreadPoolExecutor(25) as pool:
         assert set(pool.map(one, range(1000))) == {p.id}
     assert sojourn.flush(10)
     assert not p.running_tools
@@ -398,18 +402,20 @@ def test_what_the_user_raises_comes_out_as_it_went_in(session: None, error: Base
 
 def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
     async def main() -> tuple[bool, list[str]]:
-        seen = []
+        seen: list[str] = []
+        waiting: list[bool] = []
 
         async def agent() -> None:
             async with sojourn.program("a"), sojourn.tool_call("t"):
                 try:
+                    waiting.append(True)
                     await asyncio.sleep(60)
                 except asyncio.CancelledError as error:
                     seen.append(str(error))
                     raise
 
         task = asyncio.create_task(agent())
-        await asyncio.sleep(0.01)
+        await wait_until_async(lambda: waiting)
         task.cancel("stop it")
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -420,16 +426,19 @@ def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
 
 def test_a_swallowed_cancellation_stays_swallowed(session: None) -> None:
     async def main() -> str:
+        waiting: list[bool] = []
+
         async def agent() -> str:
             try:
                 async with sojourn.program("a"):
+                    waiting.append(True)
                     await asyncio.sleep(60)
             except asyncio.CancelledError:
                 return "went on"
             return "never"
 
         task = asyncio.create_task(agent())
-        await asyncio.sleep(0.01)
+        await wait_until_async(lambda: waiting)
         task.cancel()
         return await task
 
@@ -528,18 +537,15 @@ def test_sigterm_in_the_middle_kills_at_once(sink: str) -> None:
 import sojourn
 sojourn.init({url!r}, dialect="sojourn")
 with sojourn.program("p"):
-    print("up", flush=True)
-    while True:
+    for n in range(10**9):
         with sojourn.tool_call("t"): pass
+        if n == 100: print("up", flush=True)
 """
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        assert process.wait(10) == -signal.SIGTERM
-        assert time.monotonic() - started < 5
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM
         process.stdout.close()
         assert not any(isinstance(e, ProgramEnd) for e in server.events())
 
@@ -560,11 +566,6 @@ def test_sigint_during_a_flush_is_the_users(python: Any, server: FakeServer) -> 
     assert python(code).stdout == "interrupted True\n"
 
 
-def test_nothing_is_left_behind_by_all_this() -> None:
+def test_no_thread_is_left() -> None:
     gc.collect()
-    end_s = time.monotonic() + 5
-    while (left := [t.name for t in threading.enumerate() if t.name.startswith("sojourn")]) and (
-        time.monotonic() < end_s
-    ):
-        time.sleep(0.05)
-    assert left == []
+    wait_until(lambda: not [t.name for t in threading.enumerate() if t.name.startswith("sojourn")])

@@ -1,12 +1,12 @@
-"""Heartbeats: who is heard from, and when. No thread, no sleep."""
+"""When heartbeats are due, and which programs send them."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import sojourn
-from sojourn.events import Heartbeat
+from sdk_settings import resolve_with
+from sojourn.config import Config
+from sojourn.events import Heartbeat, ProgramEnd, ProgramStart
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
 from sojourn.program import Program
@@ -61,26 +61,15 @@ def test_the_soonest_decides_the_sleep(beats):
     assert beats.due(2.0) == ([], 1.0)
 
 
-def test_a_running_agent_is_heard_from_a_finished_one_not(server, monkeypatch):
-    from sojourn.config import Config
-
-    resolve = Config.resolve.__func__
-
-    def quick(cls, *args, **kwargs):
-        import dataclasses
-
-        return dataclasses.replace(resolve(cls, *args, **kwargs), heartbeat_s=0.05)
-
-    monkeypatch.setattr(Config, "resolve", classmethod(quick))
+def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypatch):
+    monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=0.05))
     sojourn.init(server.url)
     with sojourn.program("p") as p, sojourn.tool_call("sleep"):
-        events = server.wait_for_events(5)
-    assert {e.program_id for e in events} == {p.id}
-    assert sum(isinstance(e, Heartbeat) for e in events) >= 3
-    assert [e.seq for e in events] == list(range(len(events)))
+        events = server.wait_for_events(5, 30)
+        assert {e.program_id for e in events} == {p.id}
+        assert sum(isinstance(e, Heartbeat) for e in events) >= 3
+        assert [e.seq for e in events] == list(range(len(events)))
+        with sojourn.program("quiet", heartbeat=False) as quiet:
+            server.wait_for_events(len(server.events()) + 4, 30)
     assert sojourn.flush(5)
-    before = len(server.events())
-    with sojourn.program("quiet", heartbeat=False):
-        time.sleep(0.2)
-    assert sojourn.flush(5)
-    assert len(server.events()) == before + 2
+    assert [type(e) for e in server.events() if e.program_id == quiet.id] == [ProgramStart, ProgramEnd]

@@ -194,9 +194,9 @@ class FakeServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._released.set()
         self._http.shutdown()
         self._http.server_close()
+        self._released.set()  # last: a client that retries a dropped request is refused then
         self._thread.join(2)
 
 
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.mode == "500":
             self._json(500, {"detail": "broken"})
         elif fake.mode == "hang":
-            fake._released.wait(60)
+            self._hang()
         elif not self._allowed():
             self._json(401, {"detail": "Unauthorized"})
         elif document is None:
@@ -272,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.server.fake
         mode = fake.mode
         if mode == "hang":
-            fake._released.wait(60)
+            self._hang()
             return
         fake.authorizations.append(self.headers.get("authorization"))
         if not self._allowed():
@@ -290,6 +290,11 @@ class _Handler(BaseHTTPRequestHandler):
             fake.batches.append(batch)
             outcomes = [_outcome(fake.verdict, raw) for raw in batch.events]
             self._bytes(200, encode(OutcomeBatch(outcomes=outcomes)))
+
+    def _hang(self) -> None:
+        """Answer nothing for a minute, or until the server stops; then close the connection."""
+        self.server.fake._released.wait(60)
+        self.close_connection = True
 
     def _allowed(self) -> bool:
         key = self.server.fake.api_key

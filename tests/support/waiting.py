@@ -1,0 +1,35 @@
+"""Waiting for a condition, in place of sleeping for a fixed time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+PATIENCE_S = 30.0
+"""Longest wait. A busy machine needs seconds; a test that hangs ends here."""
+EVERY_S = 0.005
+
+
+def wait_until(
+    condition: Callable[[], Result], message: Callable[[], object] = lambda: "", within_s: float = PATIENCE_S
+) -> Result:
+    """Call ``condition`` until its result is true and return it. Raises ``AssertionError`` with ``message()``
+    after ``within_s`` seconds."""
+    end_s = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < end_s, f"not within {within_s:.0f} s: {message()}"
+        time.sleep(EVERY_S)
+    return result
+
+
+async def wait_until_async(condition: Callable[[], Result], within_s: float = PATIENCE_S) -> Result:
+    """The same on an event loop."""
+    end_s = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < end_s, f"not within {within_s:.0f} s"
+        await asyncio.sleep(EVERY_S)
+    return result
