@@ -71,7 +71,7 @@ def accounted(told: int) -> sojourn.Stats:
             + stats.events_pending
         )  # fmt: skip
 
-    wait_until(lambda: total() == told, lambda: f"{total()} of {told} events accounted for: {sojourn.stats()}")
+    wait_until(lambda: total() == told, lambda: f"{total()} of {told} events counted: {sojourn.stats()}")
     return sojourn.stats()
 
 
